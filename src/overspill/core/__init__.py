@@ -1,0 +1,19 @@
+"""The nouns that every stage shares: Graph, Device, Schedule, Trace, Layout, Timeline. They import nothing else of ours."""
+
+from .device import Device as Device
+from .graph import Graph as Graph
+from .graph import LayerType as LayerType
+from .graph import Op as Op
+from .graph import Phase as Phase
+from .graph import Tensor as Tensor
+from .graph import TensorKind as TensorKind
+from .layout import Layout as Layout
+from .schedule import Instruction as Instruction
+from .schedule import Schedule as Schedule
+from .schedule import Verb as Verb
+from .timeline import Event as Event
+from .timeline import Stall as Stall
+from .timeline import Stream as Stream
+from .timeline import Timeline as Timeline
+from .trace import Block as Block
+from .trace import Trace as Trace

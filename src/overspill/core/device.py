@@ -1,0 +1,42 @@
+"""The Device: what the planner knows of the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .saved import Saved
+
+
+@dataclass(frozen=True)
+class Device(Saved):
+    """One processor with its memory and its link to the store.
+
+    `flops_per_second` by dtype name, `efficiency` the share of it that each layer type reaches. Offload goes from the
+    device to the store, prefetch comes back; `full_duplex` says whether both directions run at full rate at once.
+    `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU
+    competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
+    first tensor. `sources` says where each figure comes from.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    flops_per_second: dict[str, float]
+    memory_bytes_per_second: float
+    offload_bytes_per_second: float
+    prefetch_bytes_per_second: float
+    transfer_latency_seconds: float
+    op_overhead_seconds: float
+    full_duplex: bool
+    context_bytes: int
+    transfer_compute_share: float = 0.0
+    efficiency: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def offload_seconds(self, nbytes: int) -> float:
+        """Seconds that moving `nbytes` to the store takes, undisturbed."""
+        return self.transfer_latency_seconds + nbytes / self.offload_bytes_per_second
+
+    def prefetch_seconds(self, nbytes: int) -> float:
+        """Seconds that bringing `nbytes` back takes, undisturbed."""
+        return self.transfer_latency_seconds + nbytes / self.prefetch_bytes_per_second

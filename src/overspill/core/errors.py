@@ -1,0 +1,48 @@
+"""Every error that Overspill raises on purpose, each with the exit code that the command line gives it."""
+
+from __future__ import annotations
+
+
+class OverspillError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what the command line exits with."""
+
+    exit_code = 3
+
+
+class RequestError(OverspillError):
+    """The request was wrong: unknown name, malformed size, impossible combination."""
+
+    exit_code = 2
+
+
+class UnsupportedError(OverspillError):
+    """The model does something that Overspill does not handle; the message says what and what would work."""
+
+    exit_code = 2
+
+
+class InfeasibleBudget(OverspillError):
+    """No schedule of this policy fits the budget.
+
+    `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that hold it up.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, budget_bytes: int, floor_bytes: int, cause: str) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        self.cause = cause
+
+
+class StoreError(OverspillError):
+    """The store could not hold or return bytes: disk full, short read, out of host memory."""
+
+
+class InvalidSchedule(OverspillError):
+    """The reference machine refused a schedule: a defect of the policy that made it."""
+
+
+class InvalidLayout(OverspillError):
+    """A layout puts two live blocks on the same bytes, or breaks its own bounds."""

@@ -1,0 +1,161 @@
+"""The Graph: one training step as a sequence of ops over tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from .saved import Saved
+
+
+class TensorKind(StrEnum):
+    """What a tensor is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER_STATE = "optimizer_state"
+    GRADIENT = "gradient"
+    INPUT = "input"
+    ACTIVATION = "activation"  # made in forward, read in backward: a saved tensor, or feature map
+    TEMPORARY = "temporary"
+    WORKSPACE = "workspace"
+
+
+class LayerType(StrEnum):
+    """What kind of layer an op belongs to."""
+
+    CONV = "conv"
+    LINEAR = "linear"
+    NORM = "norm"
+    ACTIVATION = "activation"
+    POOL = "pool"
+    DROPOUT = "dropout"
+    SOFTMAX = "softmax"
+    ATTENTION = "attention"
+    EMBEDDING = "embedding"
+    JOIN = "join"
+    LOSS = "loss"
+    UPDATE = "update"
+    OTHER = "other"
+
+
+class Phase(StrEnum):
+    """The part of the step that an op runs in; phases follow one another in this order."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A storage (never a view): `nbytes` bytes on the device while it is live.
+
+    `persistent`: there before the first op and after the last one (parameters, buffers, optimizer state, inputs).
+    `movable`: the schedule may take it off the device between uses; false for what the caller holds a reference to.
+    """
+
+    id: int
+    nbytes: int
+    kind: TensorKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool = False
+    movable: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: reads tensors, writes tensors, takes `workspace_bytes` more while it runs.
+
+    A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` say what a
+    recomputation needs and makes; they are narrower than `reads` and `writes` where the op also updates a state, as
+    batch norm does with its running statistics, and empty when the op is not `recomputable`.
+    """
+
+    id: int
+    name: str
+    layer: str
+    layer_type: LayerType
+    phase: Phase
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    workspace_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    recomputable: bool = False
+    recompute_reads: tuple[int, ...] = ()
+    recompute_writes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Graph(Saved):
+    """One training step: `ops` in execution order over `tensors`; ids are positions in these tuples.
+
+    `outputs` must be on the device when the step ends, beside the persistent tensors.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[int, ...] = ()
+
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """The op that first writes each tensor that is not persistent."""
+        found: dict[int, int] = {}
+        for op in self.ops:
+            for tensor in op.writes:
+                if not self.tensors[tensor].persistent:
+                    found.setdefault(tensor, op.id)
+        return found
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor, the ops that read or write it, in order."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for op in self.ops:
+            for tensor in dict.fromkeys(op.reads + op.writes):
+                found[tensor].append(op.id)
+        return tuple(tuple(uses) for uses in found)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor, the ops that read it, in order."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for op in self.ops:
+            for tensor in dict.fromkeys(op.reads):
+                found[tensor].append(op.id)
+        return tuple(tuple(readers) for readers in found)
+
+    @cached_property
+    def reference_counts(self) -> tuple[int, ...]:
+        """For each tensor, how many ops read it (vDNN Fig. 3's Refcnt)."""
+        return tuple(len(readers) for readers in self.consumers)
+
+    def last_forward_use(self, tensor: int) -> int | None:
+        """The last forward op that reads or writes `tensor`, or None."""
+        return max((op for op in self.uses[tensor] if self.ops[op].phase is Phase.FORWARD), default=None)
+
+    def first_backward_use(self, tensor: int) -> int | None:
+        """The first backward op that reads or writes `tensor`, or None."""
+        return min((op for op in self.uses[tensor] if self.ops[op].phase is Phase.BACKWARD), default=None)
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """Ops by layer name, layers in the order of their first op."""
+        found: dict[str, list[int]] = {}
+        for op in self.ops:
+            found.setdefault(op.layer, []).append(op.id)
+        return {layer: tuple(ops) for layer, ops in found.items()}
+
+    @cached_property
+    def persistent_bytes(self) -> int:
+        """Bytes that are on the device during the whole step."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.persistent)
+
+    def bytes_of(self, kind: TensorKind) -> int:
+        """Bytes of all tensors of `kind`."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.kind is kind)

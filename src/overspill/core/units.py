@@ -1,0 +1,63 @@
+"""Sizes and times as people write and read them; inside the program bytes are `int` and seconds are `float`."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import RequestError
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*|%)\s*")
+
+
+def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
+    """Bytes meant by `text`: `12GiB`, `12GB`, `500MiB`, `1048576`, or a share of `of_bytes` as `0.5` or `50%`.
+
+    Raises RequestError when the text is no positive size, or a share where none makes sense.
+    """
+    match = _SIZE.fullmatch(str(text))
+    unit = match.group(2).upper() if match else "?"
+    if match is None or (unit != "%" and unit not in _UNITS):
+        raise RequestError(f"{text!r} is not a size; write 12GiB, 12GB, 500MiB, a number of bytes, or a share like 0.5")
+    number = float(match.group(1))
+    if is_share(text):
+        if of_bytes is None:
+            raise RequestError(f"{text!r} is a share, and there is nothing here to take a share of; write a size like 12GiB")
+        nbytes = int(number / (100 if unit == "%" else 1) * of_bytes)
+    else:
+        nbytes = round(number * _UNITS[unit])
+    if nbytes <= 0:
+        raise RequestError(f"{text!r} is not a positive size")
+    return nbytes
+
+
+def is_share(text: str | float) -> bool:
+    """Whether `text` is a share of something (`0.5`, `50%`) rather than a size in bytes."""
+    match = _SIZE.fullmatch(str(text))
+    if match is None:
+        return False
+    return match.group(2) == "%" or (match.group(2) == "" and "." in match.group(1) and float(match.group(1)) <= 1.0)
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` for a reader, in binary units with one decimal: `11.3 GiB`, `512 B`."""
+    size, sign = abs(nbytes), "-" if nbytes < 0 else ""
+    if size < 2**10:
+        return f"{sign}{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 2**10
+        if size < 1023.95:
+            return f"{sign}{size:.1f} {unit}"
+    return f"{sign}{size / 2**10:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for a reader: `1.25 s`, `3.1 ms`, `12 µs`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
