@@ -27,7 +27,11 @@ class Layout(Saved):
         """Raise InvalidLayout unless live blocks never overlap and the peaks are what the layout says."""
         if len(self.offsets) != len(trace.blocks):
             raise InvalidLayout(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
-        placed = sorted(zip(self.offsets, trace.blocks, strict=True), key=lambda pair: pair[1].start)
+        if any(offset < 0 for offset in self.offsets):
+            raise InvalidLayout(f"negative offset {min(self.offsets)}")
+        pairs = zip(self.offsets, trace.blocks, strict=True)
+        # A block of no bytes or no time lies nowhere and overlaps nothing.
+        placed = sorted((p for p in pairs if p[1].nbytes and p[1].end > p[1].start), key=lambda pair: pair[1].start)
         live: list[tuple[int, int, int, int]] = []  # (offset, limit, end, id)
         for offset, block in placed:
             live = [other for other in live if other[2] > block.start]
@@ -36,10 +40,9 @@ class Layout(Saved):
                     raise InvalidLayout(
                         f"blocks {other_id} [{low}, {high}) and {block.id} [{offset}, {offset + block.nbytes}) overlap"
                     )
-            if block.end > block.start:
-                live.append((offset, offset + block.nbytes, block.end, block.id))
+            live.append((offset, offset + block.nbytes, block.end, block.id))
         top = max((o + b.nbytes for o, b in placed), default=0)
-        if top > self.peak_bytes:
+        if top != self.peak_bytes:
             raise InvalidLayout(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
         if self.lower_bound_bytes != trace.lower_bound_bytes:
             raise InvalidLayout(f"lower bound {self.lower_bound_bytes} is not the trace's {trace.lower_bound_bytes}")

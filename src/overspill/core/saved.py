@@ -26,8 +26,11 @@ class Saved:
             raise RequestError(f"this is not a saved {cls.__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write this noun to `path`."""
-        Path(path).write_text(self.to_json())
+        """Write this noun to `path`. Raises RequestError when that cannot be written."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .errors import RequestError
 
@@ -24,13 +25,17 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
     unit = match.group(2).upper() if match else "?"
     if match is None or (unit != "%" and unit not in _UNITS):
         raise RequestError(f"{text!r} is not a size; write 12GiB, 12GB, 500MiB, a number of bytes, or a share like 0.5")
+    if len(match.group(1)) > 30:
+        raise RequestError(f"{str(text)[:30]!r}… is not a size that any machine has")
     number = float(match.group(1))
     if is_share(text):
         if of_bytes is None:
             raise RequestError(f"{text!r} is a share, and there is nothing here to take a share of; write a size like 12GiB")
         nbytes = int(number / (100 if unit == "%" else 1) * of_bytes)
+    elif unit == "" and "." in match.group(1):
+        raise RequestError(f"{text!r} is neither a share (at most 1.0) nor a whole number of bytes; write a size like 12GiB")
     else:
-        nbytes = round(number * _UNITS[unit])
+        nbytes = int(Fraction(match.group(1)) * _UNITS[unit])
     if nbytes <= 0:
         raise RequestError(f"{text!r} is not a positive size")
     return nbytes

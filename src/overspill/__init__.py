@@ -1,0 +1,37 @@
+"""Overspill: the memory system for deep-learning training.
+
+    model = overspill.compile(model, budget="8GiB")
+
+trains within 8 GiB of device memory, with the same numbers to the last bit. `import overspill` is cheap: torch is
+imported when something that needs it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .core.errors import InfeasibleBudget, OverspillError, RequestError, StoreError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .devices import load_device
+    from .runtime.compile import compile  # noqa: A004
+
+__version__ = "0.1.0"
+__all__ = [
+    "InfeasibleBudget",
+    "OverspillError",
+    "RequestError",
+    "StoreError",
+    "UnsupportedError",
+    "compile",
+    "load_device",
+]
+
+_LAZY = {"compile": "overspill.runtime.compile", "load_device": "overspill.devices"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'overspill' has no attribute {name!r}")

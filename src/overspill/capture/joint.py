@@ -1,0 +1,226 @@
+"""The joint forward-backward graph of AOTAutograd, read as storages: what each node makes, reads, aliases and mutates.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): the node metadata `val`, `desc` and
+`partitioner_tag`, and the descriptors' class names.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from overspill.core.errors import UnsupportedError
+
+StorageKey = int
+"""The identity of a fake tensor's storage; equal for all views and aliases of it."""
+
+
+class JointGraph:
+    """The nodes of `module`'s graph, split into forward and backward, with their storages.
+
+    A *view* node makes no storage of its own. A *root* is the first node of a storage: what views are made from. Nodes
+    that no output depends on are left out unless they draw random numbers or mutate.
+    """
+
+    def __init__(self, module: fx.GraphModule, num_forward_outputs: int) -> None:
+        self.module = module
+        _refuse_dynamic_shapes(module.graph)
+        self._read_outputs(num_forward_outputs)
+        self._split()
+        if self._snapshot_mutated_inputs():
+            self._split()
+        self._find_roots()
+
+    def _read_outputs(self, num_forward_outputs: int) -> None:
+        output = self.module.graph.find_nodes(op="output")[0]
+        outputs = tree_leaves(output.args)
+        descs = tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
+        self.forward_outputs: list[Any] = outputs[:num_forward_outputs]
+        self.backward_outputs: list[Any] = outputs[num_forward_outputs:]
+        self.forward_descs: list[Any] = descs[:num_forward_outputs]
+        self.backward_descs: list[Any] = descs[num_forward_outputs:]
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        self.primals = [n for n in placeholders if "tangents" not in str(n.target)]
+        self.tangents = [n for n in placeholders if "tangents" in str(n.target)]
+        self.snapshots: list[fx.Node] = []
+
+    @cached_property
+    def write_backs(self) -> dict[fx.Node, fx.Node]:
+        """Inputs that AOTAutograd updates after the forward graph has run, and the forward output with the new value."""
+        by_desc = {repr(p.meta.get("desc")): p for p in self.primals}
+        return {
+            by_desc[repr(desc.mutated_input)]: value
+            for desc, value in zip(self.forward_descs, self.forward_outputs, strict=True)
+            if type(desc).__name__ == "InputMutationAOTOutput" and isinstance(value, fx.Node)
+        }
+
+    @cached_property
+    def mutated_storages(self) -> frozenset[StorageKey]:
+        """Storages of inputs that the step updates, after forward or by a mutating node of the graph."""
+        nodes = set(self.write_backs)
+        for node in self.module.graph.nodes:
+            nodes.update(mutated_args(node))
+        return frozenset(key for node in nodes for key in storages(node))
+
+    def _snapshot_mutated_inputs(self) -> bool:
+        """Let backward read a clone, made before forward runs, of every input that forward updates; whether any was.
+
+        Backward means the value that forward saw. (Stock AOTAutograd reads the updated one in 2.11 to 2.13.)
+        """
+        found = False
+        for primal in self.primals:
+            if set(storages(primal)) & self.mutated_storages:
+                late = {n: [u for u in n.users if self._reads_late(u)] for n in _aliases(primal)}
+                if any(late.values()):
+                    self._snapshot(primal, {n: users for n, users in late.items() if users})
+                    found = True
+        return found
+
+    def _reads_late(self, user: fx.Node) -> bool:
+        return user in self.backward_set and not mutated_args(user) and not self.is_view(user)
+
+    def _snapshot(self, primal: fx.Node, readers: dict[fx.Node, list[fx.Node]]) -> None:
+        graph = self.module.graph
+        mode = primal.meta["val"].fake_mode
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            snapshot = graph.call_function(torch.ops.aten.clone.default, (primal,))
+        with mode:
+            snapshot.meta = {"val": primal.meta["val"].clone(), "partitioner_tag": "must_be_in_forward"}
+        self.snapshots.append(snapshot)
+        copies = {primal: snapshot}
+
+        def copy_of(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                source = next(a for a in node.all_input_nodes if set(storages(a)) & set(storages(node)))
+                base = copy_of(source)
+                with graph.inserting_after(node):
+                    twin = graph.node_copy(node, lambda n: base if n is source else n)
+                args, kwargs = fx.node.map_arg((twin.args, twin.kwargs), lambda n: n.meta["val"])
+                with mode:
+                    twin.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+                copies[node] = twin
+            return copies[node]
+
+        for alias, users in readers.items():
+            for user in users:
+                user.replace_input_with(alias, copy_of(alias))
+
+    def _split(self) -> None:
+        """Forward is what the forward outputs need, and what draws random numbers or mutates in forward's part."""
+        nodes = list(self.module.graph.nodes)
+        kept = [n for n in nodes if n.op == "call_function" and (mutated_args(n) or is_random(n))]
+        in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")]
+        forward = _ancestors([*_nodes(self.forward_outputs), *in_forward, *self.snapshots])
+        if any(tangent in forward for tangent in self.tangents):
+            raise UnsupportedError("a forward output depends on a gradient; Overspill does not support such a graph")
+        needed = _ancestors([*_nodes(self.backward_outputs), *kept]) | forward
+        body = [n for n in nodes if n.op in ("call_function", "get_attr") and n in needed]
+        self.forward = [n for n in body if n in forward]
+        self.backward = [n for n in body if n not in forward]
+        self.backward_set = frozenset(self.backward)
+
+    def _find_roots(self) -> None:
+        self.roots: dict[StorageKey, list[fx.Node]] = {}
+        for node in [*self.primals, *self.tangents, *self.forward, *self.backward]:
+            if isinstance(node.meta.get("val"), torch.Tensor) and not self.is_view(node) and not mutated_args(node):
+                (key,) = storages(node)
+                self.roots.setdefault(key, []).append(node)
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether `node` only gives another view of a storage that one of its inputs has, and changes nothing."""
+        if node.op != "call_function" or node.target is operator.getitem or mutated_args(node):
+            return self._is_view_item(node)
+        made = storages(node)
+        read = {key for source in node.all_input_nodes for key in storages(source)}
+        return bool(made) and set(made) <= read
+
+    def _is_view_item(self, node: fx.Node) -> bool:
+        """Whether `node` picks one result of a node that itself only views (`split`, `unbind`)."""
+        return node.op == "call_function" and node.target is operator.getitem and self.is_view(node.args[0])
+
+    def is_op(self, node: fx.Node) -> bool:
+        """Whether `node` computes something: neither a placeholder, nor a view, nor the pick of one result."""
+        return node.op == "call_function" and node.target is not operator.getitem and not self.is_view(node)
+
+
+def storages(node: fx.Node) -> list[StorageKey]:
+    """The distinct storages of all tensors in a node's value. Raises UnsupportedError for tensors without one."""
+    keys: dict[StorageKey, None] = {}
+    for value in tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            keys[_storage(node, value)._cdata] = None
+    return list(keys)
+
+
+def storage_bytes(node: fx.Node) -> dict[StorageKey, int]:
+    """Bytes of each storage in a node's value."""
+    values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return {s._cdata: int(s.nbytes()) for s in (_storage(node, v) for v in values)}
+
+
+def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
+    if value.layout is not torch.strided:
+        raise UnsupportedError(f"{node.name} is a {value.layout} tensor; Overspill supports dense tensors (try sparse=False)")
+    return value.untyped_storage()
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether `node` draws from a random number generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """The arguments that `node` updates in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _nodes(written)
+
+
+def _nodes(values: Any) -> list[fx.Node]:
+    return [v for v in tree_leaves(values) if isinstance(v, fx.Node)]
+
+
+def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def _aliases(root: fx.Node) -> Iterator[fx.Node]:
+    """`root` and the views made from it."""
+    keys = set(storages(root))
+    pending, seen = [root], {root}
+    while pending:
+        node = pending.pop()
+        yield node
+        for user in node.users:
+            if user not in seen and user.op == "call_function" and not mutated_args(user) and set(storages(user)) & keys:
+                seen.add(user)
+                pending.append(user)
+
+
+def _refuse_dynamic_shapes(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        symbolic = isinstance(value, (torch.SymInt, torch.SymFloat)) or (
+            isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
+        )
+        if symbolic:
+            raise UnsupportedError(
+                "the graph has dynamic shapes, for which no byte budget can be promised; "
+                "pass dynamic=False to torch.compile, or use overspill.compile (each shape then gets its own plan)"
+            )

@@ -1,0 +1,46 @@
+"""Op times: a roofline from the Device, replaced by the measured time of an op of the same name and shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from overspill.core import Device, Graph, Op
+from overspill.core.saved import Saved
+
+
+@dataclass(frozen=True)
+class MeasuredTimes(Saved):
+    """Seconds by op signature, measured on `device`; `signature` makes the keys."""
+
+    device: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def signature(graph: Graph, op: Op) -> str:
+    """A key equal for ops that do the same work: name, and the shape and dtype of all that is read and written."""
+
+    def spell(tensors: tuple[int, ...]) -> str:
+        return ",".join(f"{graph.tensors[t].dtype}{list(graph.tensors[t].shape)}" for t in tensors)
+
+    return f"{op.name}({spell(op.reads)})->{spell(op.writes)}"
+
+
+def op_seconds(graph: Graph, device: Device, measured: MeasuredTimes | None = None) -> tuple[float, ...]:
+    """Seconds that each op of `graph` takes on `device`: measured where known, else the roofline.
+
+    The roofline is Williams et al. 2009: the larger of FLOPs over the dtype's FLOP/s (times the share of it that
+    the layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost an op.
+    """
+    known = measured.seconds if measured is not None and measured.device == device.name else {}
+    return tuple(_seconds(graph, op, device, known) for op in graph.ops)
+
+
+def _seconds(graph: Graph, op: Op, device: Device, known: dict[str, float]) -> float:
+    if known and (seconds := known.get(signature(graph, op))) is not None:
+        return seconds
+    if not op.flops and not op.moved_bytes:
+        return device.op_overhead_seconds
+    dtype = graph.tensors[op.writes[0]].dtype if op.writes else "float32"
+    rate = device.flops_per_second.get(dtype) or device.flops_per_second["float32"]
+    compute = op.flops / (rate * device.efficiency.get(op.layer_type, 1.0))
+    return device.op_overhead_seconds + max(compute, op.moved_bytes / device.memory_bytes_per_second)

@@ -1,0 +1,152 @@
+"""Devices by name, by alias or by file; and this machine's CPU as a device."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from overspill.core import Device
+from overspill.core.errors import RequestError
+
+_FOLDER = Path(__file__).parent
+_SUFFIXES = (".toml", ".json")
+
+# Other names by `_key`, so without spaces, dashes, underscores and vendor words. What the driver calls a card is here
+# too (`Tesla V100-SXM2-16GB`, `NVIDIA H100 80GB HBM3`), so that `torch.cuda.get_device_name()` finds its file.
+_ALIASES = {
+    "gtxtitanx": "titan-x", "titanxmaxwell": "titan-x",
+    "p100pcie": "p100", "p100pcie16gb": "p100", "p10016gb": "p100",
+    "v100sxm2": "v100", "v100sxm216gb": "v100", "v10016gb": "v100",
+    "a100": "a100-40gb", "a10040": "a100-40gb", "a100sxm": "a100-40gb", "a100sxm4": "a100-40gb",
+    "a100sxm440gb": "a100-40gb", "a10080": "a100-80gb", "a100sxm480gb": "a100-80gb",
+    "h100sxm": "h100", "h100sxm5": "h100", "h10080gb": "h100", "h10080gbhbm3": "h100",
+    "h200sxm": "h200", "h200141gb": "h200",
+    "3060": "rtx3060", "rtx306012gb": "rtx3060", "3090": "rtx3090", "4090": "rtx4090",
+}  # fmt: skip
+
+
+def device_names() -> tuple[str, ...]:
+    """The names of all shipped devices, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+def load_device(name: str | Path) -> Device:
+    """The device called `name`, or the one in the `.toml` or `.json` file at that path.
+
+    Case, spaces, dashes and underscores do not matter; `cpu` is `this_cpu()`. Raises RequestError for an unknown name
+    or a broken file.
+    """
+    if isinstance(name, Path) or os.sep in name or name.lower().endswith(_SUFFIXES):
+        return _from_file(Path(name))
+    known = _known()
+    shipped = known.get(_key(name))
+    if shipped is None:
+        close = dict.fromkeys(known[key] for key in get_close_matches(_key(name), known, cutoff=0.5))
+        guess = f"did you mean {' or '.join(close)}? " if close else ""
+        raise RequestError(
+            f"unknown device {name!r}; {guess}`overspill devices` lists all, and a path of a .toml or .json file works too"
+        )
+    return this_cpu() if shipped == "cpu" else _from_file(_FOLDER / f"{shipped}.toml")
+
+
+def this_cpu() -> Device:
+    """This machine's CPU, with its physical memory: as `overspill calibrate` measured it, else the shipped defaults."""
+    path = calibrated_path()
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return _from_file(_FOLDER / "cpu.toml")
+    except OSError as error:
+        raise _bad_calibration(path, f"cannot be read: {error.strerror}") from None
+    try:
+        device = _checked(Device.from_json(text), path)
+    except RequestError as error:
+        raise _bad_calibration(path, f"is broken: {error}") from None
+    if device.kind != "cpu":
+        raise _bad_calibration(path, f"describes a {device.kind} device, not a CPU")
+    return replace(device, memory_bytes=_physical_bytes())
+
+
+def calibrated_path() -> Path:
+    """Where `overspill calibrate` keeps the profile of this CPU: `cpu.json` in `$OVERSPILL_CACHE` or `~/.cache/overspill`."""
+    folder = os.environ.get("OVERSPILL_CACHE") or "~/.cache/overspill"
+    return Path(folder).expanduser() / "cpu.json"
+
+
+def _key(name: str) -> str:
+    """`name` as it is compared: lower case, no separators, no vendor words."""
+    return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
+
+
+def _known() -> dict[str, str]:
+    """Shipped names by every key that finds them."""
+    return {_key(name): name for name in device_names()} | _ALIASES
+
+
+def _from_file(path: Path) -> Device:
+    """The device in a `.toml` or `.json` file, on this machine's memory where it is a CPU that leaves it open."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise RequestError(f"{path} is not a device file; its name ends in .toml or .json")
+    device = _checked(_from_toml(path) if path.suffix.lower() == ".toml" else Device.load(path), path)
+    if device.kind == "cpu" and device.memory_bytes == 0:
+        return replace(device, memory_bytes=_physical_bytes())
+    return device
+
+
+def _from_toml(path: Path) -> Device:
+    """The device in the TOML file at `path`. Raises RequestError when there is none, or a field is wrong or unknown."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        device = msgspec.convert(table, Device)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise RequestError(f"{path} is not a device file: {error}") from None
+    # msgspec lets unknown keys pass, and a misspelt optional one would then be lost without a word.
+    if unknown := sorted(table.keys() - {field.name for field in fields(Device)}):
+        raise RequestError(f"{path} has unknown fields: {', '.join(unknown)}")
+    return device
+
+
+def _checked(device: Device, path: Path) -> Device:
+    """`device` itself. Raises RequestError where a figure is one that no hardware has, such as a bandwidth of zero."""
+    positive = {
+        "memory_bytes_per_second": device.memory_bytes_per_second,
+        "offload_bytes_per_second": device.offload_bytes_per_second,
+        "prefetch_bytes_per_second": device.prefetch_bytes_per_second,
+        **{f"flops_per_second.{dtype}": rate for dtype, rate in device.flops_per_second.items()},
+        **{f"efficiency.{layer}": share for layer, share in device.efficiency.items()},
+    }
+    if device.kind != "cpu":  # a CPU may leave it at 0, for the machine's own
+        positive["memory_bytes"] = device.memory_bytes
+    for field, figure in positive.items():
+        if not figure > 0:
+            raise RequestError(f"{path}: {field} is {figure}; it must be above 0")
+    not_negative = {
+        "memory_bytes": device.memory_bytes,
+        "context_bytes": device.context_bytes,
+        "transfer_latency_seconds": device.transfer_latency_seconds,
+        "op_overhead_seconds": device.op_overhead_seconds,
+        "transfer_compute_share": device.transfer_compute_share,
+    }
+    for field, figure in not_negative.items():
+        if not figure >= 0:
+            raise RequestError(f"{path}: {field} is {figure}; it must not be negative")
+    if "float32" not in device.flops_per_second:  # what the costs fall back on for a dtype without a figure
+        raise RequestError(f"{path}: flops_per_second has no float32")
+    return device
+
+
+def _bad_calibration(path: Path, what: str) -> RequestError:
+    return RequestError(f"the calibrated profile {path} {what}; run `overspill calibrate` again or delete the file")
+
+
+def _physical_bytes() -> int:
+    """Bytes of physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,10 @@
+"""The networks that Overspill estimates, plans and trains by name, and the door for a user's own.
+
+Nothing here imports torch before a model is loaded; `overspill.models.step.TrainingStep` lives apart for that reason.
+"""
+
+from .job import Job as Job
+from .registry import Entry as Entry
+from .registry import describe as describe
+from .registry import load as load
+from .registry import names as names

@@ -1,0 +1,56 @@
+"""BERT-base with its masked-language-model head: Devlin et al., arXiv:1810.04805, as transformers defines it.
+
+It is built from a configuration with random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import RequestError
+
+from .job import Job, checked_size
+
+_POSITIONS = 512
+_MASK_TOKEN = 103  # [MASK] in the vocabulary of bert-base-uncased
+_MASKED_SHARE = 0.15  # §3.1, Task #1
+_IGNORED = -100  # transformers: positions with this label do not count in the loss
+_SMALL: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+}
+
+
+def masked_loss(module: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean cross entropy of the masked tokens."""
+    return module(input_ids=input_ids, labels=labels).loss
+
+
+def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        text = torch.randint(vocabulary, (batch_size, seq_len), device="cpu")
+        masked = torch.rand(batch_size, seq_len, device="cpu") < _MASKED_SHARE
+        masked[:, 0] = True  # a batch with nothing masked has no loss
+        return text.masked_fill(masked, _MASK_TOKEN), text.masked_fill(~masked, _IGNORED)
+
+    return make_batch
+
+
+def build(name: str, *, small: bool, size: int | None) -> Job:
+    """Returns the job: 12 layers of 768 on 128 tokens, or the small one: 2 layers of 64 on 32 tokens."""
+    seq_len = checked_size(name, "seq_len", size, default=32 if small else 128, maximum=_POSITIONS)
+    try:
+        from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415  # an optional extra
+    except ImportError as error:
+        raise RequestError(f"{name} needs the transformers package: pip install overspill[bert]") from error
+    config = BertConfig(**(_SMALL if small else {}), attn_implementation="sdpa")
+    module = BertForMaskedLM(config)
+    module.train()
+    return Job(name, module, _batches(config.vocab_size, seq_len), masked_loss)

@@ -1,0 +1,121 @@
+"""GPT-2, the 124 M decoder: Radford et al., "Language models are unsupervised multitask learners", 2019, §2.3, Table 2.
+
+Figures that the report leaves out (GELU by tanh, initial weights) are those of github.com/openai/gpt-2 `src/model.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .job import Job, checked_size
+
+_POSITIONS = 1024
+_DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class _Shape:
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+
+
+_FULL = _Shape(vocabulary=50257, width=768, layers=12, heads=12)
+_SMALL = _Shape(vocabulary=211, width=64, layers=2, heads=4)
+
+
+class Attention(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+    """Causal self-attention."""
+
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.out = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns each position's mix of the positions up to it, (batch, positions, width)."""
+        batch, positions, width = x.shape
+        heads_of = (batch, positions, self.heads, width // self.heads)
+        query, key, value = (part.view(heads_of).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        dropout = _DROPOUT if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
+
+
+class Block(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+    """Attention and a four times wider MLP, each on a normalised copy of the residual stream."""
+
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(_DROPOUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the residual stream after this block."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Gpt2(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+    """The decoder; the output head shares the token embedding's weight."""
+
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(_POSITIONS, shape.width)
+        self.dropout = nn.Dropout(_DROPOUT)
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        _init(self, shape.layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns logits (batch, positions, vocabulary)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(places))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def _init(model: nn.Module, layers: int) -> None:
+    """Normal weights of 0.02, 0.01 for positions; what adds to the residual stream is scaled by 1/sqrt(additions)."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif name.endswith(("attention.out.weight", "mlp.2.weight")):
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+        elif "norm" not in name:
+            nn.init.normal_(parameter, std=0.01 if name == "positions.weight" else 0.02)
+
+
+def next_token_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean cross entropy of each position's next token."""
+    return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+
+
+def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        text = torch.randint(vocabulary, (batch_size, seq_len + 1), device="cpu")
+        # two storages of their own: as views of one, the inputs of a captured graph would alias
+        return text[:, :-1].clone(), text[:, 1:].clone()
+
+    return make_batch
+
+
+def build(name: str, *, small: bool, size: int | None) -> Job:
+    """Returns the job: 12 layers of 768 on 512 tokens, or the small one: 2 layers of 64 on 32 tokens."""
+    seq_len = checked_size(name, "seq_len", size, default=32 if small else 512, maximum=_POSITIONS)
+    shape = _SMALL if small else _FULL
+    return Job(name, Gpt2(shape), _batches(shape.vocabulary, seq_len), next_token_loss)

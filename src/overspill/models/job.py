@@ -1,0 +1,47 @@
+"""What a model is to Overspill: a module, the batches it reads and the loss it trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from overspill.core.errors import RequestError
+
+if TYPE_CHECKING:  # `overspill models` lists the names without paying for torch
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job: `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
+
+    `make_batch` draws CPU tensors from torch's global generator, so a seed fixes the data.
+    """
+
+    name: str
+    module: nn.Module
+    make_batch: Callable[[int], tuple[Tensor, ...]]
+    loss: Callable[..., Tensor]
+
+
+def checked_size(
+    name: str,
+    option: str,
+    size: int | None,
+    *,
+    default: int,
+    minimum: int = 1,
+    maximum: int | None = None,
+    multiple: int = 1,
+) -> int:
+    """Returns `size`, or `default` when it is None, after checking that network `name` can take it."""
+    if size is None:
+        return default
+    if size < minimum:
+        raise RequestError(f"{option} {size} is too small for {name}; the smallest is {minimum}")
+    if maximum is not None and size > maximum:
+        raise RequestError(f"{option} {size} is too large for {name}; the largest is {maximum}")
+    if size % multiple:
+        raise RequestError(f"{option} {size} does not suit {name}; it must be a multiple of {multiple}")
+    return size

@@ -1,0 +1,131 @@
+"""The built-in models as data, and loading one by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+
+from overspill.core.errors import RequestError
+
+from .job import Job
+
+_DEEPER = "configuration E with {more} more convolutions in each of its five groups (vDNN, section IV-C)"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One built-in model: what `overspill models` prints of it, and where it is built.
+
+    `builder` is `module:function` in this package, called as `function(name, small=, size=)`; `size_option` names
+    what `size` means to it.
+    """
+
+    name: str
+    family: str
+    summary: str
+    batch_input: str
+    builder: str
+    size_option: str
+
+
+def _images(family: str, builder: str, name: str, summary: str, *, size: int = 224) -> Entry:
+    return Entry(name, family, summary, f"images 3x{size}x{size}", builder, "image_size")
+
+
+def _tokens(family: str, builder: str, name: str, summary: str, *, size: int) -> Entry:
+    return Entry(name, family, summary, f"{size} tokens", builder, "seq_len")
+
+
+def _vgg(name: str, summary: str) -> Entry:
+    return _images("VGG", "vgg:build", name, summary)
+
+
+def _resnet(depth: int, millions: str) -> Entry:
+    return _images(
+        "ResNet", "resnet:build", f"resnet{depth}", f"residual network of {depth} layers, {millions} M parameters"
+    )
+
+
+_ENTRIES = (
+    _images("AlexNet", "alexnet:build", "alexnet", "5 convolutions in one tower (torchvision's sizes), 61.1 M parameters"),
+    _vgg("vgg-a", "configuration A: 8 convolutions, 132.9 M parameters"),
+    _vgg("vgg-b", "configuration B: 10 convolutions, 133.0 M parameters"),
+    _vgg("vgg-c", "configuration C: 13 convolutions, three of them 1x1, 133.6 M parameters"),
+    _vgg("vgg-d", "configuration D: 13 convolutions, 138.4 M parameters; what torchvision calls vgg16"),
+    _vgg("vgg-e", "configuration E: 16 convolutions, 143.7 M parameters; what torchvision calls vgg19"),
+    _vgg("vgg11", "the same as vgg-a"),
+    _vgg("vgg13", "the same as vgg-b"),
+    _vgg(
+        "vgg16",
+        "the same as vgg-e: the VGG-16 of the vDNN paper has 16 convolutions, 143.7 M parameters (torchvision's vgg16 is vgg-d)",
+    ),
+    _vgg("vgg19", "the same as vgg-e"),
+    _vgg("vgg116", _DEEPER.format(more=20)),
+    _vgg("vgg216", _DEEPER.format(more=40)),
+    _vgg("vgg316", _DEEPER.format(more=60)),
+    _vgg("vgg416", _DEEPER.format(more=80)),
+    _images("GoogLeNet", "googlenet:build", "googlenet", "Inception v1 without batch norm, 7.0 M parameters"),
+    _images("GoogLeNet", "googlenet:build", "googlenet-aux", "googlenet with its two auxiliary classifiers, 13.4 M parameters"),
+    _resnet(18, "11.7"),
+    _resnet(34, "21.8"),
+    _resnet(50, "25.6"),
+    _resnet(101, "44.5"),
+    _resnet(152, "60.2"),
+    _images(
+        "ResNet", "resnet:build_cifar", "resnet32-cifar", "residual network of 32 layers for CIFAR-10, 0.46 M parameters", size=32
+    ),
+    _images("U-Net", "unet:build", "unet", "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256),
+    _tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
+    _tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
+)  # fmt: skip
+_BY_NAME = {entry.name: entry for entry in _ENTRIES}
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of all built-in models, aliases included, family by family."""
+    return tuple(_BY_NAME)
+
+
+def describe() -> list[Entry]:
+    """Returns an entry per built-in model, aliases included, family by family."""
+    return list(_ENTRIES)
+
+
+def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> Job:
+    """Returns the job of a built-in model, or of the user's own when `name` is `package.module:callable`.
+
+    `small` is the same structure with few channels and small inputs, for tests.
+    """
+    for option, size in (("image_size", image_size), ("seq_len", seq_len)):
+        if size is not None and size < 1:
+            raise RequestError(f"{option} must be at least 1, got {size}")
+    if ":" in name:
+        if small:
+            raise RequestError(f"{name} is your own model: only built-in models have a small configuration")
+        from .user import load_user  # noqa: PLC0415  # imports torch
+
+        return load_user(name, image_size=image_size, seq_len=seq_len)
+    entry = _entry(name)
+    sizes = {"image_size": image_size, "seq_len": seq_len}
+    size = sizes.pop(entry.size_option)
+    for option, other in sizes.items():
+        if other is not None:
+            raise RequestError(
+                f"{option} does not apply to {name}, which reads {entry.batch_input}; use {entry.size_option}"
+            )
+    module, function = entry.builder.split(":")
+    build = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+    job: Job = build(name, small=small, size=size)
+    return job
+
+
+def _entry(name: str) -> Entry:
+    """The entry of this name; the error for an unknown one guesses what was meant."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    close = difflib.get_close_matches(name.lower(), _BY_NAME, n=3)
+    guess = f"; did you mean {' or '.join(close)}?" if close else ";"
+    raise RequestError(
+        f"unknown model {name!r}{guess} `overspill models` lists all, and `package.module:callable` names your own"
+    )

@@ -1,0 +1,192 @@
+"""A user's own model, named as `package.module:callable`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import OverspillError, RequestError
+
+from .job import Job
+
+_WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
+_IMAGE_SIZE = 224
+_SEQ_LEN = 128
+
+
+def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None = None) -> Job:
+    """Returns the job that the callable named by `spec` makes, called without arguments.
+
+    It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`. `make_batch(batch_size)` returns a
+    tensor, a tuple of tensors or a dict of them; without it, inputs follow from the module's first layer and the
+    sizes given here. `loss(output, *batch)` returns a scalar.
+
+    Without `loss`, the module reads the whole batch, and its output's `loss`, the output itself if it is a scalar, or
+    the mean of its squares is minimised. With `loss`, the module reads what its forward requires: the first tensors of
+    a tuple, or the entries of a dict that forward has names for; the rest (labels) is for the loss.
+    """
+    made = _guarded(f"{spec} raised", _resolve(spec))
+    module, make_batch, loss = _parts(spec, made)
+    if make_batch is None:
+        make_batch = _derived_batches(spec, module, image_size, seq_len)
+    elif image_size is not None or seq_len is not None:
+        option = "seq_len" if image_size is None else "image_size"
+        raise RequestError(f"{option} does not apply to {spec}: its own make_batch decides the sizes")
+    adapter = _Adapter(spec, module, make_batch, loss)
+    return Job(spec, module, adapter.make_batch, adapter.loss)
+
+
+def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
+    """What the user's `function` returns; what it raises becomes one line that begins with `context`."""
+    try:
+        return function(*args)
+    except OverspillError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever user code raises is theirs to read in one line
+        raise RequestError(f"{context} {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _resolve(spec: str) -> Callable[[], Any]:
+    """The callable that `package.module:callable` names, found from the current directory as `python -m` would."""
+    module_name, _, attributes = spec.partition(":")
+    if not all(part.isidentifier() for text in (module_name, attributes) for part in text.split(".")):
+        raise RequestError(f"{spec!r} does not name a model; write package.module:callable")
+    here = os.getcwd()  # noqa: PTH109  # sys.path holds strings
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise RequestError(f"{spec}: {module_name} has no attribute {attributes}")
+        found = getattr(found, attribute)
+    if isinstance(found, nn.Module):
+        raise RequestError(f"{spec} is a module already; name a callable that returns it")
+    if not callable(found):
+        raise RequestError(f"{spec} is a {type(found).__name__}, not a callable that returns a module")
+    made: Callable[[], Any] = found
+    return made
+
+
+def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | None, Callable[..., Any] | None]:
+    """What the callable returned, as module, make_batch and loss; the last two may be absent."""
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3:
+        raise RequestError(f"{spec} returned a tuple of {len(parts)}; it must return {_WANTED}")
+    module, make_batch, loss = (*parts, None, None)[:3]
+    if not isinstance(module, nn.Module):
+        what = "first in its tuple" if isinstance(made, tuple) else "it"
+        raise RequestError(f"{spec} returned {type(module).__name__} as {what}; it must return {_WANTED}")
+    for role, part in (("make_batch", make_batch), ("loss", loss)):
+        if part is not None and not callable(part):
+            raise RequestError(f"{spec} returned {type(part).__name__} as {role}, which must be callable")
+    return module, make_batch, loss
+
+
+def _derived_batches(
+    spec: str, module: nn.Module, image_size: int | None, seq_len: int | None
+) -> Callable[[int], Tensor]:
+    """A make_batch for a module whose first layer tells what it reads."""
+    first = next((layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None), None)
+    given = {option for option, size in (("image_size", image_size), ("seq_len", seq_len)) if size is not None}
+    size = 0
+    if isinstance(first, nn.Conv2d) and first.in_channels > 0:  # a lazy layer has 0 until it first runs
+        given.discard("image_size")
+        size = image_size or _IMAGE_SIZE
+        shape: tuple[int, ...] = (first.in_channels, size, size)
+    elif isinstance(first, nn.Linear) and first.in_features > 0:
+        shape = (first.in_features,)
+    elif isinstance(first, nn.Embedding):
+        given.discard("seq_len")
+        shape = (seq_len or _SEQ_LEN,)
+    else:
+        layer = "no layer with parameters" if first is None else f"first layer {type(first).__name__}"
+        raise RequestError(
+            f"{spec}: cannot tell what {type(module).__name__} reads ({layer}); return (module, make_batch), "
+            "where make_batch(batch_size) returns its input tensors"
+        )
+    if given:
+        raise RequestError(f"{given.pop()} does not apply to {spec}, whose first layer is {type(first).__name__}")
+    if isinstance(first, nn.Embedding):
+        return lambda batch_size: torch.randint(first.num_embeddings, (batch_size, *shape), device="cpu")
+    dtype = first.weight.dtype
+    return lambda batch_size: torch.randn(batch_size, *shape, dtype=dtype, device="cpu")
+
+
+class _Adapter:
+    """Turns a user's make_batch and loss into those of a Job, whose batches are flat tuples of tensors."""
+
+    def __init__(
+        self, spec: str, module: nn.Module, make_batch: Callable[[int], Any], loss: Callable[..., Any] | None
+    ) -> None:
+        self._spec = spec
+        self._make_batch = make_batch
+        self._loss = loss
+        self._signature = inspect.signature(module.forward)
+        self._keys: tuple[str, ...] = ()  # of the dict that make_batch last returned
+        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
+        self._any_name = inspect.Parameter.VAR_KEYWORD in kinds or loss is None
+        self._names = frozenset(self._signature.parameters)
+        self._read: int | None = None  # how many tensors of a tuple the module reads; None for all
+        if loss is not None and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            self._read = max(1, _required(self._signature))
+
+    def make_batch(self, batch_size: int) -> tuple[Tensor, ...]:
+        """Returns the user's batch as a tuple of tensors, in the order of its dict if it is one."""
+        batch = _guarded(f"make_batch of {self._spec} raised", self._make_batch, batch_size)
+        self._keys = tuple(batch) if isinstance(batch, Mapping) else ()
+        if isinstance(batch, Tensor):
+            batch = (batch,)
+        tensors = tuple(batch.values()) if isinstance(batch, Mapping) else batch
+        if not isinstance(tensors, tuple | list) or not tensors:
+            raise RequestError(f"make_batch of {self._spec} returned {type(batch).__name__}, not tensors")
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise RequestError(f"make_batch of {self._spec} returned {type(tensor).__name__} among its tensors")
+        args, kwargs = self._arguments(tuple(tensors))
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise RequestError(
+                f"the batch of {self._spec} does not suit its forward{self._signature}: {error}"
+            ) from error
+        return tuple(tensors)
+
+    def loss(self, module: nn.Module, *batch: Tensor) -> Tensor:
+        """Returns the scalar that the user's loss, or the default one, makes of the module's output."""
+        args, kwargs = self._arguments(batch)
+        output = module(*args, **kwargs)
+        loss = _default_loss(output) if self._loss is None else self._loss(output, *batch)
+        if loss is None:
+            raise RequestError(f"{self._spec} gives no loss in its {type(output).__name__}; return a loss as well")
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise RequestError(f"the loss of {self._spec} is {what}, not a scalar tensor")
+        return loss
+
+    def _arguments(self, batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What of `batch` the module is called with, positional and by name."""
+        if not self._keys:
+            return batch[: self._read], {}
+        named = dict(zip(self._keys, batch, strict=True))
+        return (), {key: tensor for key, tensor in named.items() if self._any_name or key in self._names}
+
+
+def _required(signature: inspect.Signature) -> int:
+    """How many positional arguments have no default."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in signature.parameters.values())
+
+
+def _default_loss(output: Any) -> Tensor | None:
+    """The output's `loss`, the output itself if a scalar, or the mean of its squares; None if there is nothing such."""
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 else output.float().square().mean()
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, Tensor) else None

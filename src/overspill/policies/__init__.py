@@ -1,0 +1,27 @@
+"""The policies, by name. A policy is one file here and one line in the registry."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from overspill.core.errors import RequestError
+
+from .auto import Auto
+from .base import Policy as Policy
+from .checkpoint import Checkpoint
+from .in_core import InCore, Liveness
+from .vdnn import VdnnAll, VdnnConv
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Auto, InCore, Liveness, VdnnAll, VdnnConv, Checkpoint)
+}
+
+
+def policy_named(name: str) -> Policy:
+    """The policy registered as `name`. Raises RequestError with the names that exist."""
+    try:
+        return POLICIES[name]()
+    except KeyError:
+        close = get_close_matches(name, POLICIES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(POLICIES)}") from None

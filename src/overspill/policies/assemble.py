@@ -1,0 +1,113 @@
+"""From a program and its transfers to a Schedule: the one place where policies' decisions become instructions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from overspill.core import Instruction, Schedule, Verb
+
+from .program import Gap, Program, Step
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One trip of `gap`'s tensor to the store and back; every field names the step before which it happens.
+
+    gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end.
+    """
+
+    gap: Gap
+    offload: int
+    release: int
+    prefetch: int
+    arrive: int
+
+
+def assemble(
+    program: Program,
+    transfers: Collection[Transfer],
+    policy: str,
+    budget_bytes: int | None,
+    held: Collection[int] = (),
+) -> Schedule:
+    """The Schedule that runs `program` with `transfers`; tensors `held` are freed at the end of backward, not before."""
+    return Schedule(policy, tuple(_Assembly(program, transfers, frozenset(held)).instructions()), budget_bytes)
+
+
+class _Assembly:
+    def __init__(self, program: Program, transfers: Iterable[Transfer], held: frozenset[int]) -> None:
+        self.program = program
+        self.tensors = program.graph.tensors
+        self.present = {t.id for t in self.tensors if t.persistent}
+        self.sent: set[int] = set()
+        self.stored: set[int] = set()
+        self.offloads: dict[int, list[Transfer]] = defaultdict(list)
+        self.releases: dict[int, list[Transfer]] = defaultdict(list)
+        self.prefetches: dict[int, list[Transfer]] = defaultdict(list)
+        self.arrivals: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in sorted(transfers, key=lambda t: (t.gap.start, t.gap.tensor)):
+            self.offloads[transfer.offload].append(transfer)
+            self.releases[transfer.release].append(transfer)
+            self.prefetches[transfer.prefetch].append(transfer)
+            self.arrivals[transfer.arrive].append(transfer)
+        for waiting in self.prefetches.values():
+            waiting.sort(key=lambda t: t.arrive)
+        self.frees = self._plan_frees(held)
+
+    def _plan_frees(self, held: frozenset[int]) -> dict[int, list[int]]:
+        """Tensors to free after each step: at their last touch, and where a remade tensor is dropped."""
+        frees: dict[int, list[int]] = defaultdict(list)
+        last_backward = self.program.end_of_backward - 1
+        for tensor in self.tensors:
+            touches = self.program.touches[tensor.id]
+            if tensor.persistent or not touches or touches[-1] >= self.program.length:
+                continue
+            frees[max(touches[-1], last_backward) if tensor.id in held else touches[-1]].append(tensor.id)
+        for gap in self.program.gaps:
+            if gap.remade:
+                frees[gap.start].append(gap.tensor)
+        return frees
+
+    def instructions(self) -> Iterable[Instruction]:
+        """The instructions, in order."""
+        for position, step in enumerate(self.program.steps):
+            yield from self._before(position)
+            yield from self._run(step)
+            for tensor in self.frees[position]:
+                if tensor in self.present:
+                    yield self._free(tensor)
+        yield from self._before(self.program.length)
+
+    def _before(self, position: int) -> Iterable[Instruction]:
+        for transfer in self.offloads[position]:
+            if (tensor := transfer.gap.tensor) not in self.sent:  # a second trip finds its copy in the store
+                self.sent.add(tensor)
+                yield Instruction(Verb.OFFLOAD, tensor)
+        for transfer in self.releases[position]:
+            if (tensor := transfer.gap.tensor) not in self.stored:
+                self.stored.add(tensor)
+                yield Instruction(Verb.AWAIT_OFFLOAD, tensor)
+            yield self._free(tensor)
+        for transfer in self.prefetches[position]:
+            self.present.add(transfer.gap.tensor)
+            yield Instruction(Verb.PREFETCH, transfer.gap.tensor)
+        for transfer in self.arrivals[position]:
+            yield Instruction(Verb.AWAIT_PREFETCH, transfer.gap.tensor)
+
+    def _run(self, step: Step) -> Iterable[Instruction]:
+        op = self.program.op(step)
+        if not step.recompute:
+            self.present.update(op.writes)
+            yield Instruction(Verb.RUN, op.id)
+            return
+        extra = [t for t in op.recompute_writes if t not in self.present and t not in step.makes]
+        self.present.update(op.recompute_writes)
+        yield Instruction(Verb.RECOMPUTE, op.id)
+        for tensor in extra:
+            yield self._free(tensor)
+
+    def _free(self, tensor: int) -> Instruction:
+        self.present.discard(tensor)
+        return Instruction(Verb.FREE, tensor)

@@ -1,0 +1,75 @@
+"""The least memory that a step can run in, and what holds it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from overspill.core import Graph, TensorKind
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_bytes
+
+from .base import may_leave
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The smallest budget that works, the op at which it is needed, and the largest tensors there."""
+
+    nbytes: int
+    cause: str
+
+
+def floor_of(program: Program) -> Floor:
+    """The floor of `program` when every tensor that can leave between two touches does, at once."""
+    graph = program.graph
+    absent = {gap for gap in program.gaps if may_leave(program, gap)}
+    live = program.live_bytes(absent)
+    if not live.size:
+        return Floor(graph.persistent_bytes, "persistent tensors")
+    position = int(np.argmax(live))
+    step = program.steps[position]
+    away = {gap.tensor for gap in absent if gap.start < position < gap.end}
+    there = [
+        tensor.id
+        for tensor in graph.tensors
+        if not tensor.persistent
+        and (touches := program.touches[tensor.id])
+        and touches[0] <= position <= touches[-1]
+        and tensor.id not in away
+    ]
+    op = program.op(step)
+    return Floor(int(live[position]), f"{_persistent(graph)} + {_op_tensors(graph, there)} at {op.name} of {op.layer or graph.name}")
+
+
+def infeasible(program: Program, budget_bytes: int, policy: str) -> InfeasibleBudget:
+    """The error that says by how much and why the budget cannot be met."""
+    floor = floor_of(program)
+    return InfeasibleBudget(
+        f"infeasible: budget {format_bytes(budget_bytes)} is below {policy}'s floor {format_bytes(floor.nbytes)} "
+        f"({floor.cause}); raise the budget or make the batch smaller",
+        budget_bytes=budget_bytes,
+        floor_bytes=floor.nbytes,
+        cause=floor.cause,
+    )
+
+
+def _persistent(graph: Graph) -> str:
+    kinds = {
+        "parameters": TensorKind.PARAMETER,
+        "gradients kept": TensorKind.GRADIENT,
+        "optimizer state": TensorKind.OPTIMIZER_STATE,
+        "inputs": TensorKind.INPUT,
+    }
+    held = {word: sum(t.nbytes for t in graph.tensors if t.persistent and t.kind is kind) for word, kind in kinds.items()}
+    return " + ".join(f"{word} {format_bytes(nbytes)}" for word, nbytes in held.items() if nbytes)
+
+
+def _op_tensors(graph: Graph, there: list[int], shown: int = 3) -> str:
+    largest = sorted(there, key=lambda t: graph.tensors[t].nbytes, reverse=True)
+    named = [f"{graph.tensors[t].name} {format_bytes(graph.tensors[t].nbytes)}" for t in largest[:shown]]
+    if rest := sum(graph.tensors[t].nbytes for t in largest[shown:]):
+        named.append(f"{len(largest) - shown} more {format_bytes(rest)}")
+    return " + ".join(named)

@@ -1,0 +1,36 @@
+"""`in-core` and `liveness`: no transfer, no recomputation."""
+
+from __future__ import annotations
+
+from overspill.core import Device, Graph, Schedule, TensorKind
+
+from .assemble import assemble
+from .base import Policy
+from .program import Program
+
+
+class InCore(Policy):
+    """Every feature map stays from its making to the end of backward; gradient maps are freed at their last use.
+
+    Network-wide allocation with shared gradient maps, the baseline of vDNN (MICRO'16, §II-C and §IV-A) and what
+    Torch and Caffe did.
+    """
+
+    name = "in-core"
+    summary = "keep every feature map on the device to the end of backward"
+    source = "vDNN §II-C, §IV-A (baseline)"
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
+        feature_maps = [t.id for t in graph.tensors if t.kind is TensorKind.ACTIVATION]
+        return assemble(Program(graph), (), self.name, budget_bytes, held=feature_maps)
+
+
+class Liveness(Policy):
+    """Every tensor is freed at its last use: what autograd does, and the least memory without moving or recomputing."""
+
+    name = "liveness"
+    summary = "free every tensor at its last use, as autograd does"
+    source = "SuperNeurons (PPoPP'18) §3.2; vDNN §III-A"
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
+        return assemble(Program(graph), (), self.name, budget_bytes)

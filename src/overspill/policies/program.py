@@ -1,0 +1,174 @@
+"""Programs: the ops of a step with recomputations put in, and the lifetimes that follow from their order.
+
+Positions count steps. A tensor is *touched* at the steps that read or write it; between two touches lies a *gap*,
+in which its device copy is not needed:
+
+    step        0     1     2     3     4     5     6
+    x         write  read               read  read
+    touches     *-----*                   *-----*
+    gap               (1 ............... 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import Graph, Op, Phase
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op at one position: its run, or a recomputation that makes the tensors `makes` again."""
+
+    op: int
+    recompute: bool = False
+    makes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """`tensor` is touched at the steps `start` and `end` and at none between.
+
+    `remade`: at `end` a recomputation makes it anew, so it is dropped at `start` and nothing need be stored.
+    """
+
+    tensor: int
+    start: int
+    end: int
+    remade: bool = False
+
+
+class Program:
+    """The steps of `graph` when the tensors `recompute` are dropped after forward and made again where backward needs them.
+
+    Whatever such a recomputation reads and is gone by then is recomputed as well; what cannot be is kept for it.
+    """
+
+    def __init__(self, graph: Graph, recompute: Collection[int] = ()) -> None:
+        self.graph = graph
+        self.steps = tuple(_Recomputations(graph, frozenset(recompute)).steps())
+        self.length = len(self.steps)
+        touches: list[list[int]] = [[] for _ in graph.tensors]
+        births: list[list[int]] = [[] for _ in graph.tensors]
+        for position, step in enumerate(self.steps):
+            reads, writes = self.reads_writes(step)
+            for tensor in dict.fromkeys(reads + writes):
+                touches[tensor].append(position)
+            for tensor in writes:
+                if step.recompute or not births[tensor]:
+                    births[tensor].append(position)
+        for tensor in graph.outputs:
+            touches[tensor].append(self.length)
+        self.touches = tuple(map(tuple, touches))
+        self.births = tuple(map(tuple, births))
+
+    def op(self, step: Step) -> Op:
+        """The op of `step`."""
+        return self.graph.ops[step.op]
+
+    def reads_writes(self, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What `step` reads, and what it makes or updates."""
+        op = self.op(step)
+        return (op.recompute_reads, step.makes) if step.recompute else (op.reads, op.writes)
+
+    def transient_bytes(self, step: Step) -> int:
+        """Bytes that `step` needs only while it runs: workspace, and recomputed outputs that nobody wants again."""
+        op = self.op(step)
+        if not step.recompute:
+            return op.workspace_bytes
+        unwanted = set(op.recompute_writes) - set(step.makes)
+        return op.workspace_bytes + sum(self.graph.tensors[t].nbytes for t in unwanted)
+
+    @cached_property
+    def end_of_forward(self) -> int:
+        """The first position after the forward phase."""
+        return 1 + max((i for i, s in enumerate(self.steps) if self.op(s).phase is Phase.FORWARD and not s.recompute), default=-1)
+
+    @cached_property
+    def end_of_backward(self) -> int:
+        """The first position after the backward phase."""
+        return 1 + max((i for i, s in enumerate(self.steps) if s.recompute or self.op(s).phase is not Phase.UPDATE), default=-1)
+
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """All gaps of all tensors that are not persistent, by tensor and start."""
+        return tuple(
+            Gap(tensor.id, start, end, remade=end in set(self.births[tensor.id][1:]))
+            for tensor in self.graph.tensors
+            if not tensor.persistent
+            for start, end in zip(self.touches[tensor.id], self.touches[tensor.id][1:], strict=False)
+        )
+
+    def live_bytes(self, absent: Collection[Gap] = ()) -> Positions:
+        """Bytes on the device during each step, where tensors are away in the gaps `absent` and wherever they are remade."""
+        change = np.zeros(self.length + 2, dtype=np.int64)
+        for tensor in self.graph.tensors:
+            if touches := self.touches[tensor.id]:
+                first = 0 if tensor.persistent else touches[0]
+                last = self.length if tensor.persistent else touches[-1]
+                change[first] += tensor.nbytes
+                change[last + 1] -= tensor.nbytes
+            elif tensor.persistent:
+                change[0] += tensor.nbytes
+        for gap in {*absent, *(gap for gap in self.gaps if gap.remade)}:
+            change[gap.start + 1] -= self.graph.tensors[gap.tensor].nbytes
+            change[gap.end] += self.graph.tensors[gap.tensor].nbytes
+        live: Positions = np.cumsum(change[: self.length])
+        return live + np.array([self.transient_bytes(step) for step in self.steps], dtype=np.int64)
+
+
+class _Recomputations:
+    """Puts recomputations in front of the backward ops that need them, each as late as it can be."""
+
+    def __init__(self, graph: Graph, dropped: frozenset[int]) -> None:
+        self.graph = graph
+        self.dropped = dropped
+        self.remade: set[int] = set()
+        self.last_use = [uses[-1] if uses else -1 for uses in graph.uses]
+        for tensor in graph.outputs:
+            self.last_use[tensor] = len(graph.ops)
+
+    def steps(self) -> list[Step]:
+        steps: list[Step] = []
+        for op in self.graph.ops:
+            if op.phase is not Phase.FORWARD:
+                for tensor in op.reads:
+                    self._ensure(tensor, op.id, steps)
+            steps.append(Step(op.id))
+        return steps
+
+    def _gone(self, tensor: int, now: int) -> bool:
+        """Whether `tensor` is no longer there when op `now` is about to run."""
+        if self.graph.tensors[tensor].persistent or tensor in self.remade:
+            return False
+        made_in_forward = self.graph.ops[self.graph.producer[tensor]].phase is Phase.FORWARD
+        return made_in_forward and (tensor in self.dropped or self.last_use[tensor] < now)
+
+    def _ensure(self, tensor: int, now: int, steps: list[Step]) -> None:
+        """Append the recomputations that bring `tensor` back. Iterative, for chains may be as long as the network."""
+        pending = [tensor]
+        while pending:
+            wanted = pending[-1]
+            op = self.graph.ops[self.graph.producer[wanted]] if self._gone(wanted, now) else None
+            if op is None or not op.recomputable or wanted not in op.recompute_writes:
+                pending.pop()
+                continue
+            missing = [t for t in op.recompute_reads if self._gone(t, now) and self._can_remake(t)]
+            if missing:
+                pending.extend(missing)
+                continue
+            makes = tuple(t for t in op.recompute_writes if t == wanted or (t in self.dropped and self._gone(t, now)))
+            self.remade.update(makes)
+            steps.append(Step(op.id, recompute=True, makes=makes))
+            pending.pop()
+
+    def _can_remake(self, tensor: int) -> bool:
+        op = self.graph.ops[self.graph.producer[tensor]]
+        return op.recomputable and tensor in op.recompute_writes

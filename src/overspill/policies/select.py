@@ -1,0 +1,105 @@
+"""The greedy choice of what to take off the device, cheapest per byte-second relieved first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .program import Gap, Positions
+
+BYTE_COST_SECONDS = 1e-15
+"""Breaks ties between free moves towards fewer bytes."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to keep a tensor off the device in `gap`: at `cost_seconds` of compute, and seconds on the links each way."""
+
+    gap: Gap
+    nbytes: int
+    cost_seconds: float
+    offload_seconds: float = 0.0
+    prefetch_seconds: float = 0.0
+    recompute: bool = False
+
+
+def select(
+    live: Positions, seconds: NDArray[np.float64], candidates: Sequence[Candidate], budget_bytes: int, end_of_forward: int
+) -> tuple[list[Candidate], Positions]:
+    """The candidates taken, and the live bytes at each step that they leave; these may stay above the budget.
+
+    A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches in
+    backward. What goes beyond is exposed and counts in full.
+    """
+    choice = _Choice(live, seconds, candidates, budget_bytes, end_of_forward)
+    while (index := choice.best()) is not None:
+        choice.take(index)
+    choice.prune()
+    return [candidates[i] for i in choice.taken], choice.live
+
+
+class _Choice:
+    def __init__(
+        self,
+        live: Positions,
+        seconds: NDArray[np.float64],
+        candidates: Sequence[Candidate],
+        budget_bytes: int,
+        end_of_forward: int,
+    ) -> None:
+        self.live = live.copy()
+        self.seconds = seconds
+        self.budget_bytes = budget_bytes
+        self.candidates = candidates
+        self.start = np.array([c.gap.start + 1 for c in candidates], dtype=np.int64)
+        self.end = np.array([min(c.gap.end, len(live)) for c in candidates], dtype=np.int64)
+        self.nbytes = np.array([c.nbytes for c in candidates], dtype=np.int64)
+        self.tensor = np.array([c.gap.tensor for c in candidates], dtype=np.int64)
+        self.recompute = np.array([c.recompute for c in candidates], dtype=bool)
+        self.cost = np.array([c.cost_seconds for c in candidates]) + BYTE_COST_SECONDS * self.nbytes
+        self.out = np.array([c.offload_seconds for c in candidates])
+        self.back = np.array([c.prefetch_seconds for c in candidates])
+        self.open = np.ones(len(candidates), dtype=bool)
+        self.room_out = float(seconds[:end_of_forward].sum())
+        self.room_back = float(seconds[end_of_forward:].sum())
+        self.taken: list[int] = []
+
+    def best(self) -> int | None:
+        """The open candidate with the lowest cost per byte-second relieved, or None when all fits or none helps."""
+        over = self.live > self.budget_bytes
+        if not over.any() or not self.open.any():
+            return None
+        # A step of no time still counts as a place where the budget is exceeded.
+        relieved = np.concatenate([[0.0], np.cumsum(np.where(over, self.seconds + 1e-9, 0.0))])
+        area = self.nbytes * (relieved[self.end] - relieved[np.minimum(self.start, self.end)])
+        useful = self.open & (area > 0)
+        if not useful.any():
+            return None
+        exposed = np.clip(self.out - max(0.0, self.room_out), 0, None) + np.clip(self.back - max(0.0, self.room_back), 0, None)
+        score = np.where(useful, (self.cost + exposed) / np.maximum(area, 1e-30), np.inf)
+        return int(np.argmin(score))
+
+    def take(self, index: int) -> None:
+        """Take a candidate: its tensor is away in its gap, and its other ways are closed."""
+        self.live[self.start[index] : self.end[index]] -= self.nbytes[index]
+        self.open[index] = False
+        same = self.tensor == self.tensor[index]
+        if self.recompute[index]:
+            self.open &= ~same
+        else:
+            self.open &= ~(same & self.recompute)
+            self.out[same] = 0.0  # one copy in the store serves every later gap
+        self.room_out -= self.candidates[index].offload_seconds
+        self.room_back -= self.candidates[index].prefetch_seconds
+        self.taken.append(index)
+
+    def prune(self) -> None:
+        """Give back, dearest first, what later choices made superfluous."""
+        for index in sorted(self.taken, key=lambda i: self.cost[i] + self.back[i], reverse=True):
+            span = slice(self.start[index], self.end[index])
+            if (self.live[span] + self.nbytes[index]).max(initial=0) <= self.budget_bytes:
+                self.live[span] += self.nbytes[index]
+                self.taken.remove(index)

@@ -1,0 +1,331 @@
+"""Lowering: a Schedule becomes the forward and the backward FX graph, in exactly its order.
+
+Run copies the captured node, Recompute copies it again, transfers are calls of `runtime/ops.py`. Free needs no node:
+compiled FX code drops each variable after its last use, and `hold` marks a later use where the schedule keeps longer.
+Views cost nothing and are made anew from their storage's root wherever they are needed.
+
+What crosses from forward to backward (autograd's saved tensors) is what the schedule leaves on the device and backward
+reads, as roots, and the handles of what is in the store.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `SavedForBackwardsAOTOutput` and the output node's
+`desc`; the order of the backward's inputs (saved tensors, those with `saved_tensor_with_no_vc_check` last, tangents).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
+
+from overspill.capture.compiled import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
+from overspill.capture.joint import JointGraph, StorageKey, storages
+from overspill.core import Instruction, Op, Phase, Schedule, Verb
+from overspill.core.errors import InvalidSchedule
+
+from . import ops
+
+BATCH_NORM_NO_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
+NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
+OP_ID = "overspill_op"
+"""Key in an emitted node's meta: the op that it runs."""
+
+
+def lower(
+    captured: Captured, schedule: Schedule, engine: int, *, transfers: bool = True
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`.
+
+    With `transfers=False` what would be offloaded stays: same saved tensors, same kernels, no copies.
+    """
+    if not transfers:
+        schedule = without_transfers(schedule)
+    forward_part, backward_part = _split(captured, schedule)
+    forward = _Emitter(captured, engine, backward=False)
+    for node in captured.joint.primals:
+        forward.add_placeholder(node)
+    forward.emit(forward_part)
+    saved, handles = _crossing(captured, backward_part, forward)
+    forward_module = forward.finish_forward(saved, handles)
+    backward = _Emitter(captured, engine, backward=True)
+    backward.add_saved(saved, handles, forward)
+    for node in captured.joint.tangents:
+        backward.add_placeholder(node)
+    backward.emit(backward_part)
+    return forward_module, backward.finish_backward()
+
+
+def lower_inference(captured: Captured, schedule: Schedule, engine: int) -> fx.GraphModule:
+    """The one graph module of a step that has no backward."""
+    emitter = _Emitter(captured, engine, backward=False)
+    for node in captured.joint.primals:
+        emitter.add_placeholder(node)
+    emitter.emit(schedule.instructions)
+    return emitter.finish_forward([], [])
+
+
+def without_transfers(schedule: Schedule) -> Schedule:
+    """`schedule` with every offloaded tensor kept on the device until its last Free."""
+    staying: set[int] = set()  # tensors that are prefetched later: the Free before that is left out
+    kept: list[Instruction] = []
+    for instruction in reversed(schedule.instructions):
+        verb, target = instruction.verb, instruction.target
+        if verb is Verb.PREFETCH:
+            staying.add(target)
+        elif verb is Verb.FREE and target in staying:
+            staying.remove(target)
+        elif verb in (Verb.RUN, Verb.RECOMPUTE, Verb.FREE):
+            kept.append(instruction)
+    return Schedule(schedule.policy, tuple(reversed(kept)))
+
+
+def _split(captured: Captured, schedule: Schedule) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
+    """The instructions of the forward graph and of the backward graph; what follows backward is not the graphs' affair."""
+    instructions = schedule.instructions
+    graph = captured.graph
+    last = max((i for i, x in enumerate(instructions) if x.verb is Verb.RUN and graph.ops[x.target].phase is Phase.FORWARD), default=-1)
+    cut = last + 1
+    while cut < len(instructions) and instructions[cut].verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE):
+        cut += 1
+    return instructions[:cut], instructions[cut:]
+
+
+def _crossing(captured: Captured, backward: Iterable[Instruction], forward: _Emitter) -> tuple[list[fx.Node], list[int]]:
+    """What backward takes over: the roots of tensors on the device, and the tensors whose handles it needs."""
+    graph, joint = captured.graph, captured.joint
+    read: dict[int, None] = {}
+    prefetched: dict[int, None] = {}
+    for instruction in backward:
+        target = instruction.target
+        if instruction.verb is Verb.RECOMPUTE:
+            read.update(dict.fromkeys(graph.ops[target].recompute_reads))
+        elif instruction.verb is Verb.RUN and target in captured.nodes:
+            read.update(dict.fromkeys(graph.ops[target].reads))
+        elif instruction.verb in (Verb.FREE, Verb.OFFLOAD) and not graph.tensors[target].persistent:
+            read.setdefault(target)
+        elif instruction.verb is Verb.PREFETCH and target in forward.handles:
+            prefetched.setdefault(target)
+    for node in joint.backward_outputs:
+        if isinstance(node, fx.Node):
+            read.update(dict.fromkeys(captured.tensor_of[key] for key in storages(node)))
+    saved = [root for tensor in read for root in forward.roots_of(tensor) if root in forward.values and root.op != "get_attr"]
+    saved.sort(key=lambda root: bool(root.meta.get(NO_VERSION_CHECK, False)))
+    return saved, list(prefetched)
+
+
+class _Emitter:
+    """Emits one of the two graphs. `values` maps a captured root to the variable that holds it now."""
+
+    def __init__(self, captured: Captured, engine: int, *, backward: bool) -> None:
+        self.captured = captured
+        self.joint: JointGraph = captured.joint
+        self.engine = engine
+        self.backward = backward
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.views: dict[fx.Node, fx.Node] = {}
+        self.handles: dict[int, fx.Node] = {}
+        self.arriving: dict[int, fx.Node] = {}
+        self.returned: dict[fx.Node, fx.Node] = {}
+        self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
+        self.last_touch: dict[int, int] = {}
+        self.now = 0
+        self.fake_mode = next(n.meta["val"].fake_mode for n in self.joint.module.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
+        self._roots: dict[int, list[fx.Node]] = {}
+        for key, roots in self.joint.roots.items():
+            if key in captured.tensor_of:
+                self._roots.setdefault(captured.tensor_of[key], []).extend(roots)
+
+    def roots_of(self, tensor: int) -> list[fx.Node]:
+        """The captured nodes that views of `tensor` are made from."""
+        return self._roots.get(tensor, [])
+
+    # -- inputs and outputs
+
+    def add_placeholder(self, node: fx.Node) -> None:
+        """An input that the captured graph has too."""
+        self.values[node] = self._place(node.name, node.meta)
+
+    def add_saved(self, saved: Iterable[fx.Node], handles: Iterable[int], forward: _Emitter) -> None:
+        """The inputs that forward saved: offloaded tensors' handles first, for they need no version check last."""
+        kept = list(saved)
+        for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
+            self.values[root] = self._place(root.name, root.meta)
+        for tensor in handles:
+            handle = forward.handles[tensor]
+            self.handles[tensor] = self._place(handle.name, handle.meta)
+        for root in (r for r in kept if r.meta.get(NO_VERSION_CHECK)):
+            self.values[root] = self._place(root.name, root.meta)
+
+    def _place(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta = dict(meta)
+        return node
+
+    def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
+        """The forward module: the captured outputs, then what backward needs, in the order of `add_saved`."""
+        checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
+        unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
+        extra = [*checked, *(self.handles[t] for t in handles), *unchecked]
+        outputs = [self.returned.get(n) or self.resolve(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs]
+        descs = [*self.joint.forward_descs, *(SavedForBackwardsAOTOutput(i) for i in range(len(extra)))]
+        return self._finish([*outputs, *extra], descs)
+
+    def finish_backward(self) -> fx.GraphModule:
+        """The backward module, with the captured gradients."""
+        outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
+        return self._finish(outputs, self.joint.backward_descs)
+
+    def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
+        self.graph.output(tuple(outputs)).meta["desc"] = descs
+        self.graph.lint()
+        return fx.GraphModule(self.joint.module, self.graph)
+
+    # -- instructions
+
+    def emit(self, instructions: Sequence[Instruction]) -> None:
+        """Emit what belongs to this graph; gradients are read when they are returned, so what follows is dropped."""
+        for instruction in instructions:
+            if self._is_end(instruction):
+                return
+            self._emit(instruction.verb, instruction.target)
+
+    def _is_end(self, instruction: Instruction) -> bool:
+        ops_ = self.captured.graph.ops
+        return instruction.verb is Verb.RUN and ops_[instruction.target].phase is Phase.UPDATE
+
+    def _emit(self, verb: Verb, target: int) -> None:
+        if verb is Verb.RUN:
+            self._run(self.captured.graph.ops[target])
+        elif verb is Verb.RECOMPUTE:
+            self._recompute(self.captured.graph.ops[target])
+        elif verb is Verb.FREE:
+            self._free(target)
+        elif verb is Verb.OFFLOAD:
+            root = self._only_root(target)
+            handle = self._call(ops.OFFLOAD, (self.values[root], self.engine), f"handle_{root.name}")
+            with self.fake_mode:
+                handle.meta["val"] = ops.fake_handle()
+            handle.meta["tensor_meta"] = extract_tensor_metadata(handle.meta["val"])
+            self.handles[target] = handle
+            self._touch(target)
+        elif verb is Verb.AWAIT_OFFLOAD:
+            root = self._only_root(target)
+            self._call(ops.AWAIT_OFFLOAD, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
+            self._touch(target)
+        elif verb is Verb.PREFETCH:
+            self._prefetch(target)
+        else:
+            root = self._only_root(target)
+            arrived = self._call(ops.AWAIT_PREFETCH, (self.arriving.pop(target), self.engine), root.name)
+            arrived.meta["val"] = root.meta["val"]
+            self.values[root] = arrived
+            self._touch(target)
+
+    def _prefetch(self, tensor: int) -> None:
+        root = self._only_root(tensor)
+        value = root.meta["val"]
+        args = (self.handles[tensor], list(value.shape), list(value.stride()), value.dtype, value.device, self.engine)
+        arriving = self._call(ops.PREFETCH, args, f"arriving_{root.name}")
+        arriving.meta["val"] = value
+        arriving.meta["tensor_meta"] = extract_tensor_metadata(value)
+        self.arriving[tensor] = arriving
+
+    def _run(self, op: Op) -> None:
+        node = self.captured.nodes.get(op.id)
+        self.now += 1
+        if node is None:
+            # What is handed out here may be freed by the schedule next: take it while it is there.
+            handed = {WRITE_BACK: self.joint.write_backs.values(), GRADIENTS: self.joint.backward_outputs}.get(op.name, ())
+            self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
+            return
+        new = self.graph.node_copy(node, self.resolve)
+        new.meta = {**node.meta, OP_ID: op.id}
+        self._take_results(node, new, self._results(node))
+        self._touch(*op.reads, *op.writes)
+
+    def _recompute(self, op: Op) -> None:
+        node = self.captured.nodes[op.id]
+        self.now += 1
+        results = self._results(node)
+        if recomputes_without_statistics(node):
+            x, weight, bias, _, _, training, momentum, eps = node.args
+            args = fx.node.map_arg((x, weight, bias, training, momentum, eps), self.resolve)
+            new = self._call(BATCH_NORM_NO_STATISTICS, args, node.name)
+            new.meta = {**node.meta, "val": tuple(node.meta["val"][:3])}
+            new.meta.pop("tensor_meta", None)
+            results = [r for r in results if r.args[1] < 3]
+        else:
+            new = self.graph.node_copy(node, self.resolve)
+            new.meta = dict(node.meta)
+        new.meta.update({OP_ID: op.id, "partitioner_tag": "is_backward", "autograd_backward": True})
+        self._take_results(node, new, [r for r in results if r not in self.values])
+        self._touch(*op.recompute_reads, *op.recompute_writes)
+
+    def _results(self, node: fx.Node) -> list[fx.Node]:
+        """The captured nodes that name what `node` makes: itself, or the picks of its results."""
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            return [node]
+        return [user for user in node.users if user.target is operator.getitem]
+
+    def _take_results(self, node: fx.Node, new: fx.Node, results: list[fx.Node]) -> None:
+        for result in results:
+            if result is node:
+                self.values[node] = new
+            else:
+                self.values[result] = self.graph.call_function(operator.getitem, (new, result.args[1]))
+                self.values[result].meta = dict(result.meta)
+
+    def _free(self, tensor: int) -> None:
+        roots = [root for root in self.roots_of(tensor) if root in self.values]
+        if self.last_touch.get(tensor, -1) != self.now and roots:
+            for root in roots:
+                self._call(ops.HOLD, (self.values[root],), f"held_{root.name}")
+        for root in roots:
+            del self.values[root]
+            for key in storages(root):
+                for view in self._views_of.pop(key, ()):
+                    self.views.pop(view, None)
+
+    def _call(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = None
+        if self.backward:
+            node.meta.update(partitioner_tag="is_backward", autograd_backward=True)
+        return node
+
+    def _touch(self, *tensors: int) -> None:
+        self.last_touch.update(dict.fromkeys(tensors, self.now))
+
+    def _only_root(self, tensor: int) -> fx.Node:
+        roots = self.roots_of(tensor)
+        if len(roots) != 1:
+            raise InvalidSchedule(f"{self.captured.graph.tensors[tensor].name} has {len(roots)} roots and cannot be moved")
+        return roots[0]
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """The variable of a captured node here and now: its root's, or a view made from that."""
+        if node in self.values:
+            return self.values[node]
+        if node in self.views:
+            return self.views[node]
+        if node.op == "get_attr":
+            self.values[node] = self.graph.node_copy(node)
+            return self.values[node]
+        if not (self.joint.is_view(node) or self._is_plain(node)):
+            raise InvalidSchedule(f"{node.name} is not on the device where the schedule reads it")
+        new = self.graph.node_copy(node, self.resolve)
+        new.meta = dict(node.meta)
+        self.views[node] = new
+        for key in storages(node):
+            self._views_of[key].append(node)
+        return new
+
+    def _is_plain(self, node: fx.Node) -> bool:
+        """Whether `node` computes no tensor (a number, say) and can be repeated anywhere."""
+        return node.op == "call_function" and not storages(node)

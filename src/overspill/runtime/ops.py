@@ -1,0 +1,96 @@
+"""The transfer ops that lowered graphs call, registered with torch so that eager FX and Inductor both can.
+
+`await_offload` takes the source as an argument: whoever manages memory (Python's reference counts, Inductor's buffer
+reuse) then keeps it until the copy is done. `await_prefetch` returns its argument as an alias and consumers read that;
+a variant that mutates instead is silently reordered by Inductor (2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+import itertools
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+from overspill.core.errors import OverspillError
+
+from .engine import TransferEngine
+
+_ENGINES: WeakValueDictionary[int, TransferEngine] = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def register_engine(engine: TransferEngine) -> int:
+    """The number by which lowered graphs call `engine`; whoever lowers keeps the engine alive."""
+    number = next(_numbers)
+    _ENGINES[number] = engine
+    return number
+
+
+def _engine(number: int) -> TransferEngine:
+    try:
+        return _ENGINES[number]
+    except KeyError:
+        raise OverspillError("the store of this compiled model has been closed; compile the model again") from None
+
+
+def _offload(source: Tensor, engine: int) -> Tensor:
+    return _engine(engine).offload(source)
+
+
+def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:  # noqa: ARG001 - source is kept alive
+    _engine(engine).await_offload(handle)
+
+
+def _prefetch(handle: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, engine: int) -> Tensor:  # noqa: ARG001
+    return _engine(engine).prefetch(handle)
+
+
+def _await_prefetch(arriving: Tensor, engine: int) -> Tensor:
+    _engine(engine).await_prefetch(arriving)
+    return arriving
+
+
+_library = torch.library.Library("overspill", "DEF")
+_tags = (torch.Tag.needs_exact_strides,)
+_library.define("offload(Tensor source, int engine) -> Tensor", tags=_tags)
+_library.define("await_offload(Tensor handle, Tensor source, int engine) -> ()", tags=_tags)
+_library.define(
+    "prefetch(Tensor handle, int[] size, int[] stride, ScalarType dtype, Device device, int engine) -> Tensor", tags=_tags
+)
+_library.define("await_prefetch(Tensor(a) arriving, int engine) -> Tensor(a)", tags=_tags)
+_library.define("hold(Tensor held) -> ()", tags=_tags)
+for _name, _call in (
+    ("offload", _offload),
+    ("await_offload", _await_offload),
+    ("prefetch", _prefetch),
+    ("await_prefetch", _await_prefetch),
+    ("hold", lambda held: None),  # noqa: ARG005
+):
+    _library.impl(_name, _call, "CompositeExplicitAutograd")
+
+
+def fake_handle() -> Tensor:
+    """A fake handle, made inside the caller's fake mode."""
+    return torch.empty((1,), dtype=torch.int64, device="cpu")
+
+
+torch.library.register_fake("overspill::offload", lambda source, engine: fake_handle(), lib=_library)  # noqa: ARG005
+torch.library.register_fake("overspill::await_offload", lambda handle, source, engine: None, lib=_library)  # noqa: ARG005
+torch.library.register_fake(
+    "overspill::prefetch",
+    lambda handle, size, stride, dtype, device, engine: torch.empty_strided(size, stride, dtype=dtype, device=device),  # noqa: ARG005
+    lib=_library,
+)
+torch.library.register_fake("overspill::await_prefetch", lambda arriving, engine: arriving, lib=_library)  # noqa: ARG005
+torch.library.register_fake("overspill::hold", lambda held: None, lib=_library)  # noqa: ARG005
+
+OFFLOAD = torch.ops.overspill.offload.default
+AWAIT_OFFLOAD = torch.ops.overspill.await_offload.default
+PREFETCH = torch.ops.overspill.prefetch.default
+AWAIT_PREFETCH = torch.ops.overspill.await_prefetch.default
+HOLD = torch.ops.overspill.hold.default
+for _op in (OFFLOAD, AWAIT_OFFLOAD, AWAIT_PREFETCH, HOLD):
+    has_side_effect(_op)

@@ -1,0 +1,238 @@
+"""A session: one compiled model, its budget, its store, and the plans of all graphs that Dynamo finds in it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from overspill.capture.compiled import Captured, InputInfo, Surroundings, capture
+from overspill.capture.joint import JointGraph, storage_bytes
+from overspill.core import Device, Graph, TensorKind, Verb
+from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.units import format_bytes, parse_bytes
+from overspill.costs import MeasuredTimes
+from overspill.devices import load_device
+from overspill.policies import policy_named
+from overspill.policies.base import may_leave
+from overspill.policies.planning import Plan, make_plan, retained_bytes, unmanaged_peak
+from overspill.policies.program import Program
+
+from .engine import TransferEngine, make_engine
+from .hardware import device_noun, usable_bytes
+from .ops import register_engine
+from .optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
+from .stores import PAGE_BYTES, make_store
+from .tracker import LiveBytes
+
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. `budget` is a size, a share of the unmanaged peak, or None for all of the device's memory.
+
+    `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
+    None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
+    with the same saved tensors and recomputations: the reference for Inductor.
+    """
+
+    budget: str | float | None = None
+    policy: str = "auto"
+    store: str | None = None
+    store_dir: str | Path | None = None
+    backend: str = "eager"
+    device: str | Device | None = None
+    reserve: str | float | None = None
+    times: MeasuredTimes | None = None
+    transfers: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse at once what could only fail later."""
+        policy_named(self.policy)
+        if self.budget is not None:
+            parse_bytes(self.budget, of_bytes=1 << 40)
+        if self.reserve is not None:
+            parse_bytes(self.reserve)
+        if self.backend not in BACKENDS:
+            raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Which graph of the model is planned: Dynamo's frame, and whether a graph break follows it."""
+
+    id: int
+    broken: bool
+
+
+@dataclass
+class _Planned:
+    """What the session remembers of one frame's plan."""
+
+    plan: Plan
+    retained_bytes: int
+    parameters: tuple[int, ...] = field(default=())
+
+
+class Session:
+    """Plans every graph of one compiled model within one budget, and owns the engine that moves its tensors."""
+
+    def __init__(self, options: Options, parameters: Iterable[Tensor] = (), optimizers: Sequence[Any] | None = None) -> None:
+        self.options = options
+        self.accumulates = False
+        self.tracker: LiveBytes | None = None
+        self.profile: dict[str, list[float]] | None = None
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self._optimizers = optimizers
+        self._frames: dict[int, _Planned] = {}
+        self._engine: TransferEngine | None = None
+        self._engine_number = 0
+
+    # -- what a user may ask
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in force, one for each graph of the model."""
+        return [planned.plan for planned in self._frames.values()]
+
+    @property
+    def engine(self) -> TransferEngine | None:
+        """The transfer engine, once a plan has needed one."""
+        return self._engine
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned peak of the whole step."""
+        return max((plan.peak_bytes for plan in self.plans), default=0)
+
+    def close(self) -> None:
+        """End the transfer threads and give the store back."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def gradients_are_kept(self) -> bool:
+        """Whether any parameter of the model has a gradient now."""
+        return any(p.grad is not None for ref in self._parameters if (p := ref()) is not None)
+
+    def forget_plans(self) -> None:
+        """Drop the plans, before the model is compiled anew."""
+        self._frames.clear()
+
+    # -- planning
+
+    def plan(self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame) -> tuple[Captured, Plan]:
+        """The captured graph of `frame` and its plan. Raises InfeasibleBudget when the budget cannot be met."""
+        device = self._device(examples)
+        here = [e for e in examples if isinstance(e, nn.Parameter)]
+        others = sum(planned.retained_bytes for key, planned in self._frames.items() if key != frame.id)
+        surroundings = self._surroundings(joint, here, others)
+        captured = capture(joint, inputs, surroundings)
+        budget = self._budget(captured.graph, device, examples)
+        if frame.broken:
+            # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
+            rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
+            captured = capture(joint, inputs, replace(surroundings, rest_bytes=rest))
+        plan = make_plan(captured.graph, device, self.options.policy, budget, self.options.times)
+        self._frames[frame.id] = _Planned(plan, retained_bytes(captured.graph, plan.schedule), tuple(id(p) for p in here))
+        self._check_whole(budget, here, frame)
+        return captured, plan
+
+    def engine_for(self, plan: Plan, device: torch.device) -> int:
+        """The number of the engine, with room in its store for what `plan` offloads."""
+        if self._engine is None:
+            self._engine = make_engine(make_store(self.options.store, device, self.options.store_dir), device)
+            self._engine_number = register_engine(self._engine)
+            weakref.finalize(self, self._engine.close)
+        self._engine.store.reserve(_store_bytes(plan))
+        return self._engine_number
+
+    def _surroundings(self, joint: JointGraph, here: list[nn.Parameter], retained: int) -> Surroundings:
+        known = {id(p): p for ref in self._parameters if (p := ref()) is not None} | {id(p): p for p in here}
+        optimizers = self._optimizers if self._optimizers is not None else find_optimizers(list(known.values()))
+        known |= {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+        needs: OptimizerNeeds = optimizer_needs(optimizers)
+        inside = {id(p) for p in here}
+        outside = [p for key, p in known.items() if key not in inside]
+        reserve = self.options.reserve
+        return Surroundings(
+            optimizer_state_bytes=needs.state_bytes,
+            update_bytes=needs.update_bytes,
+            rest_bytes=_outside_loss_bytes(joint) if reserve is None else parse_bytes(reserve),
+            accumulates=self.accumulates,
+            elsewhere=(
+                (TensorKind.PARAMETER, sum(map(_nbytes, outside))),
+                (TensorKind.GRADIENT, sum(_nbytes(p) for p in outside if p.requires_grad)),
+                (TensorKind.ACTIVATION, retained),
+            ),
+        )
+
+    def _device(self, examples: Sequence[Any]) -> Device:
+        wanted = self.options.device
+        if isinstance(wanted, Device):
+            return wanted
+        return load_device(wanted) if wanted is not None else device_noun(torch_device(examples))
+
+    def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
+        budget = self.options.budget
+        if budget is None:
+            return device.memory_bytes - device.context_bytes if self.options.device else usable_bytes(torch_device(examples))
+        return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device))
+
+    def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
+        """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
+        inside = {id(p) for p in here}
+        for key, planned in self._frames.items():
+            known = set(planned.parameters) | {id(p) for ref in self._parameters if (p := ref()) is not None}
+            new = sum(2 * _nbytes(p) for p in here if id(p) in inside - known)
+            if key != frame.id and planned.plan.peak_bytes + new > budget:
+                raise InfeasibleBudget(
+                    f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
+                    f"one do not fit beside the first one's peak of {format_bytes(planned.plan.peak_bytes)} in "
+                    f"{format_bytes(budget)}; use overspill.compile(model, ...), which sees all parameters at once",
+                    budget_bytes=budget,
+                    floor_bytes=planned.plan.peak_bytes + new,
+                    cause="parameters and gradients of a later graph",
+                )
+
+
+def torch_device(examples: Sequence[Any]) -> torch.device:
+    """The device of the first tensor among `examples`."""
+    return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _outside_loss_bytes(joint: JointGraph) -> int:
+    """Twice the size of what the caller differentiates outside the graph: a loss saves its input's size and makes it again."""
+    outputs = {n for n in joint.forward_outputs if isinstance(n, fx.Node)} - set(joint.write_backs.values())
+    sizes: dict[int, int] = {}
+    for node in outputs:
+        if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point() and node.meta["val"].dim():
+            sizes.update(storage_bytes(node))
+    return 2 * sum(sizes.values()) if joint.tangents else 0
+
+
+def _least_between(graph: Graph) -> int:
+    """The least bytes that can be on the device between forward and backward."""
+    program = Program(graph)
+    boundary = program.end_of_forward
+    absent = {g.tensor for g in program.gaps if may_leave(program, g) and g.start < boundary <= g.end}
+    staying = [
+        t for t in graph.tensors
+        if t.persistent or (t.id not in absent and (u := program.touches[t.id]) and u[0] < boundary <= u[-1])
+    ]  # fmt: skip
+    return sum(t.nbytes for t in staying)
+
+
+def _store_bytes(plan: Plan) -> int:
+    """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
+    return sum(-(-plan.graph.tensors[t].nbytes // PAGE_BYTES) * PAGE_BYTES for t in plan.schedule.targets(Verb.OFFLOAD))

@@ -1,0 +1,264 @@
+"""Stores: where offloaded bytes live. A file on disk, host memory, or pinned host memory.
+
+A store hands out slots of one arena and gets them back, so that after the first step it neither grows nor fragments
+further. Reads and writes are called on a lane, never on the compute thread (except to enqueue them, for CUDA).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import RequestError, StoreError
+from overspill.core.units import format_bytes
+
+PAGE_BYTES = 4096
+STORES = ("disk", "host", "pinned")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`nbytes` bytes of a store from `offset` on, in chunk number `chunk` of its arena."""
+
+    chunk: int
+    offset: int
+    nbytes: int
+
+
+class Store(ABC):
+    """Base of all stores: slots of equal (page-rounded) size are reused; the arena grows only when none is free."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: dict[int, list[Slot]] = defaultdict(list)
+        self._tails: list[tuple[int, int]] = []  # per chunk: (first unused byte, size)
+        self.used_bytes = 0
+        self.peak_bytes = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that the arena takes."""
+        return sum(size for _, size in self._tails)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that `nbytes` in all can be stored. Raises StoreError when there is no room for them."""
+        with self._lock:
+            if (missing := nbytes - self.capacity_bytes) > 0:
+                self._add_chunk(missing)
+
+    def allocate(self, nbytes: int) -> Slot:
+        """A slot for `nbytes` bytes."""
+        rounded = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+        with self._lock:
+            self.used_bytes += rounded
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            if slots := self._free[rounded]:
+                return slots.pop()
+            for chunk, (used, size) in enumerate(self._tails):
+                if used + rounded <= size:
+                    self._tails[chunk] = (used + rounded, size)
+                    return Slot(chunk, used, rounded)
+            self._add_chunk(rounded)
+            _, size = self._tails[-1]
+            self._tails[-1] = (rounded, size)
+            return Slot(len(self._tails) - 1, 0, rounded)
+
+    def release(self, slot: Slot) -> None:
+        """Give `slot` back."""
+        with self._lock:
+            self.used_bytes -= slot.nbytes
+            self._free[slot.nbytes].append(slot)
+
+    def _add_chunk(self, nbytes: int) -> None:
+        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._grow(nbytes)
+        self._tails.append((0, nbytes))
+
+    @abstractmethod
+    def _grow(self, nbytes: int) -> None:
+        """Add one chunk of `nbytes` to the arena, or raise StoreError and leave it as it was."""
+
+    @abstractmethod
+    def write(self, slot: Slot, source: Tensor) -> None:
+        """Copy the bytes of `source` (uint8, one dimension) into `slot`."""
+
+    @abstractmethod
+    def read(self, slot: Slot, target: Tensor) -> None:
+        """Fill `target` (uint8, one dimension) from `slot`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back to the system."""
+
+
+class DiskStore(Store):
+    """One preallocated file per process, of mode 0600 and unlinked from the start: nothing is left behind, even if killed."""
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        super().__init__()
+        self.directory = Path(directory or tempfile.gettempdir())
+        try:
+            self._file, path = tempfile.mkstemp(prefix="overspill-", dir=self.directory)
+        except OSError as error:
+            raise RequestError(
+                f"cannot write to the store directory {self.directory}: {error.strerror}; give a writable one with --store-dir"
+            ) from None
+        os.unlink(path)  # noqa: PTH108 - mkstemp gives a string
+        self._chunk_offsets: list[int] = []
+
+    def _grow(self, nbytes: int) -> None:
+        start = self.capacity_bytes
+        try:
+            os.posix_fallocate(self._file, start, nbytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, start)
+            free = os.statvfs(self.directory)
+            raise StoreError(
+                f"the disk store needs {format_bytes(nbytes)} more in {self.directory}, "
+                f"which has {format_bytes(free.f_bavail * free.f_frsize)} free ({error.strerror}); "
+                "free some space, or name another directory with --store-dir, or use --store host"
+            ) from None
+        self._chunk_offsets.append(start)
+
+    def write(self, slot: Slot, source: Tensor) -> None:
+        """Write all bytes, however few the system takes at a time. Raises StoreError when it takes none."""
+        view = _memory(source)
+        done = 0
+        while done < len(view):
+            with self._explained("write"):
+                count = os.pwrite(self._file, view[done:], self._position(slot) + done)
+            if count <= 0:
+                raise StoreError(f"the disk store in {self.directory} took only {done} of {len(view)} bytes")
+            done += count
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        """Read all bytes back. Raises StoreError when the file ends before."""
+        view = _memory(target)
+        done = 0
+        while done < len(view):
+            with self._explained("read"):
+                count = os.preadv(self._file, [view[done:]], self._position(slot) + done)
+            if count <= 0:
+                raise StoreError(f"the disk store in {self.directory} gave only {done} of {len(view)} bytes")
+            done += count
+
+    def _position(self, slot: Slot) -> int:
+        return self._chunk_offsets[slot.chunk] + slot.offset
+
+    @contextlib.contextmanager
+    def _explained(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"the disk store in {self.directory} failed to {action}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file; the system then frees its space."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class HostStore(Store):
+    """Plain host memory, outside the device's budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chunks: list[Tensor] = []
+
+    def _grow(self, nbytes: int) -> None:
+        try:
+            self._chunks.append(self._allocate_chunk(nbytes))
+        except (RuntimeError, MemoryError):
+            raise StoreError(
+                f"the host store needs {format_bytes(nbytes)} more of host memory, and the system refused; "
+                "use --store disk, or a larger budget"
+            ) from None
+
+    def _allocate_chunk(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def write(self, slot: Slot, source: Tensor) -> None:
+        """Copy into the arena, without the interpreter lock."""
+        ctypes.memmove(self._chunks[slot.chunk].data_ptr() + slot.offset, source.data_ptr(), source.numel())
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        """Copy out of the arena, without the interpreter lock."""
+        ctypes.memmove(target.data_ptr(), self._chunks[slot.chunk].data_ptr() + slot.offset, target.numel())
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self._chunks.clear()
+
+
+class PinnedStore(HostStore):
+    """Page-locked host memory for CUDA, with copies that do not block.
+
+    The arena is plain memory registered with the driver: torch's own pinned allocator would round each block up to a
+    power of two. `cuda` is `torch.cuda`, or what a test puts in its place.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def _allocate_chunk(self, nbytes: int) -> Tensor:
+        chunk = super()._allocate_chunk(nbytes)
+        status = self._cuda.cudart().cudaHostRegister(chunk.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            raise RuntimeError(f"cudaHostRegister: error {int(status)}")
+        return chunk
+
+    def write(self, slot: Slot, source: Tensor) -> None:
+        """Enqueue the copy to the host on the current stream."""
+        self._part(slot, source.numel()).copy_(source, non_blocking=True)
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        """Enqueue the copy to the device on the current stream."""
+        target.copy_(self._part(slot, target.numel()), non_blocking=True)
+
+    def _part(self, slot: Slot, nbytes: int) -> Tensor:
+        return self._chunks[slot.chunk][slot.offset : slot.offset + nbytes]
+
+    def close(self) -> None:
+        """Unregister and let go of the arena."""
+        for chunk in self._chunks:
+            self._cuda.cudart().cudaHostUnregister(chunk.data_ptr())
+        super().close()
+
+
+def make_store(name: str | None, device: torch.device, directory: str | Path | None = None) -> Store:
+    """The store called `name`, or the default for `device`: disk on the CPU, pinned memory on CUDA.
+
+    Raises RequestError for a store that does not exist or does not fit the device.
+    """
+    name = name or ("pinned" if device.type == "cuda" else "disk")
+    if name not in STORES:
+        raise RequestError(f"unknown store {name!r}; stores: {', '.join(STORES)}")
+    if directory is not None and name != "disk":
+        raise RequestError(f"--store-dir is for the disk store, not for {name!r}")
+    if device.type == "cuda":
+        if name != "pinned":
+            raise RequestError(f"the {name} store serves the CPU device; a CUDA device offloads to pinned memory: use --store pinned")
+        return PinnedStore()
+    if name == "pinned":
+        raise RequestError("pinned memory needs a CUDA device; on the CPU use --store disk or --store host")
+    return DiskStore(directory) if name == "disk" else HostStore()
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a one-dimensional uint8 tensor on the CPU, without a copy."""
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")

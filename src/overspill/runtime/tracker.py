@@ -1,0 +1,58 @@
+"""Counts the live bytes of a real run, independently of the planner: every storage that an op reads or makes, while it lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """A dispatch mode that keeps `live_bytes` and `peak_bytes` of the storages on `device` that it sees.
+
+    Enter it inside compiled callables and around eager code, never around a call of a compiled model: Dynamo would
+    silently run that eagerly.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Count the storages of all tensors among `values` that are not counted yet."""
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device == self.device:
+                self._count(value.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is live now."""
+        self.peak_bytes = self.live_bytes
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._known[key]
+            self.live_bytes -= nbytes
+
+        self._known[key] = weakref.ref(storage, died)
+        self.live_bytes += nbytes
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op and count what it touched."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        self.add(tree_leaves((args, kwargs, result)))
+        return result

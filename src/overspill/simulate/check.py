@@ -1,0 +1,158 @@
+"""The reference machine: what a Schedule means, and the independent check that every plan passes before it is used.
+
+Each tensor's device copy is in one of four states, and its store copy is valid or not:
+
+    ABSENT ──Run/Recompute that writes it──▶ PRESENT ──Offload──▶ LEAVING ──AwaitOffload──▶ PRESENT (and stored)
+    ABSENT ──Prefetch (if stored)──▶ ARRIVING ──AwaitPrefetch──▶ PRESENT ──Free──▶ ABSENT
+
+A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but can
+not be read. This file shares no code with the policies or with the clocked machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from overspill.core import Graph, Instruction, Op, Schedule, Verb
+from overspill.core.errors import InvalidSchedule
+
+
+class _State(Enum):
+    ABSENT = auto()
+    PRESENT = auto()
+    LEAVING = auto()
+    ARRIVING = auto()
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A valid schedule's peak: `peak_bytes` at instruction `peak_instruction`, with the tensors then on the device."""
+
+    peak_bytes: int
+    peak_instruction: int
+    live_at_peak: tuple[int, ...]
+
+
+def check(graph: Graph, schedule: Schedule) -> CheckResult:
+    """The peak of `schedule` on `graph`; raises InvalidSchedule when it breaks any rule or its own budget."""
+    machine = _Machine(graph)
+    for index, instruction in enumerate(schedule.instructions):
+        try:
+            machine.execute(instruction, index)
+        except InvalidSchedule as error:
+            raise InvalidSchedule(f"{schedule.policy}: instruction {index}, {machine.spell(instruction)}: {error}") from None
+    machine.finish(schedule)
+    budget = schedule.budget_bytes
+    if budget is not None and machine.peak_bytes > budget:
+        raise InvalidSchedule(f"{schedule.policy}: peak {machine.peak_bytes} bytes is over its budget of {budget}")
+    return CheckResult(machine.peak_bytes, machine.peak_instruction, machine.live_at_peak)
+
+
+class _Machine:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
+        self.stored: dict[int, int] = {}  # tensor -> the version that the store holds
+        self.version = [0] * len(graph.tensors)
+        self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read
+        self.next_op = 0
+        self.live_bytes = graph.persistent_bytes
+        self.peak_bytes = 0
+        self.peak_instruction = -1
+        self.live_at_peak: tuple[int, ...] = ()
+        self._note_peak(0, -1)
+
+    def execute(self, instruction: Instruction, index: int) -> None:
+        """Carry out one instruction or raise InvalidSchedule."""
+        match instruction.verb:
+            case Verb.RUN:
+                self._run(self.graph.ops[instruction.target], index)
+            case Verb.RECOMPUTE:
+                self._recompute(self.graph.ops[instruction.target], index)
+            case Verb.OFFLOAD:
+                self._move(instruction.target, _State.PRESENT, _State.LEAVING)
+            case Verb.AWAIT_OFFLOAD:
+                self._move(instruction.target, _State.LEAVING, _State.PRESENT)
+                self.stored[instruction.target] = self.version[instruction.target]
+            case Verb.PREFETCH:
+                if instruction.target not in self.stored:
+                    raise InvalidSchedule("the store holds no copy")
+                self._move(instruction.target, _State.ABSENT, _State.ARRIVING)
+                self._allocate(instruction.target, index)
+            case Verb.AWAIT_PREFETCH:
+                self._move(instruction.target, _State.ARRIVING, _State.PRESENT)
+            case Verb.FREE:
+                if self.graph.tensors[instruction.target].persistent:
+                    raise InvalidSchedule("the tensor belongs to the caller")
+                self._move(instruction.target, _State.PRESENT, _State.ABSENT)
+                self.live_bytes -= self.graph.tensors[instruction.target].nbytes
+
+    def finish(self, schedule: Schedule) -> None:
+        """Raise unless every op ran and the step ended with exactly what must be there."""
+        if self.next_op != len(self.graph.ops):
+            raise InvalidSchedule(f"{schedule.policy}: op {self.graph.ops[self.next_op].name} never ran")
+        wanted = {t.id for t in self.graph.tensors if t.persistent} | set(self.graph.outputs)
+        for tensor, state in enumerate(self.state):
+            expected = _State.PRESENT if tensor in wanted else _State.ABSENT
+            if state is not expected:
+                name = self.graph.tensors[tensor].name
+                raise InvalidSchedule(f"{schedule.policy}: {name} ends {state.name.lower()}, not {expected.name.lower()}")
+
+    def _run(self, op: Op, index: int) -> None:
+        if op.id != self.next_op:
+            raise InvalidSchedule(f"op {op.id} is out of order; op {self.next_op} is next")
+        self._need(op.reads)
+        self.ran[op.id] = tuple(self.version[t] for t in op.recompute_reads)
+        for tensor in op.writes:
+            if self.state[tensor] is _State.ABSENT:
+                self._allocate(tensor, index)
+                self.state[tensor] = _State.PRESENT
+            elif self.state[tensor] is not _State.PRESENT:
+                raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
+            self.version[tensor] += 1
+        self._note_peak(op.workspace_bytes, index)
+        self.next_op += 1
+
+    def _recompute(self, op: Op, index: int) -> None:
+        if not op.recomputable:
+            raise InvalidSchedule("the op may not be recomputed")
+        if op.id not in self.ran:
+            raise InvalidSchedule("the op has not run yet")
+        self._need(op.recompute_reads)
+        if self.ran[op.id] != tuple(self.version[t] for t in op.recompute_reads):
+            raise InvalidSchedule("an input has changed since the op ran")
+        again = 0
+        for tensor in op.recompute_writes:
+            if self.state[tensor] is _State.ABSENT:
+                self._allocate(tensor, index)
+                self.state[tensor] = _State.PRESENT
+            else:
+                again += self.graph.tensors[tensor].nbytes  # made a second time and dropped at once
+        self._note_peak(op.workspace_bytes + again, index)
+
+    def _need(self, tensors: tuple[int, ...]) -> None:
+        for tensor in tensors:
+            if self.state[tensor] not in (_State.PRESENT, _State.LEAVING):
+                raise InvalidSchedule(f"reads {self.graph.tensors[tensor].name}, which is {self.state[tensor].name.lower()}")
+
+    def _move(self, tensor: int, before: _State, after: _State) -> None:
+        if self.state[tensor] is not before:
+            raise InvalidSchedule(f"the tensor is {self.state[tensor].name.lower()}, not {before.name.lower()}")
+        self.state[tensor] = after
+
+    def _allocate(self, tensor: int, index: int) -> None:
+        self.live_bytes += self.graph.tensors[tensor].nbytes
+        self._note_peak(0, index)
+
+    def _note_peak(self, extra_bytes: int, index: int) -> None:
+        if self.live_bytes + extra_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes + extra_bytes
+            self.peak_instruction = index
+            self.live_at_peak = tuple(t for t, state in enumerate(self.state) if state is not _State.ABSENT)
+
+    def spell(self, instruction: Instruction) -> str:
+        """The instruction for a reader: verb and name of its target."""
+        is_op = instruction.verb in (Verb.RUN, Verb.RECOMPUTE)
+        named: Op | object = (self.graph.ops if is_op else self.graph.tensors)[instruction.target]
+        return f"{instruction.verb} {getattr(named, 'name', instruction.target)}"

@@ -1,0 +1,93 @@
+"""The clocked machine: a Schedule on a Device, one compute stream and a copy stream each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from overspill.core import Device, Event, Graph, Instruction, Schedule, Stall, Stream, Timeline, Verb
+
+
+def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> Timeline:
+    """The Timeline of `schedule` on `device`, where op `i` takes `seconds[i]` undisturbed.
+
+    Transfers of one direction follow one another; on a half-duplex link both directions do. A transfer starts when it
+    is issued or when the link is free. While one runs, ops take longer by the device's `transfer_compute_share`.
+    """
+    clock = _Clock(graph, device, seconds)
+    for index, instruction in enumerate(schedule.instructions):
+        clock.step(index, instruction)
+    return Timeline(tuple(clock.events), tuple(clock.stalls), tuple(clock.live), clock.now)
+
+
+class _Clock:
+    def __init__(self, graph: Graph, device: Device, seconds: Sequence[float]) -> None:
+        self.graph = graph
+        self.device = device
+        self.seconds = seconds
+        self.now = 0.0
+        self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
+        self.arrival: dict[tuple[Stream, int], float] = {}
+        self.present = {t.id for t in graph.tensors if t.persistent}
+        self.bytes = graph.persistent_bytes
+        self.events: list[Event] = []
+        self.stalls: list[Stall] = []
+        self.live: list[int] = []
+
+    def step(self, index: int, instruction: Instruction) -> None:
+        """Advance the clock over one instruction."""
+        verb, target = instruction.verb, instruction.target
+        peak = self.bytes
+        if verb in (Verb.RUN, Verb.RECOMPUTE):
+            peak = self._compute(index, instruction)
+        elif verb is Verb.OFFLOAD:
+            self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self._nbytes(target)))
+        elif verb is Verb.PREFETCH:
+            self._appear(target)
+            peak = self.bytes
+            self._transfer(index, instruction, Stream.PREFETCH, self.device.prefetch_seconds(self._nbytes(target)))
+        elif verb is Verb.AWAIT_OFFLOAD:
+            self._wait(index, target, Stream.OFFLOAD)
+        elif verb is Verb.AWAIT_PREFETCH:
+            self._wait(index, target, Stream.PREFETCH)
+        elif target in self.present:
+            self.present.remove(target)
+            self.bytes -= self._nbytes(target)
+        self.live.append(peak)
+
+    def _nbytes(self, tensor: int) -> int:
+        return self.graph.tensors[tensor].nbytes
+
+    def _appear(self, tensor: int) -> None:
+        if tensor not in self.present:
+            self.present.add(tensor)
+            self.bytes += self._nbytes(tensor)
+
+    def _compute(self, index: int, instruction: Instruction) -> int:
+        """Run one op; the most bytes that it had on the device."""
+        op = self.graph.ops[instruction.target]
+        again = 0
+        if instruction.verb is Verb.RECOMPUTE:
+            again = sum(self._nbytes(t) for t in op.recompute_writes if t in self.present)
+            for tensor in op.recompute_writes:
+                self._appear(tensor)
+        else:
+            for tensor in op.writes:
+                self._appear(tensor)
+        end = self.now + self.seconds[op.id]
+        end += self.device.transfer_compute_share * sum(max(0.0, min(end, busy) - self.now) for busy in self.link_free.values())
+        self.events.append(Event(index, instruction.verb, op.id, Stream.COMPUTE, self.now, end))
+        self.now = end
+        return self.bytes + op.workspace_bytes + again
+
+    def _transfer(self, index: int, instruction: Instruction, stream: Stream, duration: float) -> None:
+        free = self.link_free[stream] if self.device.full_duplex else max(self.link_free.values())
+        start = max(self.now, free)
+        self.link_free[stream] = start + duration
+        self.arrival[stream, instruction.target] = start + duration
+        self.events.append(Event(index, instruction.verb, instruction.target, stream, start, start + duration))
+
+    def _wait(self, index: int, tensor: int, stream: Stream) -> None:
+        arrival = self.arrival[stream, tensor]
+        if arrival > self.now:
+            self.stalls.append(Stall(index, self.now, arrival, f"{stream} of {self.graph.tensors[tensor].name}"))
+            self.now = arrival

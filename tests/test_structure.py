@@ -1,0 +1,103 @@
+"""The shape of the source tree: imports go one way, the nouns import nothing of ours, `import overspill` is cheap."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGE = SOURCE / "overspill"
+# A folder may import itself and those of earlier ranks; folders of one rank do not know one another.
+ORDER = (
+    ("core",),
+    ("devices", "costs", "models"),
+    ("capture",),
+    ("simulate",),
+    ("policies",),
+    ("placement",),
+    ("runtime",),
+    ("report",),
+    ("cli",),
+)
+RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
+TOP = "overspill"  # stands for the files directly in src/overspill: they may import anything, and only cli them
+
+
+def imported_modules(path: Path, source: Path) -> Iterator[str]:
+    """The full names of all that the file at `path` imports, at its top or inside functions."""
+    package = path.relative_to(source).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def imported_folders(path: Path, source: Path) -> set[str]:
+    """Our folders that the file at `path` imports from; TOP for the files beside them."""
+    ours = [name.split(".") for name in imported_modules(path, source) if name.split(".")[0] == "overspill"]
+    return {parts[1] if len(parts) > 1 and (source / "overspill" / parts[1]).is_dir() else TOP for parts in ours}
+
+
+def violations(source: Path) -> list[str]:
+    """What breaks the order below `source`, one line each."""
+    found = []
+    for path in sorted((source / "overspill").glob("*/**/*.py")):
+        name = path.relative_to(source / "overspill")
+        folder = name.parts[0]
+        allowed = {other for other, rank in RANK.items() if rank < RANK[folder]} | {folder}
+        if folder == "cli":
+            allowed.add(TOP)
+        found += [f"{name} imports from {other}" for other in sorted(imported_folders(path, source) - allowed)]
+    return found
+
+
+def test_every_folder_has_its_place_in_the_order() -> None:
+    folders = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/**/*.py")}
+    assert folders <= RANK.keys()
+
+
+def test_imports_go_only_along_the_order() -> None:
+    assert violations(SOURCE) == []
+
+
+def test_the_nouns_import_nothing_but_the_standard_library_and_msgspec() -> None:
+    for path in sorted((PACKAGE / "core").glob("**/*.py")):
+        roots = {name.split(".")[0] for name in imported_modules(path, SOURCE)}
+        assert roots <= {*sys.stdlib_module_names, "msgspec", "overspill"}, path.name
+        assert imported_folders(path, SOURCE) <= {"core"}, path.name
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "folder"),
+    [
+        ("core/graph.py", "import overspill.costs", "costs"),
+        ("core/graph.py", "from ..costs import op_time", "costs"),
+        ("core/graph.py", "from .. import costs", "costs"),
+        ("core/graph.py", "def f():\n    from overspill import cli", "cli"),
+        ("costs/op_time.py", "from overspill.models import resnet", "models"),
+        ("costs/deep/er.py", "from ...simulate.clock import simulate", "simulate"),
+        ("simulate/clock.py", "import overspill", TOP),
+        ("simulate/clock.py", "from overspill import compile", TOP),
+    ],
+)
+def test_a_forbidden_import_is_seen_however_it_is_written(tmp_path: Path, file: str, line: str, folder: str) -> None:
+    for name in RANK:
+        (tmp_path / "overspill" / name).mkdir(parents=True)
+    path = tmp_path / "overspill" / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import os\nfrom .sibling import x\nfrom overspill.core import Graph\n{line}\n")
+    assert violations(tmp_path) == [f"{file} imports from {folder}"]
+
+
+@pytest.mark.parametrize("modules", ["overspill", "overspill.core, overspill.devices"])
+def test_importing_it_does_not_import_torch(modules: str) -> None:
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0
