@@ -29,7 +29,7 @@ class Layout(Saved):
             raise InvalidLayout(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
         if any(offset < 0 for offset in self.offsets):
             raise InvalidLayout(f"negative offset {min(self.offsets)}")
-        pairs = zip(self.offsets, trace.blocks, strict=True)
+        pairs = list(zip(self.offsets, trace.blocks, strict=True))
         # A block of no bytes or no time lies nowhere and overlaps nothing.
         placed = sorted((p for p in pairs if p[1].nbytes and p[1].end > p[1].start), key=lambda pair: pair[1].start)
         live: list[tuple[int, int, int, int]] = []  # (offset, limit, end, id)
@@ -41,7 +41,7 @@ class Layout(Saved):
                         f"blocks {other_id} [{low}, {high}) and {block.id} [{offset}, {offset + block.nbytes}) overlap"
                     )
             live.append((offset, offset + block.nbytes, block.end, block.id))
-        top = max((o + b.nbytes for o, b in placed), default=0)
+        top = max((o + b.nbytes for o, b in pairs), default=0)
         if top != self.peak_bytes:
             raise InvalidLayout(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
         if self.lower_bound_bytes != trace.lower_bound_bytes:

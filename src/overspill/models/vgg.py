@@ -31,6 +31,17 @@ def _groups(name: str, *, small: bool) -> tuple[tuple[int, ...], ...]:
     return tuple(group + more for group in _CONFIGURATIONS["vgg-e"])
 
 
+def _linear_std(name: str, *, small: bool) -> float:
+    """Initial spread of the linear layers: torchvision's 0.01, except where that trains badly.
+
+    The small linear layers would drown the signal at 0.01. Over 116 convolutions and more, gradients add up until SGD
+    at a rate of 0.01 diverges within four steps; half the spread makes them eight times smaller.
+    """
+    if small:
+        return 0.1
+    return 0.005 if name in _HUNDREDS else 0.01
+
+
 def build(name: str, *, small: bool, size: int | None) -> Job:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and 8 to 16 channels."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=_STRIDE)
@@ -55,6 +66,5 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
         nn.Linear(hidden, classes),
     ]
     module = nn.Sequential(*layers, *head)
-    # fan_out and 0.01 as torchvision; the small linear layers would drown the signal at 0.01
-    he_init(module, "fan_out", linear_std=0.1 if small else 0.01)
+    he_init(module, "fan_out", linear_std=_linear_std(name, small=small))
     return Job(name, module, image_batches(image_size, classes), classification_loss)

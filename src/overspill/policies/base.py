@@ -10,8 +10,8 @@ from overspill.costs import MeasuredTimes, op_seconds
 
 from .program import Gap, Program
 
-SMALLEST_MOVE_BYTES = 4096
-"""Smaller tensors stay: a transfer's fixed cost outweighs a page."""
+SMALLEST_MOVE_BYTES = 1024
+"""Smaller tensors stay: a transfer's fixed cost outweighs so little."""
 
 
 class Policy(ABC):

@@ -50,7 +50,7 @@ class _GraphCompiler:
             if self.session.options.backend == "inductor":
                 from .inductor import compile_with_inductor
 
-                return compile_with_inductor(self.module, self.examples, self.partition, self._infer)
+                return compile_with_inductor(self.module, self.examples, self.partition)
             return aot_autograd(  # type: ignore[no-any-return]
                 fw_compiler=self._boxed,
                 bw_compiler=self._boxed,

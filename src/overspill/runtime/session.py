@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled import Captured, InputInfo, Surroundings, capture
 from overspill.capture.joint import JointGraph, storage_bytes
@@ -83,16 +85,20 @@ class _Planned:
 class Session:
     """Plans every graph of one compiled model within one budget, and owns the engine that moves its tensors."""
 
-    def __init__(self, options: Options, parameters: Iterable[Tensor] = (), optimizers: Sequence[Any] | None = None) -> None:
+    def __init__(self, options: Options, parameters: Iterable[Tensor] = (), optimizers: Sequence[Optimizer] | None = None) -> None:
         self.options = options
         self.accumulates = False
         self.tracker: LiveBytes | None = None
-        self.profile: dict[str, list[float]] | None = None
         self._parameters = [weakref.ref(p) for p in parameters]
         self._optimizers = optimizers
         self._frames: dict[int, _Planned] = {}
         self._engine: TransferEngine | None = None
         self._engine_number = 0
+
+    def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Tell the session of the module's parameters and the optimizer, before the first call."""
+        self._parameters = [weakref.ref(p) for p in module.parameters()]
+        self._optimizers = [optimizer]
 
     # -- what a user may ask
 
@@ -150,7 +156,8 @@ class Session:
             self._engine = make_engine(make_store(self.options.store, device, self.options.store_dir), device)
             self._engine_number = register_engine(self._engine)
             weakref.finalize(self, self._engine.close)
-        self._engine.store.reserve(_store_bytes(plan))
+        with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
+            self._engine.store.reserve(_store_bytes(plan))
         return self._engine_number
 
     def _surroundings(self, joint: JointGraph, here: list[nn.Parameter], retained: int) -> Surroundings:

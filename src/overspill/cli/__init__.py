@@ -1,0 +1,101 @@
+"""The command line. A command is one file here; it returns an Outcome, and `main` prints it.
+
+Nothing here imports torch before a command needs it, so that `overspill --help` and the lists answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+import overspill
+
+from . import calibrate, devices, models, plan, policies, train
+from .common import Outcome, print_json, print_human
+from .failures import Failure, explain
+
+app = typer.Typer(
+    name="overspill",
+    help="Train a model in less memory than it needs, with the same numbers to the last bit.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("plan")(plan.plan)
+app.command("models")(models.models)
+app.command("policies")(policies.policies)
+app.command("devices")(devices.devices)
+app.command("calibrate")(calibrate.calibrate)
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 plus the number of SIGINT, as shells have it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Any failure is one line on standard error; with `--json` also an object."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in arguments
+    debug = bool(os.environ.get("OVERSPILL_DEBUG"))
+    try:
+        with _quiet(debug), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            outcome = app(args=arguments, prog_name="overspill", standalone_mode=False)
+        return _finish(outcome, as_json)
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail(Failure("interrupted", INTERRUPTED), as_json)
+    except Exception as error:
+        if debug:
+            raise
+        return _fail(explain(error), as_json)
+
+
+def _finish(outcome: Outcome | int | None, as_json: bool) -> int:
+    """Print what a command found; its exit code. `--help` and its like give a code alone."""
+    if not isinstance(outcome, Outcome):
+        return _fail(Failure("interrupted", INTERRUPTED), as_json) if outcome == INTERRUPTED else outcome or 0
+    if as_json:
+        print_json(outcome.answer)
+    elif outcome.human is not None:
+        print_human(outcome.human)
+    sys.stdout.flush()
+    if outcome.complaint:
+        print(f"error: {outcome.complaint}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _fail(failure: Failure, as_json: bool) -> int:
+    print(f"error: {failure.message}", file=sys.stderr)
+    if as_json:
+        print_json({"error": failure.message, "exit_code": failure.exit_code, **failure.details})
+    return failure.exit_code
+
+
+@contextlib.contextmanager
+def _quiet(debug: bool) -> Iterator[None]:
+    """Keep torch's warnings, which a user of the command can do nothing about, off the screen."""
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.simplefilter("ignore")
+        yield
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    """Train a model in less memory than it needs, with the same numbers to the last bit."""
+    if version:
+        print(f"overspill {overspill.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit

@@ -1,0 +1,47 @@
+"""`overspill calibrate`: measure this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from overspill.core.errors import RequestError
+
+from .common import AsJson, Outcome, StoreDir, check_writable, narrate, quiet_torch
+
+ProfileFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE.json", help="Write there instead of to the cache.", show_default=False)
+]
+
+
+def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson = False) -> Outcome:
+    """Measure this CPU, its memory and its disk store, for plans that fit this machine. Takes some seconds."""
+    del json  # `main` reads it from the arguments
+    from overspill.devices import calibrated_path
+    from overspill.report.devices import profile_table
+
+    if out is not None and out.suffix != ".json":
+        raise RequestError(f"cannot write a profile to {out}: its name must end in .json, as that of a device file does")
+    check_writable(out)
+    path = out or _ready(calibrated_path())
+    with narrate("measuring this machine") as narrator:
+        quiet_torch()
+        from overspill.runtime.calibrate import calibrate as measure
+
+        device = measure(store_dir, narrator.now)
+    device.save(path)
+    answer = {**msgspec.to_builtins(device), "path": str(path)}
+    return Outcome(answer, profile_table(device, f"written to {path}"))
+
+
+def _ready(path: Path) -> Path:
+    """`path`, with its directory made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"cannot make {path.parent}: {error.strerror}; name a file with --out") from None
+    check_writable(path)
+    return path

@@ -1,0 +1,156 @@
+"""What the commands share: their options, their outcome, and what they say while they work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from overspill import models
+from overspill.core.errors import RequestError
+from overspill.core.units import parse_bytes
+
+if TYPE_CHECKING:  # rich is imported when there is something to print
+    from rich.console import Console, RenderableType
+    from rich.status import Status
+
+    from overspill.models import Job
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A name that `overspill models` lists, or package.module:callable.", show_default=False)
+]
+Batch = Annotated[int, typer.Option(min=1, help="Samples in a step.", show_default=False)]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes that the whole step may take on the device: 2GiB, 500MB, or a share of what it takes unmanaged, as 0.5 or "
+        "50%.  [default: all of the device]",
+        show_default=False,
+    ),
+]
+PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
+OptimizerName = Annotated[str, typer.Option(metavar="NAME", help="sgd, momentum, adam or adamw.")]
+Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
+ImageSize = Annotated[int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)]
+SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
+PlanFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)]
+StoreDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where the disk store keeps its file.  [default: the temporary directory]", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found: the JSON object, the same for a reader, the exit code, and the line that explains a bad one."""
+
+    answer: Mapping[str, Any]
+    human: RenderableType | None
+    exit_code: int = 0
+    complaint: str = ""
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model the user named, and how large it shall be."""
+
+    name: str
+    small: bool = False
+    image_size: int | None = None
+    seq_len: int | None = None
+
+    def build(self) -> Job:
+        """The job, made anew."""
+        return models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
+
+
+def check_request(model: str, budget: str | None, policy: str, out: Path | None) -> None:
+    """Raise RequestError for what is plainly wrong, before torch is imported and anything is built."""
+    from overspill.policies import policy_named
+
+    if ":" not in model and model not in models.names():
+        models.load(model)  # knows what to say of an unknown name
+    policy_named(policy)
+    if budget is not None:
+        parse_bytes(budget, of_bytes=1 << 40)
+    check_writable(out)
+
+
+def check_writable(out: Path | None) -> None:
+    """Raise RequestError where `out` can not become a file, before work is done for it."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise RequestError(f"cannot write {out}: it is a directory")
+    if not out.parent.is_dir():
+        raise RequestError(f"cannot write {out}: there is no directory {out.parent}")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise RequestError(f"cannot write {out}: permission denied")
+
+
+class Narrator:
+    """Says on standard error what goes on: `now` for the moment, `line` to stay.
+
+    Without a terminal there is no moment, and both are lines; what is not `lasting` is then left out.
+    """
+
+    def __init__(self, console: Console, status: Status | None) -> None:
+        self._console = console
+        self._status = status
+
+    def now(self, text: str, *, lasting: bool = True) -> None:
+        """What is being done from here on."""
+        if self._status is not None:
+            self._status.update(text)
+        elif lasting:
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        """What has been done."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def narrate(text: str) -> Iterator[Narrator]:
+    """A narrator that starts with `text`."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        narrator = Narrator(console, None)
+        narrator.line(text)
+        yield narrator
+        return
+    with console.status(text, refresh_per_second=4) as status:
+        yield Narrator(console, status)
+
+
+def quiet_torch() -> None:
+    """Import torch, and keep its compiler's log of warnings off standard error."""
+    import torch  # noqa: F401
+
+    if not os.environ.get("OVERSPILL_DEBUG"):
+        logging.getLogger("torch").setLevel(logging.ERROR)
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One JSON object on standard output; what is no number (a loss that diverged) becomes null."""
+    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+
+
+def print_human(human: RenderableType) -> None:
+    """Print for a reader; into a file or pipe, wide enough for the tables."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    Console(width=width, highlight=False).print(human)

@@ -1,0 +1,105 @@
+"""From an exception to the one line and the exit code that a user gets."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import overspill
+from overspill.core.errors import InfeasibleBudget, OverspillError
+
+WRONG_REQUEST = 2
+OUTSIDE_FAILURE = 3
+DEBUG_HINT = "OVERSPILL_DEBUG=1 shows where"
+
+_OURS = Path(overspill.__file__).parent
+# What these call and what fails in it is the model's: building it, calling it, its optimizer.
+_THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compile.py", "runtime/tracker.py", "cli/")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One line for the user, the exit code, and what `--json` adds to them."""
+
+    message: str
+    exit_code: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def explain(error: Exception) -> Failure:
+    """What to tell the user of `error`."""
+    error = _inner(error)
+    if hasattr(error, "format_message"):  # a usage error of typer, whose class has moved between its versions
+        return Failure(_usage(error), WRONG_REQUEST)
+    if isinstance(error, InfeasibleBudget):
+        floor = {"floor_bytes": error.floor_bytes, "budget_bytes": error.budget_bytes, "cause": error.cause, "feasible": False}
+        return Failure(f"{_one_line(error)}; --budget {error.floor_bytes} would do", error.exit_code, floor)
+    if isinstance(error, OverspillError):
+        return Failure(_one_line(error), error.exit_code)
+    if _is_out_of_memory(error):
+        advice = "a smaller --budget or --batch, or --store disk, takes less"
+        return Failure(f"memory ran out ({_first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
+    if _is_from_dynamo(error):
+        return Failure(_uncompilable(error), WRONG_REQUEST)
+    if _is_ours(error):
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        return Failure(f"Overspill itself failed, which is a defect of it ({what}); {DEBUG_HINT}", OUTSIDE_FAILURE)
+    return Failure(f"the model's own code raised {type(error).__name__}: {_first_line(error)}; {DEBUG_HINT}", WRONG_REQUEST)
+
+
+def _inner(error: Exception) -> Exception:
+    """What a compiler backend raised, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, Exception) else error
+
+
+def _usage(error: Exception) -> str:
+    """The usage error, and which help to read."""
+    context = getattr(error, "ctx", None)
+    command = getattr(context, "command_path", None) or "overspill"
+    return f"{' '.join(str(error.format_message()).split()).rstrip('.')}; see `{command} --help`"  # type: ignore[attr-defined]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from overspill.runtime.training import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def _is_from_dynamo(error: Exception) -> bool:
+    return type(error).__module__.startswith("torch._dynamo")
+
+
+def _uncompilable(error: Exception) -> str:
+    """What Dynamo says against the model, and what to do about it."""
+    return (
+        f"the model does not compile to one graph, as `train` and `plan` need ({type(error).__name__}: {_first_line(error)}); "
+        f"overspill.compile(model, budget=...) in your own loop takes graph breaks; {DEBUG_HINT}"
+    )
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether Overspill, and not the model that it runs, made `error`: by the deepest frame outside of libraries."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(_OURS):
+            return not path.relative_to(_OURS).as_posix().startswith(_THE_MODELS_CALLERS)
+        if not frame.filename.startswith(libraries):
+            return False  # the user's file, or a graph that was generated from the model
+    return True
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,20 @@
+"""`overspill models`: what can be trained by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from overspill.models import describe
+
+from .common import AsJson, Outcome
+
+
+def models(json: AsJson = False) -> Outcome:
+    """List the built-in models. Any other is named as package.module:callable."""
+    del json  # `main` reads it from the arguments
+    from overspill.report.listing import listing
+
+    entries = describe()
+    rows = [(e.name, e.family, e.batch_input, e.summary) for e in entries]
+    answer = {"models": [{k: v for k, v in asdict(e).items() if k != "builder"} for e in entries]}
+    return Outcome(answer, listing(("name", "family", "reads", "what it is"), rows))

@@ -1,0 +1,115 @@
+"""`overspill plan`: what a step would take under a budget, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.errors import InfeasibleBudget
+
+from .common import (
+    AsJson,
+    Batch,
+    Budget,
+    ImageSize,
+    ModelChoice,
+    ModelName,
+    OptimizerName,
+    Outcome,
+    PlanFile,
+    PolicyName,
+    SeqLen,
+    Small,
+    check_request,
+    narrate,
+    quiet_torch,
+)
+from .failures import explain
+
+if TYPE_CHECKING:
+    from overspill.policies.planning import Plan
+
+Gpu = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A name that `overspill devices` lists, or a device file.  [default: this CPU]", show_default=False),
+]
+
+
+def plan(
+    model: ModelName,
+    batch: Batch,
+    budget: Budget = None,
+    policy: PolicyName = "auto",
+    gpu: Gpu = None,
+    optimizer: OptimizerName = "sgd",
+    small: Small = False,
+    image_size: ImageSize = None,
+    seq_len: SeqLen = None,
+    out: PlanFile = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Plan one training step within a budget, and simulate it: no memory is taken and nothing is run."""
+    del json  # `main` reads it from the arguments
+    from overspill.devices import load_device
+
+    check_request(model, budget, policy, out)
+    device = load_device(gpu or "cpu")
+    with narrate(f"capturing and planning {model} for {device.name}"):
+        quiet_torch()
+        from overspill.runtime.session import Options
+        from overspill.runtime.training import Training, preview
+
+        training = Training(ModelChoice(model, small, image_size, seq_len).build, batch, optimizer)
+        request = {"model": model, "batch": batch, "optimizer": optimizer, "gpu": device.name, "policy": policy}
+        try:
+            made = preview(training, Options(budget=budget, policy=policy, device=device))
+        except InfeasibleBudget as error:
+            return _infeasible(request, error)
+    if out is not None:
+        made.schedule.save(out)
+    return _feasible(request, made, out)
+
+
+def _feasible(request: dict[str, Any], made: Plan, out: Path | None) -> Outcome:
+    from overspill.report.plan import peak_of, plan_report
+
+    peak = peak_of(made)
+    answer = request | {
+        "budget_bytes": made.budget_bytes,
+        "peak_bytes": made.peak_bytes,
+        "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
+        "feasible": True,
+        "offloaded_bytes": made.offloaded_bytes,
+        "recomputed_flops": made.recomputed_flops,
+        "recomputed_ops": made.recomputed_ops,
+        "step_seconds": made.step_seconds,
+        "in_core_step_seconds": made.in_core_seconds,
+        "slowdown": made.slowdown,
+        "lower_bound_seconds": made.lower_bound_seconds,
+        "exposed_transfer_seconds": made.timeline.exposed_transfer_seconds,
+        "plan_seconds": made.plan_seconds,
+        "peak_op": peak.at,
+        "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
+        "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
+    }
+    title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}"
+    return Outcome(answer, plan_report(made, peak, title, None if out is None else f"plan saved to {out}"))
+
+
+def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
+    """The clear negative: all keys are there, those of a plan that does not exist are null."""
+    unknown = (
+        "peak_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "step_seconds",
+        "in_core_step_seconds", "slowdown", "lower_bound_seconds", "exposed_transfer_seconds", "plan_seconds",
+    )  # fmt: skip
+    answer = request | dict.fromkeys(unknown) | {
+        "budget_bytes": error.budget_bytes,
+        "feasible": False,
+        "floor_bytes": error.floor_bytes,
+        "cause": error.cause,
+        "error": (message := explain(error).message),
+        "exit_code": error.exit_code,
+    }  # fmt: skip
+    return Outcome(answer, None, error.exit_code, message)

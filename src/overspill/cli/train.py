@@ -1,0 +1,181 @@
+"""`overspill train`: train for real within a budget, and prove the numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.errors import OverspillError, RequestError, StoreError
+from overspill.core.units import format_bytes
+
+from .common import (
+    AsJson,
+    Batch,
+    Budget,
+    ImageSize,
+    ModelChoice,
+    ModelName,
+    Narrator,
+    OptimizerName,
+    Outcome,
+    PlanFile,
+    PolicyName,
+    SeqLen,
+    Small,
+    StoreDir,
+    check_request,
+    narrate,
+    quiet_torch,
+)
+
+if TYPE_CHECKING:
+    from overspill.report.training import Trained
+    from overspill.runtime.session import Options
+    from overspill.runtime.training import Run, Training
+
+DIFFERS = 1
+
+Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
+StoreName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]", show_default=False),
+]
+Check = Annotated[bool, typer.Option("--check", help="Run the same steps without Overspill too, and compare all numbers bit by bit.")]
+Backend = Annotated[str, typer.Option(metavar="NAME", help="What runs the planned graphs: eager or inductor.")]
+DeviceName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Where to train: cpu or cuda.  [default: cuda if there is one]", show_default=False)
+]
+
+
+def train(
+    model: ModelName,
+    batch: Batch,
+    budget: Budget = None,
+    policy: PolicyName = "auto",
+    steps: Steps = 3,
+    store: StoreName = None,
+    store_dir: StoreDir = None,
+    check: Check = False,
+    backend: Backend = "eager",
+    optimizer: OptimizerName = "sgd",
+    device: DeviceName = None,
+    small: Small = False,
+    image_size: ImageSize = None,
+    seq_len: SeqLen = None,
+    out: PlanFile = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Train a model within a memory budget for some steps, on random data from a fixed seed."""
+    del json  # `main` reads it from the arguments
+    check_request(model, budget, policy, out)
+    choice = ModelChoice(model, small, image_size, seq_len)
+    with narrate(f"capturing and planning {model}") as narrator:
+        quiet_torch()
+        from overspill.runtime.session import Options
+        from overspill.runtime.training import Training
+
+        training = Training(choice.build, batch, optimizer, steps, _device(device))
+        store = store or ("disk" if training.device == "cpu" else "pinned")
+        options = Options(budget=budget, policy=policy, store=store, store_dir=store_dir, backend=backend)
+        _try_store(options, training.device)
+        trained = _run(model, training, options, narrator, check=check)
+    if out is not None:
+        trained.plan.schedule.save(out)
+    return _outcome(trained, out)
+
+
+def _device(name: str | None) -> str:
+    """The torch device that `name` means."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise RequestError(f"unknown device {name!r}; train on cpu, cuda or cuda:N")
+    return name
+
+
+def _try_store(options: Options, device: str) -> None:
+    """Raise RequestError for a store that cannot be opened, before the model is built."""
+    import torch
+
+    from overspill.runtime.stores import make_store
+
+    make_store(options.store, torch.device(device), options.store_dir).close()
+
+
+def _run(model: str, training: Training, options: Options, narrator: Narrator, *, check: bool) -> Trained:
+    """The managed run, and with `check` the plain one after it."""
+    from overspill.report.training import Trained
+    from overspill.runtime.training import train as train_managed
+
+    def on_step(index: int, loss: float) -> None:
+        narrator.line(f"step {index + 1}/{training.steps}: loss {loss:.6g}")
+        narrator.now(f"training: step {min(index + 2, training.steps)}/{training.steps}", lasting=False)
+
+    managed = train_managed(training, options, on_step)
+    if managed.plan is None:
+        raise OverspillError(f"{model} gave no graph that could be planned")
+    trained = Trained(model, training, options, managed, managed.plan)
+    return trained.checked_against(_reference(trained, narrator)) if check else trained
+
+
+def _reference(trained: Trained, narrator: Narrator) -> Run:
+    """The same steps without Overspill. Raises StoreError when they do not fit in this machine's memory."""
+    from overspill.runtime.training import is_out_of_memory, train_plain
+
+    narrator.now("training the same steps without Overspill")
+    try:
+        return train_plain(trained.training, trained.options)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        peak = format_bytes(trained.plan.unmanaged_peak_bytes)
+        raise StoreError(
+            f"the managed run finished, but its reference, which needs {peak}, ran out of memory; train without --check"
+        ) from None
+
+
+def _outcome(trained: Trained, out: Path | None) -> Outcome:
+    from overspill.report.training import training_report
+
+    code = 0 if trained.identical in (True, None) else DIFFERS
+    complaint = "" if code == 0 else f"not identical to plain PyTorch: {trained.difference}"
+    return Outcome(_answer(trained), training_report(trained, None if out is None else f"plan saved to {out}"), code, complaint)
+
+
+def _answer(trained: Trained) -> dict[str, Any]:
+    run, plan, training, options = trained.managed, trained.plan, trained.training, trained.options
+    answer = {
+        "model": trained.model,
+        "batch": training.batch,
+        "optimizer": training.optimizer,
+        "policy": options.policy,
+        "device": training.device,
+        "store": options.store,
+        "backend": options.backend,
+        "budget_bytes": plan.budget_bytes,
+        "planned_peak_bytes": plan.peak_bytes,
+        "measured_peak_bytes": run.measured_peak_bytes,
+        "reserved_peak_bytes": run.reserved_peak_bytes,
+        "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
+        "offloaded_bytes": run.offloaded_bytes,
+        "recomputed_flops": plan.recomputed_flops,
+        "recomputed_ops": plan.recomputed_ops,
+        "losses": run.losses,
+        "step_seconds": run.step_seconds,
+        "simulated_step_seconds": plan.step_seconds,
+        "plan_seconds": plan.plan_seconds,
+    }
+    if trained.reference is not None:
+        answer |= {
+            "reference_losses": trained.reference.losses,
+            "reference_peak_bytes": trained.reference.measured_peak_bytes,
+            "reference_step_seconds": trained.reference.step_seconds,
+            "identical": trained.identical,
+            "differing_tensors": list(trained.differing_tensors),
+        }
+    return answer

@@ -1,0 +1,104 @@
+"""A plan in a terminal: what it takes, what it would cost, and what its peak is made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
+from overspill.core.units import format_bytes, format_seconds
+from overspill.policies.planning import Plan
+from overspill.simulate import check
+
+from .listing import format_flops, listing, percent
+
+SHOWN_TENSORS = 5
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What is on the device when most is: at which instruction, bytes by kind, and the largest tensors.
+
+    Bytes that belong to no tensor, an op's scratch space, count as workspace.
+    """
+
+    at: str
+    by_kind: dict[TensorKind, int]
+    largest: tuple[Tensor, ...]
+
+
+def peak_of(plan: Plan) -> Peak:
+    """The peak of `plan`, found again by the reference machine."""
+    result = check(plan.graph, plan.schedule)
+    live = [plan.graph.tensors[t] for t in result.live_at_peak]
+    by_kind = Counter[TensorKind]()
+    for tensor in live:
+        by_kind[tensor.kind] += tensor.nbytes
+    by_kind[TensorKind.WORKSPACE] += result.peak_bytes - by_kind.total()
+    start = result.peak_instruction < 0
+    return Peak(
+        at="the start of the step" if start else _spell(plan.graph, plan.schedule.instructions[result.peak_instruction]),
+        by_kind={kind: nbytes for kind, nbytes in by_kind.most_common() if nbytes},
+        largest=tuple(sorted(live, key=lambda t: t.nbytes, reverse=True)[:SHOWN_TENSORS]),
+    )
+
+
+def plan_report(plan: Plan, peak: Peak, title: str, note: str | None = None) -> RenderableType:
+    """Everything that a reader wants to know of `plan`; times are simulated and say so."""
+    tensors = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
+    parts: list[RenderableType] = [
+        listing((title, ""), _figures(plan), numbers=(1,)),
+        "",
+        _breakdown(plan, peak),
+        "",
+        listing(("largest at the peak", "kind", "shape", "size"), tensors, numbers=(3,)),
+        "",
+        Text(f"Times are simulated, not measured. {_verdict(plan)}"),
+    ]
+    return Group(*parts, *([Text(note)] if note else []))
+
+
+def _figures(plan: Plan) -> list[tuple[str, str]]:
+    timeline = plan.timeline
+    return [
+        ("budget", format_bytes(plan.budget_bytes)),
+        ("planned peak", f"{format_bytes(plan.peak_bytes)} ({percent(plan.peak_bytes, plan.budget_bytes)} of the budget)"),
+        ("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes)),
+        ("offloaded each step", f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors"),
+        ("recomputed each step", f"{plan.recomputed_ops} ops, {format_flops(plan.recomputed_flops)}"),
+        ("simulated step", format_seconds(plan.step_seconds)),
+        ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
+        ("simulated slowdown", f"{plan.slowdown:.3f}"),
+        ("simulated waiting for transfers", format_seconds(timeline.exposed_transfer_seconds)),
+        ("lower bound of the step", format_seconds(plan.lower_bound_seconds)),
+        ("planning took", format_seconds(plan.plan_seconds)),
+    ]
+
+
+def _breakdown(plan: Plan, peak: Peak) -> Table:
+    rows = [
+        (kind.value.replace("_", " "), format_bytes(nbytes), percent(nbytes, plan.peak_bytes)) for kind, nbytes in peak.by_kind.items()
+    ]
+    return listing((f"the peak, at {peak.at}", "size", "share"), rows, numbers=(1, 2))
+
+
+def _verdict(plan: Plan) -> str:
+    share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
+    return f"The step fits, in {share} of its unmanaged peak."
+
+
+def _spell(graph: Graph, instruction: Instruction) -> str:
+    """The instruction for a reader, as `mm_1 (model.fc, backward)`."""
+    if instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
+        return f"{instruction.verb.value} of {_name(graph.tensors[instruction.target])}"
+    op = graph.ops[instruction.target]
+    again = ", recomputed" if instruction.verb is Verb.RECOMPUTE else ""
+    return f"{op.name} ({op.layer + ', ' if op.layer else ''}{op.phase.value}{again})"
+
+
+def _name(tensor: Tensor) -> str:
+    return tensor.name or f"tensor {tensor.id}"

@@ -1,0 +1,124 @@
+"""A training run in a terminal: its peaks against its budget, its losses, and whether the numbers are the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from overspill.core.units import format_bytes, format_seconds
+from overspill.policies.planning import Plan
+from overspill.runtime.session import Options
+from overspill.runtime.training import Run, Training, same_bits
+
+from .listing import format_flops, listing, percent
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What was trained, how, and what it gave; `reference` is the same run without Overspill, if there was one."""
+
+    model: str
+    training: Training
+    options: Options
+    managed: Run
+    plan: Plan
+    reference: Run | None = None
+
+    def checked_against(self, reference: Run) -> Trained:
+        """The same with its reference."""
+        return replace(self, reference=reference)
+
+    @cached_property
+    def identical(self) -> bool | None:
+        """Whether all numbers equal those of the reference; None without one."""
+        return None if self.reference is None else self.managed.identical_to(self.reference)
+
+    @cached_property
+    def differing_tensors(self) -> tuple[str, ...]:
+        """Names of the weights and buffers that do not equal those of the reference."""
+        if self.reference is None or self.identical:
+            return ()
+        mine, other = self.managed.state, self.reference.state
+        return tuple(
+            name for name in {**mine, **other} if name not in mine or name not in other or not same_bits(mine[name], other[name])
+        )
+
+    @property
+    def difference(self) -> str:
+        """Where the run and its reference part, in words."""
+        if self.reference is None:
+            return ""
+        pairs = enumerate(zip(self.managed.losses, self.reference.losses, strict=True), start=1)
+        parts = next((f"the loss of step {i} is {a!r}, not {b!r}" for i, (a, b) in pairs if a != b), "the losses are equal")
+        names = self.differing_tensors
+        some = f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else ""
+        return f"{parts}, and {len(names)} of {len(self.managed.state)} tensors of weights and buffers differ{some}"
+
+
+def training_report(trained: Trained, note: str | None = None) -> RenderableType:
+    """Everything that a reader wants to know of the run; what is simulated says so."""
+    lines = [_headline(trained), _moved(trained), _losses(trained), _times(trained)]
+    if trained.identical:
+        tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
+        lines.append(f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit")
+    elif trained.reference is not None:
+        lines.append(f"DIFFERENT from {_plain(trained)}: {trained.difference}")
+    if note:
+        lines.append(note)
+    return Group(_peaks(trained), "", *(Text(line) for line in lines))
+
+
+def _peaks(trained: Trained) -> Table:
+    run, plan, training, options = trained.managed, trained.plan, trained.training, trained.options
+    rows = [
+        ("budget", plan.budget_bytes),
+        ("planned peak", plan.peak_bytes),
+        ("measured peak", run.measured_peak_bytes),
+        ("unmanaged peak (planned)", plan.unmanaged_peak_bytes),
+    ]
+    if trained.reference is not None:
+        rows.append(("unmanaged peak (measured)", trained.reference.measured_peak_bytes))
+    title = (
+        f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "
+        f"policy {options.policy}, {options.store} store, {options.backend} backend"
+    )
+    cells = [(what, format_bytes(n), percent(n, plan.budget_bytes), percent(n, plan.unmanaged_peak_bytes)) for what, n in rows]
+    return listing(("", "size", "of the budget", "of unmanaged"), cells, numbers=(1, 2, 3), title=title)
+
+
+def _headline(trained: Trained) -> str:
+    measured, unmanaged = trained.managed.measured_peak_bytes, trained.plan.unmanaged_peak_bytes
+    return (
+        f"measured peak {format_bytes(measured)} of a {format_bytes(trained.plan.budget_bytes)} budget; "
+        f"unmanaged {format_bytes(unmanaged)} ({percent(measured, unmanaged)})"
+    )
+
+
+def _moved(trained: Trained) -> str:
+    plan = trained.plan
+    again = f"recomputed {plan.recomputed_ops} ops ({format_flops(plan.recomputed_flops)})" if plan.recomputed_ops else "recomputed nothing"
+    return f"each step moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
+
+
+def _losses(trained: Trained) -> str:
+    return f"losses {' '.join(f'{loss:.6g}' for loss in trained.managed.losses)}"
+
+
+def _times(trained: Trained) -> str:
+    """The usual step time: compilation falls into the first step (and the second, which may plan anew)."""
+    measured = f"step {format_seconds(_usual(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
+    plain = f"; plain {format_seconds(_usual(trained.reference))}" if trained.reference is not None else ""
+    return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}"
+
+
+def _usual(run: Run) -> float:
+    return median(run.step_seconds[2:] or run.step_seconds[-1:])
+
+
+def _plain(trained: Trained) -> str:
+    return "plain PyTorch" if trained.options.backend == "eager" else "the same graphs under Inductor without transfers"

@@ -1,0 +1,292 @@
+"""Measures this machine: what its CPU, its memory and its disk store do, as a Device.
+
+A rate is that of the fastest of some rounds, because what else the machine does only ever adds time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from threading import Event
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name that everyone gives it
+
+from overspill.core import Device
+from overspill.core.units import format_bytes
+
+from .engine import TransferEngine, make_engine
+from .stores import DiskStore, Store
+from .streams import ThreadLane
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PRODUCT_SIZES = (256, 512, 1024, 1536)
+SLOW_PRODUCT_SECONDS = 0.1
+"""A product that takes this long is large enough: the next one would take three to eight times as long."""
+COPY_BYTES = 64 << 20
+BLOCK_BYTES = 16 << 20
+BLOCKS = 12
+PAGE_TRIPS = 100
+SMALL_OPS = 20_000
+COMPUTE_SECONDS = 0.3
+"""How long compute runs alone, and then beside transfers, to see what they take from it."""
+SHARE_ROUNDS = 3
+DUPLEX_SHARE = 0.6
+"""Both directions at once in this share of their times added up count as full duplex (0.5 would be perfect)."""
+
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+def calibrate(store_dir: str | Path | None = None, progress: Progress | None = None) -> Device:
+    """This CPU as measured, in some ten seconds. Raises what the disk store raises when it cannot hold its blocks."""
+    say = progress or (lambda _: None)
+    engine = make_engine(DiskStore(store_dir), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            say(f"measuring the disk store with {format_bytes(BLOCKS * BLOCK_BYTES)}")
+            transfers = _measure_transfers(engine)
+            say("measuring matrix products")
+            rates = {str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in DTYPES}
+            say("measuring memory and small ops")
+            copy_rate, overhead = _copy_rate(), _op_overhead()
+            say("measuring compute beside transfers")
+            share = _compute_share(engine.store)
+        say("measuring convolutions and attention")
+        efficiency = _efficiency(rates["float32"])
+    finally:
+        engine.close()
+    return Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        flops_per_second=rates,
+        memory_bytes_per_second=copy_rate,
+        offload_bytes_per_second=transfers.offload_rate,
+        prefetch_bytes_per_second=transfers.prefetch_rate,
+        transfer_latency_seconds=transfers.latency_seconds,
+        op_overhead_seconds=overhead,
+        full_duplex=transfers.full_duplex,
+        context_bytes=0,
+        transfer_compute_share=share,
+        efficiency=efficiency,
+        sources=_sources(),
+    )
+
+
+def _fastest(action: Callable[[], object], rounds: int = 3) -> float:
+    """Seconds of the fastest of `rounds`, after one that warms up."""
+    action()
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+# -- transfers
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    offload_rate: float
+    prefetch_rate: float
+    latency_seconds: float
+    full_duplex: bool
+
+
+def _measure_transfers(engine: TransferEngine) -> _Transfers:
+    """Rates of the store each way, as the engine reaches them with nothing beside it, and the fixed time of one transfer."""
+    blocks = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
+    engine.store.reserve(2 * BLOCKS * BLOCK_BYTES)
+    _offload(engine, blocks)  # the first round fills the arena; its slots are free again when the handles are gone
+    out, back, both = [], [], []
+    for _ in range(3):
+        seconds, handles = _timed(lambda: _offload(engine, blocks))
+        out.append(seconds)
+        seconds, _tensors = _timed(lambda: _prefetch(engine, handles))  # noqa: B023 - called at once
+        back.append(seconds)
+        del _tensors
+        seconds, _moved = _timed(lambda: _both_ways(engine, blocks, handles))  # noqa: B023
+        both.append(seconds)
+        del _moved, handles
+    page = torch.zeros(4096, dtype=torch.uint8)
+    trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
+    nbytes = BLOCKS * BLOCK_BYTES
+    return _Transfers(
+        offload_rate=nbytes / min(out),
+        prefetch_rate=nbytes / min(back),
+        latency_seconds=median(trips) / 2,
+        full_duplex=min(both) < DUPLEX_SHARE * (min(out) + min(back)),
+    )
+
+
+def _timed(action: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that `action` took, and what it returned."""
+    begun = time.perf_counter()
+    result = action()
+    return time.perf_counter() - begun, result
+
+
+def _offload(engine: TransferEngine, blocks: list[Tensor]) -> list[Tensor]:
+    handles = [engine.offload(block) for block in blocks]
+    for handle in handles:
+        engine.await_offload(handle)
+    return handles
+
+
+def _prefetch(engine: TransferEngine, handles: list[Tensor]) -> list[Tensor]:
+    tensors = [engine.prefetch(handle) for handle in handles]
+    for tensor in tensors:
+        engine.await_prefetch(tensor)
+    return tensors
+
+
+def _both_ways(engine: TransferEngine, blocks: list[Tensor], handles: list[Tensor]) -> list[Tensor]:
+    """Offload `blocks` while the tensors of `handles` come back."""
+    leaving = [engine.offload(block) for block in blocks]
+    arrived = _prefetch(engine, handles)
+    for handle in leaving:
+        engine.await_offload(handle)
+    return leaving + arrived
+
+
+def _compute_share(store: Store) -> float:
+    """The share of compute time that a transfer beside it adds, between 0 and 1."""
+    matrix = torch.randn(512, 512)
+    count = max(1, round(COMPUTE_SECONDS / _fastest(lambda: matrix @ matrix)))
+
+    def compute() -> None:
+        for _ in range(count):
+            matrix @ matrix  # noqa: B018 - its time is what counts
+
+    compute()
+    ratios = []
+    for _ in range(SHARE_ROUNDS):  # in pairs, so that what else the machine does weighs on both
+        alone = _timed(compute)[0]
+        with _transferring(store):
+            ratios.append(_timed(compute)[0] / alone)
+    return min(1.0, max(0.0, median(ratios) - 1))
+
+
+@contextmanager
+def _transferring(store: Store) -> Iterator[None]:
+    """Write to and read from `store` on a lane for as long as the context lasts."""
+    lane, stop = ThreadLane("calibrate"), Event()
+    slot = store.allocate(BLOCK_BYTES)
+
+    def transfer(block: Tensor) -> None:
+        while not stop.is_set():
+            store.write(slot, block)
+            store.read(slot, block)
+
+    ticket = lane.submit(transfer, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    try:
+        yield
+    finally:
+        stop.set()
+        lane.close()
+        store.release(slot)
+    ticket.wait()
+
+
+# -- compute
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of square matrix products of `dtype`, as large as takes no long time."""
+    best = 0.0
+    for size in PRODUCT_SIZES:
+        matrix = torch.ones(size, size, dtype=dtype)
+        seconds = _fastest(lambda: matrix @ matrix, rounds=2)  # noqa: B023 - called at once
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > SLOW_PRODUCT_SECONDS:
+            break
+    return best
+
+
+def _copy_rate() -> float:
+    """Bytes read and written in a second by an op on large tensors, which like most makes a fresh one for its result."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    return 2 * COPY_BYTES / _fastest(source.clone, rounds=5)
+
+
+def _op_overhead() -> float:
+    """Seconds of the smallest op, called as a lowered graph calls it."""
+    one, add = torch.ones(1), torch.ops.aten.add.Tensor
+
+    def run() -> None:
+        value = one
+        for _ in range(SMALL_OPS):
+            value = add(value, one)
+
+    return _fastest(run) / SMALL_OPS
+
+
+def _efficiency(peak_rate: float) -> dict[str, float]:
+    """The share of the matrix product's rate that layers reach, forward and backward together, by layer type."""
+    image, fine, coarse = torch.randn(8, 64, 56, 56), torch.randn(64, 64, 3, 3), torch.randn(256, 64, 1, 1)
+    tokens, weight = torch.randn(1024, 768), torch.randn(3072, 768)
+    heads = torch.randn(2, 12, 256, 64)
+    pixels = image.shape[0] * 56 * 56
+    conv_flops = 2 * pixels * (fine.numel() + coarse.numel())
+    measured = {
+        "conv": (conv_flops, lambda x, f, c: F.conv2d(F.conv2d(x, f, padding=1), c), (image, fine, coarse)),
+        "linear": (2 * tokens.shape[0] * weight.numel(), F.linear, (tokens, weight)),
+        "attention": (4 * heads.numel() * heads.shape[2], F.scaled_dot_product_attention, (heads, heads.clone(), heads.clone())),
+    }
+    return {
+        layer: _training_rate(forward_flops, function, inputs) / peak_rate
+        for layer, (forward_flops, function, inputs) in measured.items()
+    }
+
+
+def _training_rate(forward_flops: int, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
+    """FLOP/s of `function` and its backward pass, which has twice the FLOPs of the forward pass."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    gradient = torch.ones_like(function(*leaves))
+    return 3 * forward_flops / _fastest(lambda: torch.autograd.grad(function(*leaves), leaves, gradient))
+
+
+# -- where the figures come from
+
+
+def _sources() -> dict[str, str]:
+    """For each figure, how it was measured, when and on what."""
+    by = (
+        f"measured by overspill calibrate on {datetime.now(UTC).date()}, {_cpu_model()}, {os.cpu_count()} logical cores, "
+        f"torch {torch.__version__}"
+    )
+    store = f"{BLOCKS} blocks of {format_bytes(BLOCK_BYTES)} through the disk store, warm"
+    how = {
+        "flops_per_second": "square matrix products",
+        "memory_bytes_per_second": f"copy of {format_bytes(COPY_BYTES)} into a fresh tensor, bytes read and written",
+        "offload_bytes_per_second": store,
+        "prefetch_bytes_per_second": store,
+        "transfer_latency_seconds": "half a round trip of 4 KiB through the disk store",
+        "op_overhead_seconds": "addition of two tensors of one element",
+        "full_duplex": "both directions at once against one after the other",
+        "transfer_compute_share": "matrix products beside a lane that writes and reads the disk store",
+        "efficiency": "forward and backward of layers as in ResNet-50 and GPT-2, over the float32 matrix product",
+    }
+    sources = {figure: f"{by}: {what}" for figure, what in how.items()}
+    return sources | {"memory_bytes": "the machine's own: os.sysconf, physical pages", "context_bytes": "a CPU has no context to load"}
+
+
+def _cpu_model() -> str:
+    """What the processor calls itself."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
+            return found.group(1)
+    return platform.processor() or platform.machine()

@@ -1,0 +1,129 @@
+"""What holds for each policy on every step: its schedule is valid, keeps its promises, and respects the two graphs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
+
+from overspill.core import Device, Graph, Phase, Schedule, Verb
+from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.policies import POLICIES, policy_named
+from overspill.policies.base import SMALLEST_MOVE_BYTES
+from overspill.policies.floor import floor_of
+from overspill.policies.planning import make_plan, unmanaged_peak
+from overspill.policies.program import Program
+from overspill.simulate import check
+
+EXAMPLES = settings(max_examples=30, deadline=None)
+every_policy = pytest.mark.parametrize("name", sorted(POLICIES))
+TRANSFERS = {Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.PREFETCH, Verb.AWAIT_PREFETCH}
+
+
+def tight(graph: Graph, name: str) -> int | None:
+    """A budget in the middle of what can be met, for a policy that wants one."""
+    if not POLICIES[name].plans_for_budget:
+        return None
+    return (floor_of(Program(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2
+
+
+def at_the_boundary(graph: Graph, made: Schedule) -> int:
+    """The first instruction that belongs to backward: what follows the last forward op and comes after its last Free."""
+    last = max((op.id for op in graph.ops if op.phase is Phase.FORWARD), default=-1)
+    return 1 + next(i for i, ins in enumerate(made.instructions) if ins.verb is Verb.RUN and ins.target == last)
+
+
+@every_policy
+@given(graph=networks(), device=devices())
+@EXAMPLES
+def test_its_schedule_is_valid(name: str, graph: Graph, device: Device) -> None:
+    check(graph, POLICIES[name]().plan(graph, device, tight(graph, name)))
+
+
+@every_policy
+@given(graph=networks(), device=devices())
+@EXAMPLES
+def test_it_does_only_what_it_declares(name: str, graph: Graph, device: Device) -> None:
+    made = POLICIES[name]().plan(graph, device, tight(graph, name))
+    used = set(made.counts)
+    assert POLICIES[name].offloads or not used & TRANSFERS
+    assert POLICIES[name].recomputes or Verb.RECOMPUTE not in used
+    assert (made.policy, made.budget_bytes) == (name, tight(graph, name))
+
+
+@every_policy
+@given(graph=networks())
+@EXAMPLES
+def test_it_moves_only_what_may_be_moved_and_is_worth_it(name: str, graph: Graph) -> None:
+    made = POLICIES[name]().plan(graph, DEVICE, tight(graph, name))
+    moved = [graph.tensors[t] for t in made.targets(Verb.OFFLOAD)]
+    assert all(t.movable and t.nbytes >= SMALLEST_MOVE_BYTES for t in moved)
+
+
+@every_policy
+@given(graph=networks())
+@EXAMPLES
+def test_no_transfer_spans_the_boundary_between_forward_and_backward(name: str, graph: Graph) -> None:
+    made = POLICIES[name]().plan(graph, DEVICE, tight(graph, name))
+    boundary = at_the_boundary(graph, made)
+    started = {i.target for i in made.instructions[:boundary] if i.verb is Verb.OFFLOAD}
+    awaited = {i.target for i in made.instructions[:boundary] if i.verb is Verb.AWAIT_OFFLOAD}
+    # What was started in forward is awaited in forward, or at once behind its last op.
+    late = started - awaited
+    for instruction in made.instructions[boundary:]:
+        if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
+            break
+        late.discard(instruction.target)
+    assert not late
+    before = {(i.verb, i.target) for i in made.instructions[:boundary]}
+    assert {t for v, t in before if v is Verb.PREFETCH} == {t for v, t in before if v is Verb.AWAIT_PREFETCH}
+
+
+@every_policy
+@given(graph=networks())
+@EXAMPLES
+def test_it_makes_the_same_schedule_twice(name: str, graph: Graph) -> None:
+    budget = tight(graph, name)
+    assert POLICIES[name]().plan(graph, DEVICE, budget) == POLICIES[name]().plan(graph, DEVICE, budget)
+
+
+@every_policy
+def test_its_plan_carries_the_figures_of_check(name: str) -> None:
+    graph = network([Layer(10_000, flops=10**7) for _ in range(8)])
+    peak = unmanaged_peak(graph, DEVICE)
+    plan = make_plan(graph, DEVICE, name, 2 * peak)
+    assert plan.peak_bytes == plan.timeline.peak_bytes == check(graph, plan.schedule).peak_bytes
+    assert plan.unmanaged_peak_bytes == peak
+    assert plan.step_seconds >= plan.lower_bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in POLICIES if not POLICIES[n].plans_for_budget))
+def test_a_fixed_schedule_that_does_not_fit_is_infeasible_with_its_peak_as_the_floor(name: str) -> None:
+    graph = network([Layer(10_000) for _ in range(8)])
+    peak = check(graph, POLICIES[name]().plan(graph, DEVICE)).peak_bytes
+    assert make_plan(graph, DEVICE, name, peak).peak_bytes == peak
+    with pytest.raises(InfeasibleBudget) as caught:
+        make_plan(graph, DEVICE, name, peak - 1)
+    assert (caught.value.floor_bytes, caught.value.budget_bytes) == (peak, peak - 1)
+
+
+@every_policy
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_that_is_not_positive_is_a_mistake_of_the_caller(name: str, budget: int) -> None:
+    with pytest.raises(ValueError, match="budget"):
+        POLICIES[name]().plan(network([Layer(100)]), DEVICE, budget)
+
+
+@every_policy
+def test_it_is_found_by_its_name_and_says_what_it_is(name: str) -> None:
+    policy = policy_named(name)
+    assert policy.name == name
+    assert policy.summary
+    assert policy.source
+
+
+def test_an_unknown_policy_name_lists_the_names_and_the_closest() -> None:
+    with pytest.raises(RequestError) as caught:
+        policy_named("vdnn-con")
+    assert "did you mean 'vdnn-conv'?" in str(caught.value)
+    assert all(name in str(caught.value) for name in POLICIES)
