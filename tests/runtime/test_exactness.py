@@ -42,7 +42,10 @@ def fresh(model: str) -> tuple[TrainingStep, tuple[torch.Tensor, ...]]:
 
 
 def steps(
-    call: Callable[..., torch.Tensor], module: TrainingStep, batch: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer
+    call: Callable[..., torch.Tensor],
+    module: TrainingStep,
+    batch: tuple[torch.Tensor, ...],
+    optimizer: torch.optim.Optimizer,
 ) -> tuple[list[float], State]:
     torch.manual_seed(1)
     losses = []
@@ -91,7 +94,11 @@ def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, policy
     assert_peak_as_planned(session, compiled, module, batch)
     assert session.engine is not None
     plan = session.plans[0]
-    assert (plan.offloaded_bytes > 0 and session.engine.offloaded_bytes > 0) or not POLICIES[policy].offloads or policy == "auto"
+    assert (
+        (plan.offloaded_bytes > 0 and session.engine.offloaded_bytes > 0)
+        or not POLICIES[policy].offloads
+        or policy == "auto"
+    )
     assert session.engine.stored_count == 0, "every handle has given its slot back"
 
 

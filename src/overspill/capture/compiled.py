@@ -90,12 +90,24 @@ class _Capture:
             self._add_node(node, Phase.BACKWARD)
         self._add_gradients_and_update()
         self._add_handles()
-        outputs = tuple(sorted({self.tensor_of[key] for key in self.returned} - {t.id for t in self.tensors if t.persistent} - self._written_back))
-        return Captured(Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs), self.joint, self.nodes, self.tensor_of)
+        outputs = tuple(
+            sorted(
+                {self.tensor_of[key] for key in self.returned}
+                - {t.id for t in self.tensors if t.persistent}
+                - self._written_back
+            )
+        )
+        return Captured(
+            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs), self.joint, self.nodes, self.tensor_of
+        )
 
     def _add_handles(self) -> None:
         """Room for the handles that stand in for offloaded tensors where these live on the same device."""
-        on_cpu = any(n.meta["val"].device.type == "cpu" for n in self.joint.primals if isinstance(n.meta.get("val"), torch.Tensor))
+        on_cpu = any(
+            n.meta["val"].device.type == "cpu"
+            for n in self.joint.primals
+            if isinstance(n.meta.get("val"), torch.Tensor)
+        )
         if on_cpu and (movable := sum(t.movable for t in self.tensors)):
             self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
 
@@ -135,7 +147,13 @@ class _Capture:
         return TensorKind.TEMPORARY
 
     def _touched(self, nodes: list[fx.Node]) -> set[StorageKey]:
-        return {key for node in nodes if self.joint.is_op(node) for n in (node, *node.all_input_nodes) for key in storages(n)}
+        return {
+            key
+            for node in nodes
+            if self.joint.is_op(node)
+            for n in (node, *node.all_input_nodes)
+            for key in storages(n)
+        }
 
     def _output_storages(self, outputs: list[Any]) -> set[StorageKey]:
         return {key for n in outputs if isinstance(n, fx.Node) for key in storages(n)}
@@ -150,10 +168,14 @@ class _Capture:
         reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
         keys = [key for key in storages(node) if key not in self.tensor_of]
         sizes = storage_bytes(node)
-        values = {v.untyped_storage()._cdata: v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)}
+        values = {
+            v.untyped_storage()._cdata: v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
+        }
         for key in keys:
             movable = key not in self.returned and len(self.joint.roots.get(key, ())) == 1
-            self.tensor_of[key] = self._add_tensor(sizes[key], self._kind(key, phase), node.name, values[key], movable=movable)
+            self.tensor_of[key] = self._add_tensor(
+                sizes[key], self._kind(key, phase), node.name, values[key], movable=movable
+            )
         updated = self._ids({key for arg in mutated_args(node) for key in storages(arg)})
         writes = tuple(dict.fromkeys([*(self.tensor_of[key] for key in keys), *updated]))
         recompute_reads, recompute_writes = self._recomputation(node, phase, reads, writes)
@@ -165,7 +187,14 @@ class _Capture:
         )  # fmt: skip
 
     def _add_op(
-        self, name: str, layer: str, kind: LayerType, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...], **more: Any
+        self,
+        name: str,
+        layer: str,
+        kind: LayerType,
+        phase: Phase,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        **more: Any,
     ) -> None:
         self.ops.append(Op(len(self.ops), name, layer, kind, phase, reads, writes, **more))
 
@@ -225,7 +254,9 @@ class _Capture:
             kept = (self._add_tensor(nbytes, TensorKind.GRADIENT, "accumulated gradients", persistent=True),)
         reads = tuple(dict.fromkeys((*gradients, *tangents, *kept)))
         self._add_op(GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept)
-        owned = tuple(t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent)
+        owned = tuple(
+            t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent
+        )
         self._add_op(
             UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
             workspace_bytes=self.surroundings.update_bytes,

@@ -166,7 +166,9 @@ def storage_bytes(node: fx.Node) -> dict[StorageKey, int]:
 
 def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
     if value.layout is not torch.strided:
-        raise UnsupportedError(f"{node.name} is a {value.layout} tensor; Overspill supports dense tensors (try sparse=False)")
+        raise UnsupportedError(
+            f"{node.name} is a {value.layout} tensor; Overspill supports dense tensors (try sparse=False)"
+        )
     return value.untyped_storage()
 
 
@@ -208,7 +210,12 @@ def _aliases(root: fx.Node) -> Iterator[fx.Node]:
         node = pending.pop()
         yield node
         for user in node.users:
-            if user not in seen and user.op == "call_function" and not mutated_args(user) and set(storages(user)) & keys:
+            if (
+                user not in seen
+                and user.op == "call_function"
+                and not mutated_args(user)
+                and set(storages(user)) & keys
+            ):
                 seen.add(user)
                 pending.append(user)
 
@@ -217,7 +224,8 @@ def _refuse_dynamic_shapes(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         symbolic = isinstance(value, (torch.SymInt, torch.SymFloat)) or (
-            isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
+            isinstance(value, torch.Tensor)
+            and any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
         )
         if symbolic:
             raise UnsupportedError(

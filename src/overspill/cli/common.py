@@ -136,11 +136,11 @@ def narrate(text: str) -> Iterator[Narrator]:
 
 
 def quiet_torch() -> None:
-    """Import torch, and keep its compiler's log of warnings off standard error."""
-    import torch  # noqa: F401
+    """Import torch, and keep its compiler's log off standard error: what matters of it comes as an exception."""
+    import torch
 
-    if not os.environ.get("OVERSPILL_DEBUG"):
-        logging.getLogger("torch").setLevel(logging.ERROR)
+    if not os.environ.get("OVERSPILL_DEBUG") and not os.environ.get("TORCH_LOGS"):
+        torch._logging.set_logs(all=logging.CRITICAL)
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -18,6 +19,7 @@ OUTSIDE_FAILURE = 3
 DEBUG_HINT = "OVERSPILL_DEBUG=1 shows where"
 
 _OURS = Path(overspill.__file__).parent
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # What these call and what fails in it is the model's: building it, calling it, its optimizer.
 _THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compile.py", "runtime/tracker.py", "cli/")
 
@@ -45,11 +47,11 @@ def explain(error: Exception) -> Failure:
         advice = "a smaller --budget or --batch, or --store disk, takes less"
         return Failure(f"memory ran out ({_first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
     if _is_from_dynamo(error):
-        return Failure(_uncompilable(error), WRONG_REQUEST)
+        return Failure(_compiler_said(error), WRONG_REQUEST)
     if _is_ours(error):
         what = f"{type(error).__name__}: {_first_line(error)}"
         return Failure(f"Overspill itself failed, which is a defect of it ({what}); {DEBUG_HINT}", OUTSIDE_FAILURE)
-    return Failure(f"the model's own code raised {type(error).__name__}: {_first_line(error)}; {DEBUG_HINT}", WRONG_REQUEST)
+    return Failure(_model_raised(f"{type(error).__name__}: {_first_line(error)}", _traceback_place(error)), WRONG_REQUEST)
 
 
 def _inner(error: Exception) -> Exception:
@@ -73,26 +75,64 @@ def _is_out_of_memory(error: Exception) -> bool:
     return is_out_of_memory(error)
 
 
-def _is_from_dynamo(error: Exception) -> bool:
+def _is_from_dynamo(error: BaseException) -> bool:
     return type(error).__module__.startswith("torch._dynamo")
 
 
-def _uncompilable(error: Exception) -> str:
-    """What Dynamo says against the model, and what to do about it."""
+def _compiler_said(error: Exception) -> str:
+    """What Dynamo found: an exception of the model's own, or something that does not go into one graph."""
+    place = _place_in(str(error))
+    root = _root(error)
+    if not _is_from_dynamo(root):
+        return _model_raised(f"{type(root).__name__}: {_first_line(root)}", place)
+    if raised := re.match(r"raised exception (.+)", str(root)):
+        return _model_raised(raised.group(1).split("\\n")[0], place)
+    explanation = re.search(r"Explanation: (.+)", str(error))
+    what = f"{_first_line(error)}: {explanation.group(1)}" if explanation else _first_line(error)
     return (
-        f"the model does not compile to one graph, as `train` and `plan` need ({type(error).__name__}: {_first_line(error)}); "
-        f"overspill.compile(model, budget=...) in your own loop takes graph breaks; {DEBUG_HINT}"
+        f"the model does not compile to one graph, as `train` and `plan` need ({type(error).__name__}{place}: {what.rstrip('.')}); "
+        "overspill.compile(model, budget=...) in your own loop takes graph breaks"
     )
+
+
+def _model_raised(what: str, place: str) -> str:
+    return f"the model's own code{place} raised {what}; {DEBUG_HINT}"
+
+
+def _root(error: BaseException) -> BaseException:
+    """What `error` came from in the end."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return error
+
+
+def _place_in(message: str) -> str:
+    """The last line of the user's that `message` quotes, as ` (net.py, line 6)`; of a built-in model's there is none."""
+    found = re.findall(r'File "(.+)", line (\d+)', message)
+    return next((_spell_place(path, line) for path, line in reversed(found) if _is_the_users(path)), "")
+
+
+def _traceback_place(error: Exception) -> str:
+    """The last line of the user's that `error` passed."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((_spell_place(f.filename, f.lineno or 0) for f in frames if _is_the_users(f.filename)), "")
+
+
+def _spell_place(path: str, line: str | int) -> str:
+    return f" ({Path(path).name}, line {line})"
+
+
+def _is_the_users(path: str) -> bool:
+    return not path.startswith((str(_OURS), "<", *_LIBRARIES))
 
 
 def _is_ours(error: Exception) -> bool:
     """Whether Overspill, and not the model that it runs, made `error`: by the deepest frame outside of libraries."""
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(_OURS):
             return not path.relative_to(_OURS).as_posix().startswith(_THE_MODELS_CALLERS)
-        if not frame.filename.startswith(libraries):
+        if not frame.filename.startswith(_LIBRARIES):
             return False  # the user's file, or a graph that was generated from the model
     return True
 
@@ -101,5 +141,5 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

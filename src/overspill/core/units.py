@@ -30,10 +30,14 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
     number = float(match.group(1))
     if is_share(text):
         if of_bytes is None:
-            raise RequestError(f"{text!r} is a share, and there is nothing here to take a share of; write a size like 12GiB")
+            raise RequestError(
+                f"{text!r} is a share, and there is nothing here to take a share of; write a size like 12GiB"
+            )
         nbytes = int(number / (100 if unit == "%" else 1) * of_bytes)
     elif unit == "" and not number.is_integer():
-        raise RequestError(f"{text!r} is neither a share (at most 1.0) nor a whole number of bytes; write a size like 12GiB")
+        raise RequestError(
+            f"{text!r} is neither a share (at most 1.0) nor a whole number of bytes; write a size like 12GiB"
+        )
     else:
         nbytes = int(Fraction(match.group(1)) * _UNITS[unit])
     if nbytes <= 0:

@@ -50,7 +50,8 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
         from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415  # an optional extra
     except ImportError as error:
         raise RequestError(f"{name} needs the transformers package: pip install overspill[bert]") from error
-    config = BertConfig(**(_SMALL if small else {}), attn_implementation="sdpa")
+    options: dict[str, Any] = {"attn_implementation": "sdpa"} | (_SMALL if small else {})
+    config = BertConfig(**options)
     module = BertForMaskedLM(config)
     module.train()
     return Job(name, module, _batches(config.vocab_size, seq_len), masked_loss)

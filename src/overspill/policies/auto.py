@@ -60,7 +60,13 @@ class _Planner:
         """The schedule of the joint choice; recomputations that would not fit where they run are given up one by one."""
         offloads = self._offload_candidates(program)
         recomputations = [c for c in map(self._recomputation, saved_gaps(program).values()) if c is not None]
-        chosen, _ = select(program.live_bytes(), self._step_seconds(program), offloads + recomputations, self.budget_bytes, program.end_of_forward)
+        chosen, _ = select(
+            program.live_bytes(),
+            self._step_seconds(program),
+            offloads + recomputations,
+            self.budget_bytes,
+            program.end_of_forward,
+        )
         recompute = {c.gap.tensor for c in chosen if c.recompute}
         while recompute:
             attempt = Program(self.graph, recompute)
@@ -73,7 +79,9 @@ class _Planner:
     def plan(self, program: Program) -> Schedule | None:
         """The schedule that fits `program` by offloading alone, or None."""
         offloads = self._offload_candidates(program)
-        chosen, live = select(program.live_bytes(), self._step_seconds(program), offloads, self.budget_bytes, program.end_of_forward)
+        chosen, live = select(
+            program.live_bytes(), self._step_seconds(program), offloads, self.budget_bytes, program.end_of_forward
+        )
         if live.max(initial=0) > self.budget_bytes:
             return None
         transfers = self._time([c.gap for c in chosen], program, live)

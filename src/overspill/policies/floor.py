@@ -41,7 +41,10 @@ def floor_of(program: Program) -> Floor:
         and tensor.id not in away
     ]
     op = program.op(step)
-    return Floor(int(live[position]), f"{_persistent(graph)} + {_op_tensors(graph, there)} at {op.name} of {op.layer or graph.name}")
+    return Floor(
+        int(live[position]),
+        f"{_persistent(graph)} + {_op_tensors(graph, there)} at {op.name} of {op.layer or graph.name}",
+    )
 
 
 def infeasible(program: Program, budget_bytes: int, policy: str) -> InfeasibleBudget:
@@ -63,7 +66,9 @@ def _persistent(graph: Graph) -> str:
         "optimizer state": TensorKind.OPTIMIZER_STATE,
         "inputs": TensorKind.INPUT,
     }
-    held = {word: sum(t.nbytes for t in graph.tensors if t.persistent and t.kind is kind) for word, kind in kinds.items()}
+    held = {
+        word: sum(t.nbytes for t in graph.tensors if t.persistent and t.kind is kind) for word, kind in kinds.items()
+    }
     return " + ".join(f"{word} {format_bytes(nbytes)}" for word, nbytes in held.items() if nbytes)
 
 

@@ -89,12 +89,16 @@ class Program:
     @cached_property
     def end_of_forward(self) -> int:
         """The first position after the forward phase."""
-        return 1 + max((i for i, s in enumerate(self.steps) if self.op(s).phase is Phase.FORWARD and not s.recompute), default=-1)
+        return 1 + max(
+            (i for i, s in enumerate(self.steps) if self.op(s).phase is Phase.FORWARD and not s.recompute), default=-1
+        )
 
     @cached_property
     def end_of_backward(self) -> int:
         """The first position after the backward phase."""
-        return 1 + max((i for i, s in enumerate(self.steps) if s.recompute or self.op(s).phase is not Phase.UPDATE), default=-1)
+        return 1 + max(
+            (i for i, s in enumerate(self.steps) if s.recompute or self.op(s).phase is not Phase.UPDATE), default=-1
+        )
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:

@@ -27,7 +27,11 @@ class Candidate:
 
 
 def select(
-    live: Positions, seconds: NDArray[np.float64], candidates: Sequence[Candidate], budget_bytes: int, end_of_forward: int
+    live: Positions,
+    seconds: NDArray[np.float64],
+    candidates: Sequence[Candidate],
+    budget_bytes: int,
+    end_of_forward: int,
 ) -> tuple[list[Candidate], Positions]:
     """The candidates taken, and the live bytes at each step that they leave; these may stay above the budget.
 
@@ -78,7 +82,9 @@ class _Choice:
         useful = self.open & (area > 0)
         if not useful.any():
             return None
-        exposed = np.clip(self.out - max(0.0, self.room_out), 0, None) + np.clip(self.back - max(0.0, self.room_back), 0, None)
+        exposed = np.clip(self.out - max(0.0, self.room_out), 0, None) + np.clip(
+            self.back - max(0.0, self.room_back), 0, None
+        )
         score = np.where(useful, (self.cost + exposed) / np.maximum(area, 1e-30), np.inf)
         return int(np.argmin(score))
 

@@ -82,7 +82,9 @@ def _layers(program: Program) -> list[_Layer]:
 def _transfers(program: Program, layers: list[_Layer]) -> list[Transfer]:
     """Transfers of all offloaded inputs, prefetched as Fig. 10 finds them."""
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
-    in_backward = sorted((i for i, layer in enumerate(layers) if layer.backward), key=lambda i: layers[i].backward or (0, 0))
+    in_backward = sorted(
+        (i for i, layer in enumerate(layers) if layer.backward), key=lambda i: layers[i].backward or (0, 0)
+    )
     for current in in_backward:
         found = _find_prefetch_layer(layers, current)
         first, last = layers[current].backward or (0, 0)

@@ -48,7 +48,7 @@ class _GraphCompiler:
         # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
         with torch._functorch.config.patch(donated_buffer=False):
             if self.session.options.backend == "inductor":
-                from .inductor import compile_with_inductor
+                from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
                 return compile_with_inductor(self.module, self.examples, self.partition)
             return aot_autograd(  # type: ignore[no-any-return]
@@ -58,7 +58,9 @@ class _GraphCompiler:
                 partition_fn=self.partition,
             )(self.module, self.examples)
 
-    def partition(self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's hook: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
         captured, plan = self.session.plan(graph, self.inputs, self.examples, self.frame)
@@ -91,7 +93,11 @@ class _GraphCompiler:
 
 
 def overspill_backend(
-    module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Compiled:
     """`torch.compile(model, backend="overspill", options={"budget": "8GiB", "policy": "auto", …})`.
 

@@ -169,7 +169,7 @@ def _compute_share(store: Store) -> float:
 
     def compute() -> None:
         for _ in range(count):
-            matrix @ matrix  # noqa: B018 - its time is what counts
+            matrix @ matrix
 
     compute()
     ratios = []
@@ -244,7 +244,11 @@ def _efficiency(peak_rate: float) -> dict[str, float]:
     measured = {
         "conv": (conv_flops, lambda x, f, c: F.conv2d(F.conv2d(x, f, padding=1), c), (image, fine, coarse)),
         "linear": (2 * tokens.shape[0] * weight.numel(), F.linear, (tokens, weight)),
-        "attention": (4 * heads.numel() * heads.shape[2], F.scaled_dot_product_attention, (heads, heads.clone(), heads.clone())),
+        "attention": (
+            4 * heads.numel() * heads.shape[2],
+            F.scaled_dot_product_attention,
+            (heads, heads.clone(), heads.clone()),
+        ),
     }
     return {
         layer: _training_rate(forward_flops, function, inputs) / peak_rate
@@ -281,12 +285,17 @@ def _sources() -> dict[str, str]:
         "efficiency": "forward and backward of layers as in ResNet-50 and GPT-2, over the float32 matrix product",
     }
     sources = {figure: f"{by}: {what}" for figure, what in how.items()}
-    return sources | {"memory_bytes": "the machine's own: os.sysconf, physical pages", "context_bytes": "a CPU has no context to load"}
+    return sources | {
+        "memory_bytes": "the machine's own: os.sysconf, physical pages",
+        "context_bytes": "a CPU has no context to load",
+    }
 
 
 def _cpu_model() -> str:
     """What the processor calls itself."""
     with suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE):
+        if found := re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE
+        ):
             return found.group(1)
     return platform.processor() or platform.machine()

@@ -54,7 +54,9 @@ class TransferEngine:
         nbytes = source.untyped_storage().nbytes()
         slot = self.store.allocate(nbytes)
         key = next(self._ids)
-        ticket = self._outward.submit(lambda bytes_: self.store.write(slot, bytes_), _bytes_of(source.untyped_storage()))
+        ticket = self._outward.submit(
+            lambda bytes_: self.store.write(slot, bytes_), _bytes_of(source.untyped_storage())
+        )
         self._table[key] = _Stored(
             slot, nbytes, source.size(), source.stride(), source.storage_offset(), source.dtype, source.device, ticket
         )
@@ -77,7 +79,9 @@ class TransferEngine:
         tensor = torch.empty(0, dtype=stored.dtype, device=stored.device)
         tensor.set_(storage, stored.offset, stored.size, stored.stride)  # type: ignore[call-overload]
         slot = stored.slot
-        self._arriving[storage._cdata] = self._inward.submit(lambda bytes_: self.store.read(slot, bytes_), _bytes_of(storage))
+        self._arriving[storage._cdata] = self._inward.submit(
+            lambda bytes_: self.store.read(slot, bytes_), _bytes_of(storage)
+        )
         self.prefetched_bytes += stored.nbytes
         return tensor
 

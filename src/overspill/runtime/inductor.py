@@ -21,7 +21,9 @@ class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
 
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         kwargs.pop("compiler", None)
         return self._partition(module, inputs, **kwargs)
 

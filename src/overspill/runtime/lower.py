@@ -88,14 +88,19 @@ def _split(captured: Captured, schedule: Schedule) -> tuple[Sequence[Instruction
     """The instructions of the forward graph and of the backward graph; what follows backward is not the graphs' affair."""
     instructions = schedule.instructions
     graph = captured.graph
-    last = max((i for i, x in enumerate(instructions) if x.verb is Verb.RUN and graph.ops[x.target].phase is Phase.FORWARD), default=-1)
+    last = max(
+        (i for i, x in enumerate(instructions) if x.verb is Verb.RUN and graph.ops[x.target].phase is Phase.FORWARD),
+        default=-1,
+    )
     cut = last + 1
     while cut < len(instructions) and instructions[cut].verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE):
         cut += 1
     return instructions[:cut], instructions[cut:]
 
 
-def _crossing(captured: Captured, backward: Iterable[Instruction], forward: _Emitter) -> tuple[list[fx.Node], list[int]]:
+def _crossing(
+    captured: Captured, backward: Iterable[Instruction], forward: _Emitter
+) -> tuple[list[fx.Node], list[int]]:
     """What backward takes over: the roots of tensors on the device, and the tensors whose handles it needs."""
     graph, joint = captured.graph, captured.joint
     read: dict[int, None] = {}
@@ -113,7 +118,9 @@ def _crossing(captured: Captured, backward: Iterable[Instruction], forward: _Emi
     for node in joint.backward_outputs:
         if isinstance(node, fx.Node):
             read.update(dict.fromkeys(captured.tensor_of[key] for key in storages(node)))
-    saved = [root for tensor in read for root in forward.roots_of(tensor) if root in forward.values and root.op != "get_attr"]
+    saved = [
+        root for tensor in read for root in forward.roots_of(tensor) if root in forward.values and root.op != "get_attr"
+    ]
     saved.sort(key=lambda root: bool(root.meta.get(NO_VERSION_CHECK, False)))
     return saved, list(prefetched)
 
@@ -135,7 +142,9 @@ class _Emitter:
         self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
         self.last_touch: dict[int, int] = {}
         self.now = 0
-        self.fake_mode = next(n.meta["val"].fake_mode for n in self.joint.module.graph.nodes if isinstance(n.meta.get("val"), FakeTensor))
+        self.fake_mode = next(
+            n.meta["val"].fake_mode for n in self.joint.module.graph.nodes if isinstance(n.meta.get("val"), FakeTensor)
+        )
         self._roots: dict[int, list[fx.Node]] = {}
         for key, roots in self.joint.roots.items():
             if key in captured.tensor_of:
@@ -172,7 +181,9 @@ class _Emitter:
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
         extra = [*checked, *(self.handles[t] for t in handles), *unchecked]
-        outputs = [self.returned.get(n) or self.resolve(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs]
+        outputs = [
+            self.returned.get(n) or self.resolve(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs
+        ]
         descs = [*self.joint.forward_descs, *(SavedForBackwardsAOTOutput(i) for i in range(len(extra)))]
         return self._finish([*outputs, *extra], descs)
 
@@ -241,7 +252,9 @@ class _Emitter:
         self.now += 1
         if node is None:
             # What is handed out here may be freed by the schedule next: take it while it is there.
-            handed = {WRITE_BACK: self.joint.write_backs.values(), GRADIENTS: self.joint.backward_outputs}.get(op.name, ())
+            handed = {WRITE_BACK: self.joint.write_backs.values(), GRADIENTS: self.joint.backward_outputs}.get(
+                op.name, ()
+            )
             self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
             return
         new = self.graph.node_copy(node, self.resolve)
@@ -305,7 +318,9 @@ class _Emitter:
     def _only_root(self, tensor: int) -> fx.Node:
         roots = self.roots_of(tensor)
         if len(roots) != 1:
-            raise InvalidSchedule(f"{self.captured.graph.tensors[tensor].name} has {len(roots)} roots and cannot be moved")
+            raise InvalidSchedule(
+                f"{self.captured.graph.tensors[tensor].name} has {len(roots)} roots and cannot be moved"
+            )
         return roots[0]
 
     def resolve(self, node: fx.Node) -> fx.Node:

@@ -44,7 +44,9 @@ def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:  # noqa
     _engine(engine).await_offload(handle)
 
 
-def _prefetch(handle: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, engine: int) -> Tensor:  # noqa: ARG001
+def _prefetch(
+    handle: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, engine: int
+) -> Tensor:
     return _engine(engine).prefetch(handle)
 
 
@@ -58,7 +60,8 @@ _tags = (torch.Tag.needs_exact_strides,)
 _library.define("offload(Tensor source, int engine) -> Tensor", tags=_tags)
 _library.define("await_offload(Tensor handle, Tensor source, int engine) -> ()", tags=_tags)
 _library.define(
-    "prefetch(Tensor handle, int[] size, int[] stride, ScalarType dtype, Device device, int engine) -> Tensor", tags=_tags
+    "prefetch(Tensor handle, int[] size, int[] stride, ScalarType dtype, Device device, int engine) -> Tensor",
+    tags=_tags,
 )
 _library.define("await_prefetch(Tensor(a) arriving, int engine) -> Tensor(a)", tags=_tags)
 _library.define("hold(Tensor held) -> ()", tags=_tags)

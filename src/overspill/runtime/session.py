@@ -85,7 +85,9 @@ class _Planned:
 class Session:
     """Plans every graph of one compiled model within one budget, and owns the engine that moves its tensors."""
 
-    def __init__(self, options: Options, parameters: Iterable[Tensor] = (), optimizers: Sequence[Optimizer] | None = None) -> None:
+    def __init__(
+        self, options: Options, parameters: Iterable[Tensor] = (), optimizers: Sequence[Optimizer] | None = None
+    ) -> None:
         self.options = options
         self.accumulates = False
         self.tracker: LiveBytes | None = None
@@ -133,7 +135,9 @@ class Session:
 
     # -- planning
 
-    def plan(self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame) -> tuple[Captured, Plan]:
+    def plan(
+        self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame
+    ) -> tuple[Captured, Plan]:
         """The captured graph of `frame` and its plan. Raises InfeasibleBudget when the budget cannot be met."""
         device = self._device(examples)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
@@ -146,7 +150,9 @@ class Session:
             rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
             captured = capture(joint, inputs, replace(surroundings, rest_bytes=rest))
         plan = make_plan(captured.graph, device, self.options.policy, budget, self.options.times)
-        self._frames[frame.id] = _Planned(plan, retained_bytes(captured.graph, plan.schedule), tuple(id(p) for p in here))
+        self._frames[frame.id] = _Planned(
+            plan, retained_bytes(captured.graph, plan.schedule), tuple(id(p) for p in here)
+        )
         self._check_whole(budget, here, frame)
         return captured, plan
 
@@ -189,7 +195,11 @@ class Session:
     def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
         budget = self.options.budget
         if budget is None:
-            return device.memory_bytes - device.context_bytes if self.options.device else usable_bytes(torch_device(examples))
+            return (
+                device.memory_bytes - device.context_bytes
+                if self.options.device
+                else usable_bytes(torch_device(examples))
+            )
         return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device))
 
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:

@@ -252,7 +252,9 @@ def make_store(name: str | None, device: torch.device, directory: str | Path | N
         raise RequestError(f"--store-dir is for the disk store, not for {name!r}")
     if device.type == "cuda":
         if name != "pinned":
-            raise RequestError(f"the {name} store serves the CPU device; a CUDA device offloads to pinned memory: use --store pinned")
+            raise RequestError(
+                f"the {name} store serves the CPU device; a CUDA device offloads to pinned memory: use --store pinned"
+            )
         return PinnedStore()
     if name == "pinned":
         raise RequestError("pinned memory needs a CUDA device; on the CPU use --store disk or --store host")

@@ -68,8 +68,10 @@ class Run:
 
     def identical_to(self, other: Run) -> bool:
         """Whether losses and final state are equal to the last bit."""
-        return self.losses == other.losses and self.state.keys() == other.state.keys() and all(
-            same_bits(value, other.state[name]) for name, value in self.state.items()
+        return (
+            self.losses == other.losses
+            and self.state.keys() == other.state.keys()
+            and all(same_bits(value, other.state[name]) for name, value in self.state.items())
         )
 
 
@@ -90,7 +92,9 @@ def preview(training: Training, options: Options) -> Plan:
             raise
         finally:
             torch._dynamo.reset()
-    raise OverspillError(f"{step.model.__class__.__name__} gave no graph that could be planned; does its loss need gradients?")
+    raise OverspillError(
+        f"{step.model.__class__.__name__} gave no graph that could be planned; does its loss need gradients?"
+    )
 
 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
@@ -145,7 +149,9 @@ def _train(training: Training, session: Session | None, on_step: Callable[[int, 
 
 
 @contextmanager
-def _measured(device: torch.device, session: Session | None, persistent: list[Tensor], run: Run) -> Iterator[Callable[[], Any]]:
+def _measured(
+    device: torch.device, session: Session | None, persistent: list[Tensor], run: Run
+) -> Iterator[Callable[[], Any]]:
     """Measure the peak of what runs inside: by counting storages on the CPU, by the allocator's own figures on CUDA."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -170,7 +176,9 @@ def _prepare(training: Training, device: str) -> tuple[TrainingStep, tuple[Tenso
             step, batch = step.to(device), tuple(t.to(device) for t in batch)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            raise StoreError(f"the model and its batch alone do not fit in memory: {str(error).splitlines()[0]}") from None
+            raise StoreError(
+                f"the model and its batch alone do not fit in memory: {str(error).splitlines()[0]}"
+            ) from None
         raise
     return step, batch
 
@@ -187,7 +195,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
-class _Planned(Exception):  # noqa: N818 - a signal, not an error
+class _Planned(Exception):
     """Carries a plan out of the compiler, which then need not go on."""
 
     def __init__(self, plan: Plan) -> None:
@@ -198,5 +206,5 @@ class _Planned(Exception):  # noqa: N818 - a signal, not an error
 class _PlanOnly(Session):
     """A session that stops once the plan is made."""
 
-    def engine_for(self, plan: Plan, device: torch.device) -> int:
+    def engine_for(self, plan: Plan, device: torch.device) -> int:  # noqa: ARG002
         raise _Planned(plan)

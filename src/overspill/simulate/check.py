@@ -41,7 +41,9 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
         try:
             machine.execute(instruction, index)
         except InvalidSchedule as error:
-            raise InvalidSchedule(f"{schedule.policy}: instruction {index}, {machine.spell(instruction)}: {error}") from None
+            raise InvalidSchedule(
+                f"{schedule.policy}: instruction {index}, {machine.spell(instruction)}: {error}"
+            ) from None
     machine.finish(schedule)
     budget = schedule.budget_bytes
     if budget is not None and machine.peak_bytes > budget:
@@ -97,7 +99,9 @@ class _Machine:
             expected = _State.PRESENT if tensor in wanted else _State.ABSENT
             if state is not expected:
                 name = self.graph.tensors[tensor].name
-                raise InvalidSchedule(f"{schedule.policy}: {name} ends {state.name.lower()}, not {expected.name.lower()}")
+                raise InvalidSchedule(
+                    f"{schedule.policy}: {name} ends {state.name.lower()}, not {expected.name.lower()}"
+                )
 
     def _run(self, op: Op, index: int) -> None:
         if op.id != self.next_op:
@@ -134,7 +138,9 @@ class _Machine:
     def _need(self, tensors: tuple[int, ...]) -> None:
         for tensor in tensors:
             if self.state[tensor] not in (_State.PRESENT, _State.LEAVING):
-                raise InvalidSchedule(f"reads {self.graph.tensors[tensor].name}, which is {self.state[tensor].name.lower()}")
+                raise InvalidSchedule(
+                    f"reads {self.graph.tensors[tensor].name}, which is {self.state[tensor].name.lower()}"
+                )
 
     def _move(self, tensor: int, before: _State, after: _State) -> None:
         if self.state[tensor] is not before:

@@ -74,7 +74,9 @@ class _Clock:
             for tensor in op.writes:
                 self._appear(tensor)
         end = self.now + self.seconds[op.id]
-        end += self.device.transfer_compute_share * sum(max(0.0, min(end, busy) - self.now) for busy in self.link_free.values())
+        end += self.device.transfer_compute_share * sum(
+            max(0.0, min(end, busy) - self.now) for busy in self.link_free.values()
+        )
         self.events.append(Event(index, instruction.verb, op.id, Stream.COMPUTE, self.now, end))
         self.now = end
         return self.bytes + op.workspace_bytes + again

@@ -1,0 +1,1 @@
+"""Capture: from AOTAutograd's joint graph to the Graph."""

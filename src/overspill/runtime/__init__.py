@@ -1,0 +1,1 @@
+"""The runtime: schedules become FX graphs, stores and lanes move what they offload, sessions plan and run."""
