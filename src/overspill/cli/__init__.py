@@ -17,7 +17,7 @@ import typer
 import overspill
 
 from . import calibrate, devices, models, plan, policies, train
-from .common import Outcome, print_json, print_human
+from .common import Outcome, print_human, print_json
 from .failures import Failure, explain
 
 app = typer.Typer(
@@ -67,12 +67,12 @@ def _finish(outcome: Outcome | int | None, as_json: bool) -> int:
         print_human(outcome.human)
     sys.stdout.flush()
     if outcome.complaint:
-        print(f"error: {outcome.complaint}", file=sys.stderr)
+        typer.echo(f"error: {outcome.complaint}", err=True)
     return outcome.exit_code
 
 
 def _fail(failure: Failure, as_json: bool) -> int:
-    print(f"error: {failure.message}", file=sys.stderr)
+    typer.echo(f"error: {failure.message}", err=True)
     if as_json:
         print_json({"error": failure.message, "exit_code": failure.exit_code, **failure.details})
     return failure.exit_code
@@ -94,8 +94,8 @@ def _top(
 ) -> None:
     """Train a model in less memory than it needs, with the same numbers to the last bit."""
     if version:
-        print(f"overspill {overspill.__version__}")
+        typer.echo(f"overspill {overspill.__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        print(context.get_help())
+        typer.echo(context.get_help())
         raise typer.Exit

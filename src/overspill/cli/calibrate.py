@@ -1,5 +1,7 @@
 """`overspill calibrate`: measure this machine."""
 
+# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +15,8 @@ from overspill.core.errors import RequestError
 from .common import AsJson, Outcome, StoreDir, check_writable, narrate, quiet_torch
 
 ProfileFile = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE.json", help="Write there instead of to the cache.", show_default=False)
+    Path | None,
+    typer.Option("--out", metavar="FILE.json", help="Write there instead of to the cache.", show_default=False),
 ]
 
 
@@ -24,10 +27,12 @@ def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson 
     from overspill.report.devices import profile_table
 
     if out is not None and out.suffix != ".json":
-        raise RequestError(f"cannot write a profile to {out}: its name must end in .json, as that of a device file does")
+        raise RequestError(
+            f"cannot write a profile to {out}: its name must end in .json, as that of a device file does"
+        )
     check_writable(out)
     path = out or _ready(calibrated_path())
-    with narrate("measuring this machine") as narrator:
+    with narrate() as narrator:
         quiet_torch()
         from overspill.runtime.calibrate import calibrate as measure
 

@@ -1,5 +1,7 @@
 """What the commands share: their options, their outcome, and what they say while they work."""
 
+# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
+
 from __future__ import annotations
 
 import logging
@@ -25,7 +27,10 @@ if TYPE_CHECKING:  # rich is imported when there is something to print
     from overspill.models import Job
 
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A name that `overspill models` lists, or package.module:callable.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A name that `overspill models` lists, or package.module:callable.", show_default=False
+    ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in a step.", show_default=False)]
 Budget = Annotated[
@@ -40,12 +45,20 @@ Budget = Annotated[
 PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
 OptimizerName = Annotated[str, typer.Option(metavar="NAME", help="sgd, momentum, adam or adamw.")]
 Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
-ImageSize = Annotated[int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)]
+ImageSize = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)
+]
 SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
-PlanFile = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)]
+PlanFile = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
+]
 StoreDir = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Where the disk store keeps its file.  [default: the temporary directory]", show_default=False),
+    typer.Option(
+        metavar="DIR",
+        help="Where the disk store keeps its file.  [default: the temporary directory]",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -121,17 +134,15 @@ class Narrator:
 
 
 @contextmanager
-def narrate(text: str) -> Iterator[Narrator]:
-    """A narrator that starts with `text`."""
+def narrate() -> Iterator[Narrator]:
+    """A narrator that begins with the start of PyTorch, which takes seconds."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        narrator = Narrator(console, None)
-        narrator.line(text)
-        yield narrator
+        yield Narrator(console, None)
         return
-    with console.status(text, refresh_per_second=4) as status:
+    with console.status("starting PyTorch", refresh_per_second=4) as status:
         yield Narrator(console, status)
 
 
@@ -153,4 +164,7 @@ def print_human(human: RenderableType) -> None:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    Console(width=width, highlight=False).print(human)
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:  # rich by itself would turn a reader that leaves early into exit code 1
+        console.print(human)
+    sys.stdout.write(captured.get())

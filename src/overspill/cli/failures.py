@@ -1,5 +1,7 @@
 """From an exception to the one line and the exit code that a user gets."""
 
+# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
+
 from __future__ import annotations
 
 import re
@@ -16,7 +18,8 @@ from overspill.core.errors import InfeasibleBudget, OverspillError
 
 WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
-DEBUG_HINT = "OVERSPILL_DEBUG=1 shows where"
+DEBUG_HINT = "OVERSPILL_DEBUG=1 shows the traceback"
+QUOTES, NEWLINE_IN_REPR = "\"'", "\\n"
 
 _OURS = Path(overspill.__file__).parent
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -38,20 +41,31 @@ def explain(error: Exception) -> Failure:
     error = _inner(error)
     if hasattr(error, "format_message"):  # a usage error of typer, whose class has moved between its versions
         return Failure(_usage(error), WRONG_REQUEST)
-    if isinstance(error, InfeasibleBudget):
-        floor = {"floor_bytes": error.floor_bytes, "budget_bytes": error.budget_bytes, "cause": error.cause, "feasible": False}
-        return Failure(f"{_one_line(error)}; --budget {error.floor_bytes} would do", error.exit_code, floor)
     if isinstance(error, OverspillError):
-        return Failure(_one_line(error), error.exit_code)
+        return _on_purpose(error)
     if _is_out_of_memory(error):
         advice = "a smaller --budget or --batch, or --store disk, takes less"
         return Failure(f"memory ran out ({_first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
     if _is_from_dynamo(error):
         return Failure(_compiler_said(error), WRONG_REQUEST)
     if _is_ours(error):
-        what = f"{type(error).__name__}: {_first_line(error)}"
-        return Failure(f"Overspill itself failed, which is a defect of it ({what}); {DEBUG_HINT}", OUTSIDE_FAILURE)
-    return Failure(_model_raised(f"{type(error).__name__}: {_first_line(error)}", _traceback_place(error)), WRONG_REQUEST)
+        return Failure(
+            f"Overspill itself failed, which is a defect of it ({_named(error)}); {DEBUG_HINT}", OUTSIDE_FAILURE
+        )
+    return Failure(_model_raised(_named(error), _traceback_place(error)), WRONG_REQUEST)
+
+
+def _on_purpose(error: OverspillError) -> Failure:
+    message = " ".join(str(error).split())
+    if not isinstance(error, InfeasibleBudget):
+        return Failure(message, error.exit_code)
+    floor = {
+        "floor_bytes": error.floor_bytes,
+        "budget_bytes": error.budget_bytes,
+        "cause": error.cause,
+        "feasible": False,
+    }
+    return Failure(f"{message}; --budget {error.floor_bytes} would do", error.exit_code, floor)
 
 
 def _inner(error: Exception) -> Exception:
@@ -64,7 +78,8 @@ def _usage(error: Exception) -> str:
     """The usage error, and which help to read."""
     context = getattr(error, "ctx", None)
     command = getattr(context, "command_path", None) or "overspill"
-    return f"{' '.join(str(error.format_message()).split()).rstrip('.')}; see `{command} --help`"  # type: ignore[attr-defined]
+    message = " ".join(str(error.format_message()).split()).rstrip(".")  # type: ignore[attr-defined]
+    return f"{message}{'' if message.endswith('?') else ';'} see `{command} --help`"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -84,9 +99,10 @@ def _compiler_said(error: Exception) -> str:
     place = _place_in(str(error))
     root = _root(error)
     if not _is_from_dynamo(root):
-        return _model_raised(f"{type(root).__name__}: {_first_line(root)}", place)
-    if raised := re.match(r"raised exception (.+)", str(root)):
-        return _model_raised(raised.group(1).split("\\n")[0], place)
+        return _model_raised(_named(root), place)
+    if raised := re.match(r"raised exception (\w+)\((.*)\)", str(root), re.DOTALL):  # Dynamo gives the repr alone
+        name, argument = raised.groups()
+        return _model_raised(f"{name}: {argument.strip(QUOTES).split(NEWLINE_IN_REPR)[0]}", place)
     explanation = re.search(r"Explanation: (.+)", str(error))
     what = f"{_first_line(error)}: {explanation.group(1)}" if explanation else _first_line(error)
     return (
@@ -137,8 +153,8 @@ def _is_ours(error: Exception) -> bool:
     return True
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error).rstrip('.')}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,5 +1,7 @@
 """`overspill plan`: what a step would take under a budget, without running it."""
 
+# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -33,7 +35,11 @@ if TYPE_CHECKING:
 
 Gpu = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="A name that `overspill devices` lists, or a device file.  [default: this CPU]", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="A name that `overspill devices` lists, or a device file.  [default: this CPU]",
+        show_default=False,
+    ),
 ]
 
 
@@ -56,12 +62,13 @@ def plan(
 
     check_request(model, budget, policy, out)
     device = load_device(gpu or "cpu")
-    with narrate(f"capturing and planning {model} for {device.name}"):
+    with narrate() as narrator:
         quiet_torch()
         from overspill.runtime.session import Options
         from overspill.runtime.training import Training, preview
 
         training = Training(ModelChoice(model, small, image_size, seq_len).build, batch, optimizer)
+        narrator.now(f"capturing and planning {model} for {device.name}")
         request = {"model": model, "batch": batch, "optimizer": optimizer, "gpu": device.name, "policy": policy}
         try:
             made = preview(training, Options(budget=budget, policy=policy, device=device))
@@ -88,7 +95,7 @@ def _feasible(request: dict[str, Any], made: Plan, out: Path | None) -> Outcome:
         "in_core_step_seconds": made.in_core_seconds,
         "slowdown": made.slowdown,
         "lower_bound_seconds": made.lower_bound_seconds,
-        "exposed_transfer_seconds": made.timeline.exposed_transfer_seconds,
+        "exposed_transfer_seconds": float(made.timeline.exposed_transfer_seconds),
         "plan_seconds": made.plan_seconds,
         "peak_op": peak.at,
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},

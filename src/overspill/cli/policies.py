@@ -1,5 +1,7 @@
 """`overspill policies`: the ways to keep a step in memory."""
 
+# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
+
 from __future__ import annotations
 
 from .common import AsJson, Outcome
@@ -24,6 +26,7 @@ def policies(json: AsJson = False) -> Outcome:
     ]
     columns = ("name", "offloads", "recomputes", "plans for a budget", "what it does", "source")
     rows = [
-        (p.name, yes(p.offloads), yes(p.recomputes), yes(p.plans_for_budget), p.summary, p.source) for p in POLICIES.values()
+        (p.name, yes(p.offloads), yes(p.recomputes), yes(p.plans_for_budget), p.summary, p.source)
+        for p in POLICIES.values()
     ]
     return Outcome({"policies": found}, listing(columns, rows))

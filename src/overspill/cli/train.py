@@ -1,5 +1,7 @@
 """`overspill train`: train for real within a budget, and prove the numbers."""
 
+# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
+
 from __future__ import annotations
 
 import re
@@ -41,12 +43,21 @@ DIFFERS = 1
 Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
 StoreName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]",
+        show_default=False,
+    ),
 ]
-Check = Annotated[bool, typer.Option("--check", help="Run the same steps without Overspill too, and compare all numbers bit by bit.")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Run the same steps without Overspill too, and compare all numbers bit by bit.")
+]
 Backend = Annotated[str, typer.Option(metavar="NAME", help="What runs the planned graphs: eager or inductor.")]
 DeviceName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Where to train: cpu or cuda.  [default: cuda if there is one]", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Where to train: cpu or cuda.  [default: cuda if there is one]", show_default=False
+    ),
 ]
 
 
@@ -72,7 +83,7 @@ def train(
     del json  # `main` reads it from the arguments
     check_request(model, budget, policy, out)
     choice = ModelChoice(model, small, image_size, seq_len)
-    with narrate(f"capturing and planning {model}") as narrator:
+    with narrate() as narrator:
         quiet_torch()
         from overspill.runtime.session import Options
         from overspill.runtime.training import Training
@@ -81,6 +92,7 @@ def train(
         store = store or ("disk" if training.device == "cpu" else "pinned")
         options = Options(budget=budget, policy=policy, store=store, store_dir=store_dir, backend=backend)
         _try_store(options, training.device)
+        narrator.now(f"capturing and planning {model}")
         trained = _run(model, training, options, narrator, check=check)
     if out is not None:
         trained.plan.schedule.save(out)
@@ -144,7 +156,9 @@ def _outcome(trained: Trained, out: Path | None) -> Outcome:
 
     code = 0 if trained.identical in (True, None) else DIFFERS
     complaint = "" if code == 0 else f"not identical to plain PyTorch: {trained.difference}"
-    return Outcome(_answer(trained), training_report(trained, None if out is None else f"plan saved to {out}"), code, complaint)
+    return Outcome(
+        _answer(trained), training_report(trained, None if out is None else f"plan saved to {out}"), code, complaint
+    )
 
 
 def _answer(trained: Trained) -> dict[str, Any]:

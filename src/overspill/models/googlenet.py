@@ -34,7 +34,7 @@ def _pool() -> nn.MaxPool2d:
     return nn.MaxPool2d(3, 2, ceil_mode=True)
 
 
-class ResponseNorm(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class ResponseNorm(nn.Module):
     """Local response normalisation across five channels (Krizhevsky et al. 2012, §3.3).
 
     The window is summed from shifted slices: nn.LocalResponseNorm goes through avg_pool3d, whose CUDA backward adds
@@ -51,7 +51,7 @@ class ResponseNorm(nn.Module):  # type: ignore[misc]  # mypy does not follow tor
         return x / (1 + 1e-4 / 5 * window).pow(0.75)
 
 
-class Inception(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class Inception(nn.Module):
     """Four branches side by side on the same input, joined along channels (Figure 2b)."""
 
     def __init__(self, channels: int, widths: tuple[int, ...]) -> None:
@@ -86,7 +86,7 @@ def _auxiliary(channels: int, shrink: int, classes: int) -> nn.Sequential:
     )
 
 
-class GoogLeNet(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class GoogLeNet(nn.Module):
     """The network of Table 1; `shrink` divides every width, `auxiliary` adds the two side classifiers."""
 
     def __init__(self, *, classes: int, shrink: int, auxiliary: bool) -> None:

@@ -31,7 +31,7 @@ _FULL = _Shape(vocabulary=50257, width=768, layers=12, heads=12)
 _SMALL = _Shape(vocabulary=211, width=64, layers=2, heads=4)
 
 
-class Attention(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class Attention(nn.Module):
     """Causal self-attention."""
 
     def __init__(self, shape: _Shape) -> None:
@@ -50,7 +50,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
 
 
-class Block(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class Block(nn.Module):
     """Attention and a four times wider MLP, each on a normalised copy of the residual stream."""
 
     def __init__(self, shape: _Shape) -> None:
@@ -68,7 +68,7 @@ class Block(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-class Gpt2(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class Gpt2(nn.Module):
     """The decoder; the output head shares the token embedding's weight."""
 
     def __init__(self, shape: _Shape) -> None:

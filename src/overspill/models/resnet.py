@@ -33,7 +33,7 @@ def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequent
     return nn.Sequential(conv, nn.BatchNorm2d(width))
 
 
-class PaddedShortcut(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class PaddedShortcut(nn.Module):
     """Option A of §3.3: every `stride`-th pixel, and zeros for the channels that are new; no parameters."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -56,7 +56,7 @@ def padding(channels: int, width: int, stride: int) -> nn.Module:
     return nn.Identity() if stride == 1 and channels == width else PaddedShortcut(channels, width, stride)
 
 
-class Residual(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class Residual(nn.Module):
     """relu(branch(x) + shortcut(x))."""
 
     def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:

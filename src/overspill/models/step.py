@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .job import Job
 
 
-class TrainingStep(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class TrainingStep(nn.Module):
     """The job's model (`self.model`) with its loss: called on a batch, returns the scalar loss."""
 
     def __init__(self, job: Job) -> None:

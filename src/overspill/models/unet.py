@@ -21,7 +21,7 @@ def _pair(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
-class UNet(nn.Module):  # type: ignore[misc]  # mypy does not follow torch
+class UNet(nn.Module):
     """A contracting path, an expanding path, and a copy from each level of the one to the same level of the other."""
 
     def __init__(self, width: int) -> None:

@@ -35,7 +35,9 @@ def profile_table(device: Device, note: str) -> RenderableType:
     """All figures of `device`, and `note` below them."""
     rows = [("memory", format_bytes(device.memory_bytes))]
     rows += [(f"matrix product, {dtype}", _flop_rate(rate)) for dtype, rate in device.flops_per_second.items()]
-    rows += [(f"{layer}, share of the matrix product's rate", f"{share:.2f}") for layer, share in device.efficiency.items()]
+    rows += [
+        (f"{layer}, share of the matrix product's rate", f"{share:.2f}") for layer, share in device.efficiency.items()
+    ]
     rows += [
         ("memory bandwidth", _rate(device.memory_bytes_per_second)),
         ("store, write", _rate(device.offload_bytes_per_second)),

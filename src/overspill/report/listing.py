@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+_POWERS = ("", "k", "M", "G", "T", "P")
 
-def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = (), title: str | None = None) -> Table:
+
+def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> Table:
     """A table whose first column names things; the columns numbered in `numbers` are aligned to the right."""
     right = set(numbers)
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index in right else "left", no_wrap=index == 0 or index in right)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):  # Text: a name may hold brackets, which are markup to rich
+        justify: Literal["left", "right"] = "right" if index in right else "left"
+        table.add_column(Text(column), justify=justify, no_wrap=index == 0 or index in right)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: a name may hold brackets, which are markup to rich
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -32,10 +36,8 @@ def percent(part: float, whole: float) -> str:
 
 def format_flops(flops: float) -> str:
     """`flops` for a reader, in decimal units: `3.2 GFLOP`."""
-    for unit in ("", "k", "M", "G", "T"):
-        if flops < 1000:
-            break
+    power = 0
+    while flops >= 1000 and power < len(_POWERS) - 1:
         flops /= 1000
-    else:
-        unit = "P"
-    return f"{flops:.3g} {unit}FLOP"
+        power += 1
+    return f"{flops:.3g} {_POWERS[power]}FLOP"

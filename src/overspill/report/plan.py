@@ -34,24 +34,38 @@ class Peak:
 def peak_of(plan: Plan) -> Peak:
     """The peak of `plan`, found again by the reference machine."""
     result = check(plan.graph, plan.schedule)
-    live = [plan.graph.tensors[t] for t in result.live_at_peak]
+    at = result.peak_instruction
+    instruction = plan.schedule.instructions[at] if at >= 0 else None
+    live = [plan.graph.tensors[t] for t in {*result.live_at_peak, *_made_by(plan.graph, instruction)}]
     by_kind = Counter[TensorKind]()
     for tensor in live:
         by_kind[tensor.kind] += tensor.nbytes
     by_kind[TensorKind.WORKSPACE] += result.peak_bytes - by_kind.total()
     start = result.peak_instruction < 0
     return Peak(
-        at="the start of the step" if start else _spell(plan.graph, plan.schedule.instructions[result.peak_instruction]),
+        at="the start of the step"
+        if start
+        else _spell(plan.graph, plan.schedule.instructions[result.peak_instruction]),
         by_kind={kind: nbytes for kind, nbytes in by_kind.most_common() if nbytes},
         largest=tuple(sorted(live, key=lambda t: t.nbytes, reverse=True)[:SHOWN_TENSORS]),
     )
+
+
+def _made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
+    """What the op of `instruction`, if it has one, puts on the device."""
+    if instruction is None or instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
+        return ()
+    op = graph.ops[instruction.target]
+    return op.writes if instruction.verb is Verb.RUN else op.recompute_writes
 
 
 def plan_report(plan: Plan, peak: Peak, title: str, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of `plan`; times are simulated and say so."""
     tensors = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
     parts: list[RenderableType] = [
-        listing((title, ""), _figures(plan), numbers=(1,)),
+        Text(title),
+        "",
+        listing(("figure", "value"), _figures(plan), numbers=(1,)),
         "",
         _breakdown(plan, peak),
         "",
@@ -66,9 +80,15 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     timeline = plan.timeline
     return [
         ("budget", format_bytes(plan.budget_bytes)),
-        ("planned peak", f"{format_bytes(plan.peak_bytes)} ({percent(plan.peak_bytes, plan.budget_bytes)} of the budget)"),
+        (
+            "planned peak",
+            f"{format_bytes(plan.peak_bytes)} ({percent(plan.peak_bytes, plan.budget_bytes)} of the budget)",
+        ),
         ("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes)),
-        ("offloaded each step", f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors"),
+        (
+            "offloaded each step",
+            f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors",
+        ),
         ("recomputed each step", f"{plan.recomputed_ops} ops, {format_flops(plan.recomputed_flops)}"),
         ("simulated step", format_seconds(plan.step_seconds)),
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
@@ -81,7 +101,8 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
 
 def _breakdown(plan: Plan, peak: Peak) -> Table:
     rows = [
-        (kind.value.replace("_", " "), format_bytes(nbytes), percent(nbytes, plan.peak_bytes)) for kind, nbytes in peak.by_kind.items()
+        (kind.value.replace("_", " "), format_bytes(nbytes), percent(nbytes, plan.peak_bytes))
+        for kind, nbytes in peak.by_kind.items()
     ]
     return listing((f"the peak, at {peak.at}", "size", "share"), rows, numbers=(1, 2))
 

@@ -45,7 +45,9 @@ class Trained:
             return ()
         mine, other = self.managed.state, self.reference.state
         return tuple(
-            name for name in {**mine, **other} if name not in mine or name not in other or not same_bits(mine[name], other[name])
+            name
+            for name in {**mine, **other}
+            if name not in mine or name not in other or not same_bits(mine[name], other[name])
         )
 
     @property
@@ -54,7 +56,9 @@ class Trained:
         if self.reference is None:
             return ""
         pairs = enumerate(zip(self.managed.losses, self.reference.losses, strict=True), start=1)
-        parts = next((f"the loss of step {i} is {a!r}, not {b!r}" for i, (a, b) in pairs if a != b), "the losses are equal")
+        parts = next(
+            (f"the loss of step {i} is {a!r}, not {b!r}" for i, (a, b) in pairs if a != b), "the losses are equal"
+        )
         names = self.differing_tensors
         some = f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if names else ""
         return f"{parts}, and {len(names)} of {len(self.managed.state)} tensors of weights and buffers differ{some}"
@@ -70,11 +74,19 @@ def training_report(trained: Trained, note: str | None = None) -> RenderableType
         lines.append(f"DIFFERENT from {_plain(trained)}: {trained.difference}")
     if note:
         lines.append(note)
-    return Group(_peaks(trained), "", *(Text(line) for line in lines))
+    return Group(Text(_title(trained)), "", _peaks(trained), "", *(Text(line) for line in lines))
+
+
+def _title(trained: Trained) -> str:
+    training, options = trained.training, trained.options
+    return (
+        f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "
+        f"policy {options.policy}, {options.store} store, {options.backend} backend"
+    )
 
 
 def _peaks(trained: Trained) -> Table:
-    run, plan, training, options = trained.managed, trained.plan, trained.training, trained.options
+    run, plan = trained.managed, trained.plan
     rows = [
         ("budget", plan.budget_bytes),
         ("planned peak", plan.peak_bytes),
@@ -83,12 +95,11 @@ def _peaks(trained: Trained) -> Table:
     ]
     if trained.reference is not None:
         rows.append(("unmanaged peak (measured)", trained.reference.measured_peak_bytes))
-    title = (
-        f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "
-        f"policy {options.policy}, {options.store} store, {options.backend} backend"
-    )
-    cells = [(what, format_bytes(n), percent(n, plan.budget_bytes), percent(n, plan.unmanaged_peak_bytes)) for what, n in rows]
-    return listing(("", "size", "of the budget", "of unmanaged"), cells, numbers=(1, 2, 3), title=title)
+    cells = [
+        (what, format_bytes(n), percent(n, plan.budget_bytes), percent(n, plan.unmanaged_peak_bytes))
+        for what, n in rows
+    ]
+    return listing(("", "size", "of the budget", "of unmanaged"), cells, numbers=(1, 2, 3))
 
 
 def _headline(trained: Trained) -> str:
@@ -101,7 +112,11 @@ def _headline(trained: Trained) -> str:
 
 def _moved(trained: Trained) -> str:
     plan = trained.plan
-    again = f"recomputed {plan.recomputed_ops} ops ({format_flops(plan.recomputed_flops)})" if plan.recomputed_ops else "recomputed nothing"
+    again = (
+        f"recomputed {plan.recomputed_ops} ops ({format_flops(plan.recomputed_flops)})"
+        if plan.recomputed_ops
+        else "recomputed nothing"
+    )
     return f"each step moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
 
 

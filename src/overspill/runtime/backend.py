@@ -51,7 +51,7 @@ class _GraphCompiler:
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
                 return compile_with_inductor(self.module, self.examples, self.partition)
-            return aot_autograd(  # type: ignore[no-any-return]
+            return aot_autograd(
                 fw_compiler=self._boxed,
                 bw_compiler=self._boxed,
                 inference_compiler=self._infer,

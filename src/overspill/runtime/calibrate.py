@@ -111,16 +111,7 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
     blocks = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
     engine.store.reserve(2 * BLOCKS * BLOCK_BYTES)
     _offload(engine, blocks)  # the first round fills the arena; its slots are free again when the handles are gone
-    out, back, both = [], [], []
-    for _ in range(3):
-        seconds, handles = _timed(lambda: _offload(engine, blocks))
-        out.append(seconds)
-        seconds, _tensors = _timed(lambda: _prefetch(engine, handles))  # noqa: B023 - called at once
-        back.append(seconds)
-        del _tensors
-        seconds, _moved = _timed(lambda: _both_ways(engine, blocks, handles))  # noqa: B023
-        both.append(seconds)
-        del _moved, handles
+    out, back, both = zip(*(_round(engine, blocks) for _ in range(3)), strict=True)
     page = torch.zeros(4096, dtype=torch.uint8)
     trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
     nbytes = BLOCKS * BLOCK_BYTES
@@ -130,6 +121,13 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
         latency_seconds=median(trips) / 2,
         full_duplex=min(both) < DUPLEX_SHARE * (min(out) + min(back)),
     )
+
+
+def _round(engine: TransferEngine, blocks: list[Tensor]) -> tuple[float, float, float]:
+    """Seconds that offloading `blocks`, prefetching them, and both at once take."""
+    out, handles = _timed(lambda: _offload(engine, blocks))
+    back = _timed(lambda: _prefetch(engine, handles))[0]
+    return out, back, _timed(lambda: _both_ways(engine, blocks, handles))[0]
 
 
 def _timed(action: Callable[[], T]) -> tuple[float, T]:
@@ -236,7 +234,7 @@ def _op_overhead() -> float:
 
 def _efficiency(peak_rate: float) -> dict[str, float]:
     """The share of the matrix product's rate that layers reach, forward and backward together, by layer type."""
-    image, fine, coarse = torch.randn(8, 64, 56, 56), torch.randn(64, 64, 3, 3), torch.randn(256, 64, 1, 1)
+    image, fine, coarse = torch.randn(4, 64, 56, 56), torch.randn(64, 64, 3, 3), torch.randn(256, 64, 1, 1)
     tokens, weight = torch.randn(1024, 768), torch.randn(3072, 768)
     heads = torch.randn(2, 12, 256, 64)
     pixels = image.shape[0] * 56 * 56

@@ -77,7 +77,7 @@ class TransferEngine:
         stored = self._table[int(handle)]
         storage = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device).untyped_storage()
         tensor = torch.empty(0, dtype=stored.dtype, device=stored.device)
-        tensor.set_(storage, stored.offset, stored.size, stored.stride)  # type: ignore[call-overload]
+        tensor.set_(storage, stored.offset, stored.size, stored.stride)
         slot = stored.slot
         self._arriving[storage._cdata] = self._inward.submit(
             lambda bytes_: self.store.read(slot, bytes_), _bytes_of(storage)
@@ -117,4 +117,4 @@ def _release(engine: weakref.ref[TransferEngine], key: int) -> None:
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """The storage as a one-dimensional uint8 tensor, which keeps it alive."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
-class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class _Partitioner(CustomPartitionerFn):
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
 
@@ -46,4 +46,4 @@ def compile_with_inductor(module: fx.GraphModule, examples: Sequence[Any], parti
         # Random numbers as eager draws them, so that a run does not depend on how Inductor fused it.
         "fallback_random": True,
     }
-    return compile_fx(module, examples, config_patches=patches)  # type: ignore[no-any-return]
+    return compile_fx(module, examples, config_patches=patches)

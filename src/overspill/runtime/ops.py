@@ -8,6 +8,7 @@ a variant that mutates instead is silently reordered by Inductor (2.11 to 2.13).
 from __future__ import annotations
 
 import itertools
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,10 +45,9 @@ def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:  # noqa
     _engine(engine).await_offload(handle)
 
 
-def _prefetch(
-    handle: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, engine: int
-) -> Tensor:
-    return _engine(engine).prefetch(handle)
+def _prefetch(handle: Tensor, *_seen_and_engine: Any) -> Tensor:
+    # Size, strides, dtype and device are for the compiler; the engine restores what it saw when the tensor left.
+    return _engine(_seen_and_engine[-1]).prefetch(handle)
 
 
 def _await_prefetch(arriving: Tensor, engine: int) -> Tensor:

@@ -27,7 +27,7 @@ def trace_of(graph: Graph, schedule: Schedule) -> Trace:
         elif instruction.verb is Verb.PREFETCH:
             open_since[instruction.target] = position
         elif instruction.verb is Verb.FREE:
-            tensor = graph.tensors[instruction.target]
-            spans.append((open_since.pop(tensor.id), position, tensor.nbytes, tensor.name))
+            freed = graph.tensors[instruction.target]
+            spans.append((open_since.pop(freed.id), position, freed.nbytes, freed.name))
     spans += [(start, end, graph.tensors[t].nbytes, graph.tensors[t].name) for t, start in open_since.items()]
     return Trace(tuple(Block(i, *span) for i, span in enumerate(sorted(spans))))

@@ -1,0 +1,130 @@
+"""Paired timing: a plain and a managed copy of one job take steps in turn, in one process; the ratio is taken pair by pair."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.models import load
+from overspill.models.step import TrainingStep
+from overspill.policies.planning import Plan
+from overspill.runtime.compile import compile_in
+from overspill.runtime.session import Options, Session
+from overspill.runtime.training import OPTIMIZERS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: a built-in model, its batch, and what `load` takes besides."""
+
+    model: str
+    batch: int
+    seq_len: int | None = None
+    small: bool = False
+
+
+class Stepper:
+    """One copy of a job that can take timed steps; managed if it has a session."""
+
+    def __init__(self, case: Case, device: torch.device, session: Session | None = None) -> None:
+        torch.manual_seed(0)
+        job = load(case.model, small=case.small, seq_len=case.seq_len)
+        self.device = device
+        self.module = TrainingStep(job).to(device)
+        self.batch: tuple[Tensor, ...] = tuple(t.to(device) for t in job.make_batch(case.batch))
+        self.optimizer = OPTIMIZERS["sgd"](self.module.parameters())
+        self.call: Callable[..., Tensor] = self.module
+        if session is not None:
+            session.watch(self.module, self.optimizer)
+            self.call = compile_in(session, self.module, fullgraph=True)
+
+    def step(self, seed: int) -> tuple[float, float]:
+        """Seconds and loss of one step; equal seeds give equal dropout."""
+        torch.manual_seed(seed)
+        begun = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.call(*self.batch)
+        loss.backward()
+        self.optimizer.step()
+        value = loss.item()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begun, value
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Step times of both sides, their losses' equality, and the plan of the managed side."""
+
+    plain_seconds: list[float]
+    managed_seconds: list[float]
+    losses_identical: bool
+    plan: Plan
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of one comparison, measured and simulated ones under names of their own."""
+        ratios = [m / p for m, p in zip(self.managed_seconds, self.plain_seconds, strict=True)]
+        plan = self.plan
+        return {
+            "budget_bytes": plan.budget_bytes,
+            "planned_peak_bytes": plan.peak_bytes,
+            "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
+            "offloaded_bytes": plan.offloaded_bytes,
+            "recomputed_ops": plan.recomputed_ops,
+            "plan_seconds": plan.plan_seconds,
+            "plain_step_seconds": self.plain_seconds,
+            "managed_step_seconds": self.managed_seconds,
+            "measured_ratio_median": statistics.median(ratios),
+            "measured_ratio_min": min(ratios),
+            "measured_ratio_max": max(ratios),
+            "simulated_slowdown": plan.slowdown,
+            "simulated_exposed_transfer_seconds": plan.timeline.exposed_transfer_seconds,
+            "losses_identical": self.losses_identical,
+        }
+
+
+def compare(case: Case, options: Options, device: torch.device, pairs: int, warmup: int = 1) -> Pairs:
+    """Step both copies in turn: `warmup` pairs that do not count (compilation, first touch of the store), then `pairs`."""
+    session = Session(options)
+    try:
+        plain, managed = Stepper(case, device), Stepper(case, device, session)
+        sides: tuple[list[float], list[float]] = ([], [])
+        identical = True
+        for index in range(warmup + pairs):
+            (plain_seconds, plain_loss), (managed_seconds, managed_loss) = plain.step(index), managed.step(index)
+            identical &= plain_loss == managed_loss
+            if index >= warmup:
+                sides[0].append(plain_seconds)
+                sides[1].append(managed_seconds)
+        return Pairs(*sides, identical, session.plans[0])
+    finally:
+        session.close()
+        torch._dynamo.reset()
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = f"{len(names)} x {names[0]}" if names else cpu
+    found = {
+        "cpu": cpu,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    return found

@@ -1,0 +1,225 @@
+"""What each command promises: its JSON keys, its exit code, and that JSON stands alone on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import Overspill
+
+import overspill as package
+from overspill.core import Device, Schedule
+from overspill.devices import device_names
+from overspill.models import names
+from overspill.policies import POLICIES
+from overspill.runtime import training
+
+PLAN_KEYS = {
+    "policy", "budget_bytes", "peak_bytes", "feasible", "offloaded_bytes", "recomputed_flops", "step_seconds",
+    "in_core_step_seconds", "slowdown", "lower_bound_seconds", "plan_seconds",
+}  # fmt: skip
+TRAIN_KEYS = {
+    "model", "batch", "policy", "device", "budget_bytes", "planned_peak_bytes", "measured_peak_bytes",
+    "unmanaged_peak_bytes", "offloaded_bytes", "losses", "step_seconds",
+}  # fmt: skip
+TIGHT = "train nets:deep --batch 512 --budget 80%"
+
+
+def assert_units(value: Any, name: str = "") -> None:
+    """Sizes are integers called `*_bytes`, times are floats called `*_seconds`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "sources":
+                assert_units(inner, str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            assert_units(inner, name)
+    elif value is not None and name.endswith("_bytes"):
+        assert isinstance(value, int)
+    elif value is not None and name.endswith("_seconds"):
+        assert isinstance(value, float)
+
+
+def test_plan_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
+    done = overspill("plan alexnet --small --batch 16 --json --gpu titan-x --budget 2MiB")
+    answer = done.answer
+    assert done.code == 0
+    assert answer.keys() >= PLAN_KEYS
+    assert_units(answer)
+    assert answer["feasible"] is True
+    assert answer["gpu"] == "titan-x"
+    assert answer["budget_bytes"] == 2 << 20
+    assert answer["peak_bytes"] <= answer["budget_bytes"]
+    assert sum(answer["breakdown"].values()) == answer["peak_bytes"]
+
+
+def test_an_infeasible_plan_gives_the_same_keys_and_the_floor(overspill: Overspill) -> None:
+    answer = overspill("plan alexnet --small --batch 16 --json --budget 1KiB").answer
+    assert answer.keys() >= PLAN_KEYS | {"floor_bytes", "cause"}
+    assert answer["peak_bytes"] is None
+
+
+def test_without_a_budget_the_whole_device_is_planned_for(overspill: Overspill) -> None:
+    answer = overspill("plan alexnet --small --batch 16 --json --gpu titan-x").answer
+    assert answer["budget_bytes"] > 11 << 30
+    assert answer["offloaded_bytes"] == 0
+
+
+def test_train_gives_the_keys_of_the_contract_and_moves_what_it_planned(overspill: Overspill, store_dir: Path) -> None:
+    done = overspill(f"{TIGHT} --check --json --store-dir {store_dir} --optimizer momentum")
+    answer = done.answer
+    assert done.code == 0
+    assert answer.keys() >= TRAIN_KEYS | {"reference_losses", "identical"}
+    assert_units(answer)
+    assert answer["identical"] is True
+    assert answer["losses"] == answer["reference_losses"]
+    assert len(answer["losses"]) == len(answer["step_seconds"]) == 3
+    assert answer["measured_peak_bytes"] <= answer["planned_peak_bytes"] <= answer["budget_bytes"]
+    assert answer["reference_peak_bytes"] > answer["budget_bytes"]
+    assert answer["offloaded_bytes"] > 0
+    assert (answer["store"], answer["device"], answer["backend"]) == ("disk", "cpu", "eager")
+    assert not list(store_dir.iterdir())
+
+
+def test_train_tells_a_reader_the_peaks_the_losses_and_that_they_are_identical(overspill: Overspill) -> None:
+    done = overspill(f"{TIGHT} --check --steps 2 --store host")
+    assert done.code == 0
+    assert "measured peak" in done.out
+    assert (
+        "identical: losses and all 32 tensors of weights and buffers are equal to plain PyTorch to the last bit"
+        in done.out
+    )
+    assert "simulated" in done.out
+    assert [line.split(":")[0] for line in done.err.splitlines()] == [
+        "capturing and planning nets",
+        "step 1/2",
+        "step 2/2",
+        "training the same steps without Overspill",
+    ]
+
+
+def test_plan_labels_what_is_simulated_and_names_the_peak(overspill: Overspill) -> None:
+    done = overspill("plan alexnet --small --batch 16 --budget 2MiB")
+    assert done.code == 0
+    assert "simulated step" in done.out
+    assert "Times are simulated, not measured." in done.out
+    assert "the peak, at" in done.out
+
+
+def test_a_run_that_differs_from_plain_training_is_a_clear_negative(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = training.train_plain
+
+    def shifted(*arguments: Any) -> training.Run:
+        run = plain(*arguments)
+        run.losses[1] += 1.0
+        run.state["model.0.weight"][0, 0] += 1.0
+        return run
+
+    monkeypatch.setattr(training, "train_plain", shifted)
+    done = overspill("train nets:deep --batch 4 --check --json")
+    assert done.code == 1
+    assert done.answer["identical"] is False
+    assert done.answer["differing_tensors"] == ["model.0.weight"]
+    assert "the loss of step 2 is" in done.error
+    assert "1 of 32 tensors of weights and buffers differ (model.0.weight)" in done.error
+
+
+def test_what_the_users_code_prints_does_not_mix_with_the_json(overspill: Overspill) -> None:
+    done = overspill("train nets:talkative --batch 4 --steps 1 --json")
+    assert done.answer["model"] == "nets:talkative"
+    assert "hello from" in done.err
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(overspill: Overspill) -> None:
+    answer = overspill("train nets:diverges --batch 4 --steps 1 --json").answer
+    assert answer["losses"] == [None]
+
+
+@pytest.mark.parametrize("command", ["plan nets:deep --batch 4", "train nets:deep --batch 4 --steps 1"])
+def test_the_plan_is_saved_where_asked(overspill: Overspill, tmp_path: Path, command: str) -> None:
+    assert overspill(f"{command} --out plan.json").code == 0
+    assert Schedule.load(tmp_path / "plan.json").policy == "auto"
+
+
+def test_the_lists_hold_all_there_is(overspill: Overspill) -> None:
+    models, policies, devices = (overspill(f"{what} --json").answer for what in ("models", "policies", "devices"))
+    assert [m["name"] for m in models["models"]] == list(names())
+    assert [p["name"] for p in policies["policies"]] == list(POLICIES)
+    assert [d["name"] for d in devices["devices"]] == list(device_names())
+    for answer in (models, policies, devices):
+        assert_units(answer)
+
+
+def test_the_lists_can_be_read(overspill: Overspill) -> None:
+    for what, name in (("models", "resnet50"), ("policies", "vdnn-conv"), ("devices", "titan-x")):
+        done = overspill(what)
+        assert done.code == 0
+        assert name in done.out
+        assert done.err == ""
+
+
+def test_calibrate_prints_the_profile_and_keeps_it_where_plans_find_it(
+    overspill: Overspill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(
+        "cpu", "cpu", 1 << 30, {"float32": 1e10}, 1e10, 2e9, 3e9, 1e-5, 2e-6, full_duplex=False, context_bytes=0
+    )
+    monkeypatch.setattr("overspill.runtime.calibrate.calibrate", lambda *_: device)
+    answer = overspill("calibrate --json").answer
+    assert answer["offload_bytes_per_second"] == 2e9
+    assert answer["path"] == str(tmp_path / "cache" / "cpu.json")
+    done = overspill("calibrate --out mine.json")
+    assert "store, write" in done.out
+    assert Device.load(tmp_path / "mine.json") == device
+    listed = {d["name"]: d for d in overspill("devices --json").answer["devices"]}
+    assert listed["cpu"]["offload_bytes_per_second"] == 2e9
+
+
+def test_the_version_is_the_packages(overspill: Overspill) -> None:
+    assert overspill("--version").out == f"overspill {package.__version__}\n"
+
+
+def test_help_names_every_command_and_option(overspill: Overspill) -> None:
+    top = overspill("--help").out
+    for command in ("train", "plan", "models", "policies", "devices", "calibrate"):
+        assert command in top
+        done = overspill(f"{command} --help")
+        assert done.code == 0
+        assert "--json" in done.out
+
+
+def test_help_and_lists_do_without_torch() -> None:
+    program = (
+        "import sys; from overspill.cli import main\n"
+        "codes = [main(words.split()) for words in ('--help', 'models', 'policies', 'devices', 'train --help')]\n"
+        "sys.exit(any(codes) or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command_and_its_errors_are_one_line() -> None:
+    command = [sys.executable, "-m", "overspill", "train", "resnet50", "--batch", "2", "--budget", "12XB", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["exit_code"] == 2
+    assert done.stderr.startswith("error: '12XB' is not a size")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "overspill", "models"], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert done.returncode == 0
+    assert done.stderr == ""

@@ -1,0 +1,74 @@
+"""A plan's report adds up, and shows names as they are."""
+
+from __future__ import annotations
+
+from rich.console import Console, RenderableType
+from tests.simulate.graphs import DEVICE, Build
+
+from overspill.core import Graph, Phase, TensorKind
+from overspill.policies.planning import Plan, make_plan
+from overspill.report.plan import peak_of, plan_report
+
+
+def shown(what: RenderableType) -> str:
+    """What a terminal of 120 columns would show."""
+    console = Console(width=120, force_terminal=False)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+def step() -> Graph:
+    """Two saved tensors, the first of which is far from its use, and scratch space in the middle."""
+    build = Build()
+    weight = build.tensor(8192, TensorKind.PARAMETER, "blocks[0].weight", persistent=True)
+    far = build.tensor(65536, name="far [red]")
+    near = build.tensor(32768, name="near")
+    gradient = build.tensor(16384, TensorKind.TEMPORARY, "gradient")
+    build.op((weight,), (far,))
+    build.op((far,), (near,), workspace_bytes=4096)
+    build.op((near,), (gradient,), Phase.BACKWARD, layer="head")
+    build.op((gradient, far), (), Phase.BACKWARD)
+    return build.graph()
+
+
+def plan(budget_bytes: int = 1 << 20, policy: str = "liveness") -> Plan:
+    return make_plan(step(), DEVICE, policy, budget_bytes)
+
+
+def test_the_breakdown_of_the_peak_adds_up_to_the_peak() -> None:
+    for policy in ("liveness", "in-core", "vdnn-all"):
+        made = plan(policy=policy)
+        assert sum(peak_of(made).by_kind.values()) == made.peak_bytes
+
+
+def test_the_peak_names_its_op_and_its_largest_tensors_first() -> None:
+    peak = peak_of(plan())
+    assert peak.at == "op2 (head, backward)"
+    assert [tensor.name for tensor in peak.largest] == ["far [red]", "near", "gradient", "blocks[0].weight"]
+    assert list(peak.by_kind) == [TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.PARAMETER]
+
+
+def test_scratch_space_counts_as_workspace() -> None:
+    build = Build()
+    made = build.tensor(4096)
+    build.op((), (made,), workspace_bytes=1000)
+    build.op((made,), (), Phase.BACKWARD)
+    peak = peak_of(make_plan(build.graph(), DEVICE, "liveness", 1 << 20))
+    assert peak.by_kind == {TensorKind.ACTIVATION: 4096, TensorKind.WORKSPACE: 1000}
+
+
+def test_a_step_of_nothing_peaks_at_its_start() -> None:
+    build = Build()
+    build.tensor(4096, TensorKind.PARAMETER, persistent=True)
+    assert peak_of(make_plan(build.graph(), DEVICE, "liveness", 1 << 20)).at == "the start of the step"
+
+
+def test_the_report_shows_names_with_brackets_and_labels_times_as_simulated() -> None:
+    made = plan()
+    text = shown(plan_report(made, peak_of(made), "toy [bold], batch 2", "saved [green] somewhere"))
+    for part in ("far [red]", "blocks[0].weight", "toy [bold], batch 2", "saved [green] somewhere"):
+        assert part in text
+    times = [line for line in text.splitlines() if line.startswith(("simulated", "lower bound", "planning"))]
+    assert len(times) == 6
+    assert "Times are simulated, not measured." in text

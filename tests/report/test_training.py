@@ -1,0 +1,66 @@
+"""A run's report says in words whether the numbers are those of plain training, and where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.report.test_plan import plan, shown
+
+from overspill.models import load
+from overspill.report.training import Trained, training_report
+from overspill.runtime.session import Options
+from overspill.runtime.training import Run, Training
+
+
+def run(
+    losses: tuple[float, ...] = (2.0, 1.5, 1.25), bias: float = 0.0, seconds: tuple[float, ...] = (9.0, 1.0, 0.5)
+) -> Run:
+    state = {"weight": torch.ones(2), "bias": torch.full((2,), bias)}
+    return Run(list(losses), list(seconds), measured_peak_bytes=100 << 10, state=state, offloaded_bytes=64 << 10)
+
+
+def trained(reference: Run | None = None) -> Trained:
+    training = Training(lambda: load("alexnet", small=True), 4)
+    return Trained("toy [bold]", training, Options(store="disk"), run(), plan(), reference)
+
+
+def test_without_a_reference_nothing_is_said_of_identity() -> None:
+    result = trained()
+    assert result.identical is None
+    assert "identical" not in shown(training_report(result))
+
+
+def test_equal_numbers_are_said_to_be_identical_with_the_count_of_tensors() -> None:
+    text = shown(training_report(trained(run())))
+    assert (
+        "identical: losses and all 2 tensors of weights and buffers are equal to plain PyTorch to the last bit" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "difference"),
+    [
+        (lambda: run(losses=(2.0, 1.5, 1.0)), "the loss of step 3 is 1.25, not 1.0, and 0 of 2 tensors"),
+        (lambda: run(bias=-0.0), "the losses are equal, and 1 of 2 tensors of weights and buffers differ (bias)"),
+    ],
+)
+def test_different_numbers_are_located(reference: Callable[[], Run], difference: str) -> None:
+    result = trained(reference())
+    assert result.identical is False
+    assert difference in result.difference
+    assert f"DIFFERENT from plain PyTorch: {result.difference}" in " ".join(shown(training_report(result)).split())
+
+
+def test_the_report_sets_the_measured_peak_against_budget_and_unmanaged_peak() -> None:
+    result = trained()
+    text = shown(training_report(result, "plan saved to [x].json"))
+    assert "measured peak 100.0 KiB of a 1.0 MiB budget; unmanaged 120.0 KiB (83.3 %)" in text
+    assert "each step moved 64.0 KiB to the disk store and recomputed nothing" in text
+    assert "toy [bold], batch 4" in text
+    assert "plan saved to [x].json" in text
+
+
+def test_the_usual_step_is_not_the_one_that_compiles() -> None:
+    assert "step 500.0 ms" in shown(training_report(trained()))

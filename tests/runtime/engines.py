@@ -1,0 +1,59 @@
+"""Transfer engines over every kind of lane, and what the tests of the engine do with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from tests.runtime.fake_cuda import FakeCuda, LateHostStore
+from torch import Tensor
+
+from overspill.runtime.engine import TransferEngine, make_engine
+from overspill.runtime.stores import DiskStore, HostStore, Store
+from overspill.runtime.streams import StreamLane
+
+CPU = torch.device("cpu")
+
+
+def with_threads(store: Store) -> TransferEngine:
+    return make_engine(store, CPU)
+
+
+def with_streams(store: Store, cuda: FakeCuda | None = None) -> TransferEngine:
+    cuda = cuda or FakeCuda()
+    return TransferEngine(store, StreamLane(CPU, cuda), StreamLane(CPU, cuda))
+
+
+def with_late_streams() -> TransferEngine:
+    cuda = FakeCuda()
+    return with_streams(LateHostStore(cuda), cuda)
+
+
+ENGINES: dict[str, Callable[[], TransferEngine]] = {
+    "threads, disk": lambda: with_threads(DiskStore()),
+    "threads, host": lambda: with_threads(HostStore()),
+    "streams, host": lambda: with_streams(HostStore()),
+    "streams, late copies": with_late_streams,
+}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def send(engine: TransferEngine, source: Tensor) -> Tensor:
+    handle = engine.offload(source)
+    engine.await_offload(handle)
+    return handle
+
+
+def bring(engine: TransferEngine, handle: Tensor) -> Tensor:
+    tensor = engine.prefetch(handle)
+    engine.await_prefetch(tensor)
+    return tensor
+
+
+def transfer_threads() -> list[str]:
+    """The names of the threads that lanes run."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
