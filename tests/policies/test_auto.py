@@ -11,13 +11,13 @@ from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.costs import MeasuredTimes, signature
+from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.policies.auto import Auto
 from overspill.policies.base import SMALLEST_MOVE_BYTES
 from overspill.policies.floor import floor_of
 from overspill.policies.planning import unmanaged_peak
 from overspill.policies.program import Program
-from overspill.simulate import check
+from overspill.simulate import check, simulate
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 shares = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0])
@@ -129,3 +129,13 @@ def test_what_is_random_is_never_recomputed() -> None:
     slow = replace(DEVICE, offload_bytes_per_second=1e3, prefetch_bytes_per_second=1e3)
     graph = network([Layer(50_000, flops=10**6, random=True) for _ in range(10)])
     assert Verb.RECOMPUTE not in moved(Auto().plan(graph, slow, between(graph, 0.5)))
+
+
+@pytest.mark.xfail(strict=True, reason="the greedy choice under the larger budget is dearer; the plan for the smaller one still fits")
+def test_a_larger_budget_is_never_slower() -> None:
+    layers = [Layer(20_000, flops=10**7), Layer(10_000, flops=10**5), Layer(40_000, flops=10**5)]
+    graph = network(layers)
+    seconds = op_seconds(graph, DEVICE)
+    plans = [Auto().plan(graph, DEVICE, between(graph, share)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    steps = [simulate(graph, made, DEVICE, seconds).step_seconds for made in plans]
+    assert steps == sorted(steps, reverse=True)

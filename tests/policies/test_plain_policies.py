@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import ceil, sqrt
 
 import pytest
 from hypothesis import given, settings
-from tests.simulate.graphs import DEVICE, Layer, network, networks
+from tests.simulate.graphs import DEVICE, Layer, layers, network, networks
 
 from overspill.core import Graph, Phase, TensorKind, Verb
 from overspill.policies.checkpoint import Checkpoint
@@ -63,9 +64,11 @@ def test_checkpoint_recomputes_each_op_at_most_once(graph: Graph) -> None:
     assert len(remade) == len(set(remade))
 
 
-@given(networks())
+@given(layers())
 @EXAMPLES
-def test_checkpoint_never_retains_more_than_liveness(graph: Graph) -> None:
+def test_checkpoint_never_retains_more_than_liveness_where_backward_reads_all_inputs(drawn: list[Layer]) -> None:
+    # Elsewhere it may: what a recomputation reads is then kept for nothing else.
+    graph = network([replace(layer, saves_input=True) for layer in drawn])
     kept, plain = (retained_bytes(graph, policy().plan(graph, DEVICE)) for policy in (Checkpoint, Liveness))
     assert kept <= plain
 

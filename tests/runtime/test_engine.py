@@ -150,7 +150,7 @@ def test_a_handle_saved_by_autograd_gives_its_slot_back_with_the_graph(engine: T
             return 2 * gradient * bring(engine, *ctx.saved_tensors)
 
     x = numbers(50).requires_grad_()
-    y = Square.apply(x).sum()  # type: ignore[no-untyped-call]
+    y = Square.apply(x).sum()
     assert engine.stored_count == 1
     if with_backward:
         y.backward()

@@ -102,7 +102,7 @@ def temporaries() -> Iterator[Any]:
         yield pytest.param(name, shapes, marks=[pytest.mark.xfail(strict=True, reason=reason)] if reason else [])
 
 
-@pytest.mark.parametrize(("name", "shapes"), temporaries())
+@pytest.mark.parametrize(("name", "shapes"), list(temporaries()))
 def test_the_temporaries_are_foretold_from_above_and_within_a_factor_of_two(name: str, shapes: str) -> None:
     optimizer = OPTIMIZERS[name](parameters(SHAPES[shapes]))
     foretold, real = optimizer_needs([optimizer]).update_bytes, real_needs(optimizer).update_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -157,9 +158,11 @@ def test_a_wait_lets_only_the_copies_up_to_its_event_run() -> None:
     cuda = FakeCuda()
     lane = StreamLane(CPU, cuda)
     ran: list[int] = []
-    tickets = [
-        lane.submit(lambda _, i=i: cuda.current.queue.append(lambda: ran.append(i)), torch.empty(1)) for i in range(3)
-    ]  # type: ignore[misc]
+
+    def copy(number: int) -> Callable[[Tensor], None]:
+        return lambda _: cuda.current.queue.append(lambda: ran.append(number))
+
+    tickets = [lane.submit(copy(i), torch.empty(1)) for i in range(3)]
     tickets[1].wait()
     assert ran == [0, 1]
     tickets[2].wait()

@@ -177,10 +177,15 @@ _LAYERS = st.builds(
 )
 
 
-def networks(max_layers: int = 12) -> st.SearchStrategy[Graph]:
-    """Random steps: forks, masks, random ops, tensors that are small or must stay, ops of no time."""
+def layers(max_layers: int = 12) -> st.SearchStrategy[list[Layer]]:
+    """Random layers, mostly many."""
     lengths = st.sampled_from([*range(max_layers // 2, max_layers + 1), 1, 2])
-    return lengths.flatmap(lambda n: st.lists(_LAYERS, min_size=n, max_size=n)).map(network)
+    return lengths.flatmap(lambda n: st.lists(_LAYERS, min_size=n, max_size=n))
+
+
+def networks() -> st.SearchStrategy[Graph]:
+    """Random steps: forks, masks, random ops, tensors that are small or must stay, ops of no time."""
+    return layers().map(network)
 
 
 def devices(max_share: float = 0.5) -> st.SearchStrategy[Device]:

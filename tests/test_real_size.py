@@ -1,0 +1,79 @@
+"""ResNet-50 at batch 32 for real: it trains where plain PyTorch dies for want of memory, with plain PyTorch's losses."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+LIMIT_BYTES = 3 * 2**30
+PLAIN = """
+import torch
+from overspill.models import load
+from overspill.runtime.training import Training, train_plain
+from overspill.runtime.session import Options
+print(train_plain(Training(lambda: load("resnet50"), 32, steps=2), Options()).losses)
+"""
+
+
+def run(command: Sequence[str], limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    """`command` in a child process, in at most `limit_bytes` of address space."""
+
+    def limit() -> None:
+        if limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, env=environment, check=False)  # noqa: PLW1509
+
+
+@pytest.mark.slow
+def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_path) -> None:
+    train = ["train", "resnet50", "--batch", "32", "--budget", "1.2GiB", "--steps", "2", "--store-dir", str(tmp_path), "--json"]
+    managed = run([sys.executable, "-m", "overspill", *train], LIMIT_BYTES)
+    assert managed.returncode == 0, managed.stderr
+    result = json.loads(managed.stdout)
+    limited = run([sys.executable, "-c", PLAIN], LIMIT_BYTES)
+    assert limited.returncode != 0
+    assert "can't allocate memory" in limited.stderr
+    plain = run([sys.executable, "-c", PLAIN])
+    assert plain.returncode == 0, plain.stderr
+    assert result["losses"] == json.loads(plain.stdout)
+    assert result["measured_peak_bytes"] <= result["planned_peak_bytes"] <= result["budget_bytes"]
+    assert result["measured_peak_bytes"] >= 0.98 * result["planned_peak_bytes"]
+    assert result["measured_peak_bytes"] <= 0.48 * result["unmanaged_peak_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "batch", "share"), [("resnet50", 32, 0.45), ("vgg16", 16, 0.60), ("gpt2", 4, 0.60)]
+)
+def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewer_bytes_than_vdnn_all(
+    model: str, batch: int, share: float
+) -> None:
+    from overspill.models import load
+    from overspill.runtime.session import Options
+    from overspill.runtime.training import Training, preview
+
+    training = Training(lambda: load(model), batch)
+    plan = preview(training, Options(budget=share))
+    assert plan.peak_bytes <= share * plan.unmanaged_peak_bytes
+    at_sixty = preview(training, Options(budget=0.6))
+    everything = preview(training, Options(budget="1TiB", policy="vdnn-all"))
+    assert at_sixty.offloaded_bytes < 0.9 * everything.offloaded_bytes
+
+
+@pytest.mark.slow
+def test_planning_resnet152_takes_seconds() -> None:
+    from overspill.models import load
+    from overspill.runtime.session import Options
+    from overspill.runtime.training import Training, preview
+
+    plan = preview(Training(lambda: load("resnet152"), 32), Options(budget=0.45))
+    assert len(plan.graph.ops) > 1000
+    # Not a benchmark: a guard against planning that is no longer nearly linear. It takes well under a second.
+    assert plan.plan_seconds < 5
