@@ -128,9 +128,6 @@ def test_a_store_works_on_after_a_full_disk(store: DiskStore, monkeypatch: pytes
     assert torch.equal(target, some_bytes())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=FileNotFoundError, reason="DiskStore._grow asks the directory, not its file, for the free space"
-)
 def test_a_full_disk_is_a_store_error_even_when_the_directory_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

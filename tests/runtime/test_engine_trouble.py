@@ -70,7 +70,6 @@ def test_a_store_that_fails_is_never_silent(make: Callable[[Store], TransferEngi
         send(engine, numbers(10))
 
 
-@pytest.mark.xfail(strict=True, reason="threads: the table holds the error, whose traceback holds the handle; streams: no handle yet")
 @pytest.mark.parametrize("make", [with_threads, with_streams])
 def test_a_write_that_failed_keeps_no_slot(make: Callable[[Store], TransferEngine]) -> None:
     with closing(make(Failing(writes=False))) as engine:
@@ -103,14 +102,12 @@ def reads_what_was_stored_after_its_handle_died(engine: TransferEngine, let_go: 
     return torch.equal(back, numbers(1000)) and other.numel() == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a dying handle releases its slot although a prefetch still reads from it")
 def test_a_slot_is_not_reused_while_a_thread_still_reads_it() -> None:
     store = Held()
     with closing(with_threads(store)) as engine:
         assert reads_what_was_stored_after_its_handle_died(engine, store.let_go.set)
 
 
-@pytest.mark.xfail(strict=True, reason="a dying handle releases its slot although a prefetch still reads from it")
 def test_a_slot_is_not_reused_while_a_stream_still_reads_it() -> None:
     with closing(with_late_streams()) as engine:
         assert reads_what_was_stored_after_its_handle_died(engine, lambda: None)

@@ -86,28 +86,12 @@ def test_the_state_is_foretold_for_other_dtypes(name: str, dtype: torch.dtype) -
     assert foretold.state_bytes == real_needs(optimizer).state_bytes
 
 
-# Eager optimizers hold the temporaries of one parameter until those of the next have been made.
-HELD_OVER = ("Adam", "AdamW, amsgrad", "AdamW, maximize", "Adadelta", "NAdam")
-TAKEN_FOR_FOREACH = ("Adagrad", "RMSprop", "RMSprop, momentum, centered", "Adafactor")
-
-
-def temporaries() -> Iterator[Any]:
-    """All cases, with the mark of those that are known to be wrong."""
-    for name, shapes in itertools.product(OPTIMIZERS, SHAPES):
-        reason = ""
-        if name in HELD_OVER and len(SHAPES[shapes]) > 1:
-            reason = "the probe with one parameter misses what the step before last still holds"
-        if name in TAKEN_FOR_FOREACH and shapes == "many of one size":
-            reason = "twice the temporaries for two parameters are taken for temporaries of all parameters at once"
-        yield pytest.param(name, shapes, marks=[pytest.mark.xfail(strict=True, reason=reason)] if reason else [])
-
-
-@pytest.mark.parametrize(("name", "shapes"), list(temporaries()))
+@pytest.mark.parametrize(("name", "shapes"), list(itertools.product(OPTIMIZERS, SHAPES)))
 def test_the_temporaries_are_foretold_from_above_and_within_a_factor_of_two(name: str, shapes: str) -> None:
     optimizer = OPTIMIZERS[name](parameters(SHAPES[shapes]))
     foretold, real = optimizer_needs([optimizer]).update_bytes, real_needs(optimizer).update_bytes
-    scalars = 64  # step counts and the like
-    assert real - scalars <= foretold <= 2 * real
+    scalars = 512  # step counts and the like
+    assert real <= foretold <= 2 * real + scalars
 
 
 def test_groups_with_settings_of_their_own_add_up() -> None:
@@ -178,7 +162,7 @@ def test_an_optimizer_of_the_users_own_is_foretold() -> None:
     optimizer = Lopsided(parameters([(30, 40), (20, 50)]), lr=0.1)
     foretold, real = optimizer_needs([optimizer]), real_needs(optimizer)
     assert foretold.state_bytes == real.state_bytes
-    assert real.update_bytes <= foretold.update_bytes <= 2 * real.update_bytes
+    assert real.update_bytes <= foretold.update_bytes <= 2 * real.update_bytes + 512
 
 
 def test_only_optimizers_that_hold_the_parameters_are_found() -> None:
@@ -197,16 +181,14 @@ class Renamed(torch.optim.SGD):
         super().__init__(params, lr=speed)
 
 
-@pytest.mark.xfail(strict=True, reason="optimizer_needs lets whatever goes wrong in its probe escape")
 @pytest.mark.parametrize(
     "make", [optim.LBFGS, optim.SparseAdam, lambda p: Renamed(p, 0.1), lambda p: optim.Adam(p, capturable=True)]
 )  # fmt: skip
 def test_an_optimizer_that_cannot_be_tried_out_is_no_crash(make: Make) -> None:
-    with contextlib.suppress(OverspillError):
-        optimizer_needs([make(parameters([(10, 10)]))])
+    with pytest.warns(UserWarning, match="could not be tried on tiny parameters"):
+        assert optimizer_needs([make(parameters([(10, 10)]))]).state_bytes == 2 * 400
 
 
-@pytest.mark.xfail(strict=True, reason="the probe knows six dimensions")
 def test_a_parameter_may_have_more_than_six_dimensions() -> None:
     optimizer = optim.Adam(parameters([(2, 1, 3, 1, 2, 1, 5)]))
     assert optimizer_needs([optimizer]).state_bytes == real_needs(optimizer).state_bytes

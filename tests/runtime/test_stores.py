@@ -190,7 +190,6 @@ def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytes
     assert torch.equal(read(store, slot, 10), some_bytes(10))
 
 
-@pytest.mark.xfail(strict=True, reason="Store.allocate counts the slot before it has one")
 def test_an_allocation_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HostStore()
     monkeypatch.setattr(store, "_allocate_chunk", lambda _: (_ for _ in ()).throw(MemoryError()))
@@ -222,7 +221,6 @@ def test_a_driver_that_refuses_to_pin_is_a_store_error_and_nothing_stays() -> No
     assert driver.calls == ["register"]
 
 
-@pytest.mark.xfail(strict=True, reason="PinnedStore has HostStore's message, whose advice make_store refuses on CUDA")
 def test_the_advice_of_the_pinned_store_works_on_cuda() -> None:
     with pytest.raises(StoreError) as caught:
         PinnedStore(FakeDriver(status=2)).reserve(PAGE_BYTES)

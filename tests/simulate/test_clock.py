@@ -94,7 +94,6 @@ def test_an_op_beside_a_transfer_takes_longer_by_the_share(graph: Graph, device:
     assert timeline.step_seconds == pytest.approx(2.5 + 1.0 + 0.25)
 
 
-@pytest.mark.xfail(strict=True, reason="clock charges a transfer that still waits for the half-duplex link to compute")
 def test_a_transfer_that_waits_for_the_link_does_not_slow_compute(graph: Graph, device: Device) -> None:
     shared = replace(device, transfer_compute_share=0.5, full_duplex=False)
     made = schedule((RUN, 0), (OUT, A), (OUT_DONE, A), (FREE, A), (OUT, B), (BACK, A), (RUN, 1))

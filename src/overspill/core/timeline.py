@@ -57,17 +57,17 @@ class Timeline(Saved):
     @cached_property
     def compute_seconds(self) -> float:
         """Seconds in which the compute stream ran ops."""
-        return sum(e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.COMPUTE)
+        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.COMPUTE), 0.0)
 
     @cached_property
     def exposed_transfer_seconds(self) -> float:
         """Seconds in which the compute stream waited for a transfer."""
-        return sum(stall.end_seconds - stall.start_seconds for stall in self.stalls)
+        return sum((stall.end_seconds - stall.start_seconds for stall in self.stalls), 0.0)
 
     @cached_property
     def transfer_seconds(self) -> float:
         """Seconds in which either copy stream moved bytes, directions added up."""
-        return sum(e.end_seconds - e.start_seconds for e in self.events if e.stream is not Stream.COMPUTE)
+        return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is not Stream.COMPUTE), 0.0)
 
     @property
     def overlapped_seconds(self) -> float:

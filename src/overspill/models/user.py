@@ -49,7 +49,11 @@ def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
         return function(*args)
     except OverspillError:
         raise
+    except MemoryError:
+        raise
     except (Exception, SystemExit) as error:  # whatever user code raises is theirs to read in one line
+        if "can't allocate memory" in str(error):  # torch's way to say MemoryError: not a mistake in the request
+            raise MemoryError(str(error)) from error
         raise RequestError(f"{context} {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 

@@ -26,6 +26,8 @@ class _Stored:
     dtype: torch.dtype
     device: torch.device
     leaving: Ticket | None
+    readers: int = 0
+    dropped: bool = False
 
 
 class TransferEngine:
@@ -40,7 +42,7 @@ class TransferEngine:
         self._outward = outward
         self._inward = inward
         self._table: dict[int, _Stored] = {}
-        self._arriving: dict[int, Ticket] = {}
+        self._arriving: dict[int, tuple[Ticket, _Stored]] = {}
         self._ids = itertools.count(1)
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0
@@ -55,9 +57,13 @@ class TransferEngine:
         nbytes = source.untyped_storage().nbytes()
         slot = self.store.allocate(nbytes)
         key = next(self._ids)
-        ticket = self._outward.submit(
-            lambda bytes_: self.store.write(slot, bytes_), _bytes_of(source.untyped_storage())
-        )
+        try:
+            ticket = self._outward.submit(
+                lambda bytes_: self.store.write(slot, bytes_), _bytes_of(source.untyped_storage())
+            )
+        except BaseException:
+            self.store.release(slot)
+            raise
         self._table[key] = _Stored(
             slot, nbytes, source.size(), source.stride(), source.storage_offset(), source.dtype, source.device, ticket
         )
@@ -69,9 +75,10 @@ class TransferEngine:
     def await_offload(self, handle: Tensor) -> None:
         """Wait until the copy of `handle` is done. Raises StoreError if it failed."""
         stored = self._table[int(handle)]
-        if stored.leaving is not None:
-            stored.leaving.wait()
-            stored.leaving = None
+        # Forgotten first: a ticket that failed holds the error, whose traceback would hold the handle and so the slot.
+        leaving, stored.leaving = stored.leaving, None
+        if leaving is not None:
+            leaving.wait()
 
     def prefetch(self, handle: Tensor) -> Tensor:
         """Start bringing `handle` back; the tensor, with the strides it had, not to be read before `await_prefetch`."""
@@ -80,15 +87,21 @@ class TransferEngine:
         tensor = torch.empty(0, dtype=stored.dtype, device=stored.device)
         tensor.set_(storage, stored.offset, stored.size, stored.stride)
         slot = stored.slot
-        self._arriving[storage._cdata] = self._inward.submit(
-            lambda bytes_: self.store.read(slot, bytes_), _bytes_of(storage)
-        )
+        ticket = self._inward.submit(lambda bytes_: self.store.read(slot, bytes_), _bytes_of(storage))
+        stored.readers += 1
+        self._arriving[storage._cdata] = (ticket, stored)
         self.prefetched_bytes += stored.nbytes
         return tensor
 
     def await_prefetch(self, tensor: Tensor) -> None:
         """Wait until `tensor` is filled. Raises StoreError if that failed."""
-        self._arriving.pop(tensor.untyped_storage()._cdata).wait()
+        ticket, stored = self._arriving.pop(tensor.untyped_storage()._cdata)
+        try:
+            ticket.wait()
+        finally:
+            stored.readers -= 1
+            if stored.dropped and not stored.readers:
+                self.store.release(stored.slot)
 
     def close(self) -> None:
         """Finish what is under way and give the store back."""
@@ -100,7 +113,10 @@ class TransferEngine:
 
     def _forget(self, key: int) -> None:
         stored = self._table.pop(key, None)
-        if stored is not None:
+        if stored is None:
+            return
+        stored.dropped = True
+        if not stored.readers:  # else the slot is still being read: whoever awaits that gives it back
             self.store.release(stored.slot)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -12,9 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from overspill.core.units import format_bytes
+
 from .tracker import LiveBytes
 
-_PRIMES = (2, 3, 5, 7, 11, 13)
+_PROBE_SIDE = 64
+_SCALAR_BYTES = 256
+"""Room for step counts and other scalars, which do not grow with the parameters."""
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """The probe's dimensions: distinct, so that each dimension of a state tensor tells which of the parameter's it follows."""
 
 
@@ -50,20 +56,38 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
     parameters = [p for p in group["params"] if p.requires_grad]
     if not parameters:
         return OptimizerNeeds(0, 0)
-    state = 0
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    try:
+        state = _state_bytes(optimizer, group, parameters)
+        each, together = _probe_temporaries(optimizer, group, parameters[0])
+    except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
+        has = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+        state = sum(v.numel() * v.element_size() for v in has) or 2 * sum(sizes)
+        each, together = 1.0, True
+        warnings.warn(
+            f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); "
+            f"planning with {format_bytes(state)} of state and temporaries as large as the parameters",
+            stacklevel=2,
+        )
+    return OptimizerNeeds(state, int(each * (sum(sizes) if together else max(sizes))) + _SCALAR_BYTES)
+
+
+def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
+    """Bytes of the state of all `parameters`, from one step on a tiny parameter of each kind."""
+    total = 0
     probes: dict[tuple[int, torch.dtype], list[tuple[tuple[int, ...], int]]] = {}
     for parameter in parameters:
         kind = (parameter.dim(), parameter.dtype)
         if kind not in probes:
             probes[kind] = _probe_state(optimizer, group, parameter)
-        state += sum(_scaled(shape, parameter.shape) * itemsize for shape, itemsize in probes[kind])
-    sizes = [p.numel() * p.element_size() for p in parameters]
-    each, together = _probe_temporaries(optimizer, group, parameters[0])
-    return OptimizerNeeds(state, int(each * (sum(sizes) if together else max(sizes))))
+        total += sum(_scaled(shape, parameter.shape) * itemsize for shape, itemsize in probes[kind])
+    return total
 
 
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> list[tuple[tuple[int, ...], int]]:
     """Shape and item size of every state tensor after one step on a tiny parameter like `like`."""
+    if like.dim() > len(_PRIMES):
+        raise ValueError(f"a parameter of {like.dim()} dimensions")
     probe = _probe(_PRIMES[: like.dim()], like)
     tiny = _twin(optimizer, group, [probe])
     tiny.step()
@@ -77,21 +101,26 @@ def _scaled(state_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 def _probe_temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[float, bool]:
-    """Temporary bytes per byte of parameter, and whether the optimizer makes them for all parameters at once."""
-    peaks = []
-    for count in (1, 2):
-        probes = [_probe((64, 64), like) for _ in range(count)]
-        tiny = _twin(optimizer, group, probes)
+    """Temporary bytes per byte of parameter, and whether the optimizer makes them for all parameters at once.
+
+    Found with two and four parameters: one that works parameter by parameter may still hold the last one's.
+    """
+    two, four = (_temporary_bytes(optimizer, group, like, count) for count in (2, 4))
+    one = _PROBE_SIDE**2 * like.element_size()
+    together = four > 1.5 * two
+    return (four / (4 * one) if together else two / one), together
+
+
+def _temporary_bytes(optimizer: Optimizer, group: dict[str, Any], like: Tensor, count: int) -> int:
+    probes = [_probe((_PROBE_SIDE, _PROBE_SIDE), like) for _ in range(count)]
+    tiny = _twin(optimizer, group, probes)
+    tiny.step()
+    tracker = LiveBytes(like.device)
+    tracker.add([*probes, *(p.grad for p in probes), *(v for p in probes for v in tiny.state[p].values())])
+    settled = tracker.live_bytes
+    with tracker:
         tiny.step()
-        tracker = LiveBytes(like.device)
-        states = [v for p in probes for v in tiny.state[p].values()]
-        tracker.add([*probes, *(p.grad for p in probes), *states])
-        settled = tracker.live_bytes
-        with tracker:
-            tiny.step()
-        peaks.append((tracker.peak_bytes - settled) / (probes[0].numel() * probes[0].element_size()))
-    together = peaks[1] > 1.5 * peaks[0]
-    return peaks[0], together
+    return tracker.peak_bytes - settled
 
 
 def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:

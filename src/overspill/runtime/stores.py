@@ -62,18 +62,21 @@ class Store(ABC):
         """A slot for `nbytes` bytes."""
         rounded = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
         with self._lock:
+            slot = self._find(rounded)
             self.used_bytes += rounded
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            if slots := self._free[rounded]:
-                return slots.pop()
-            for chunk, (used, size) in enumerate(self._tails):
-                if used + rounded <= size:
-                    self._tails[chunk] = (used + rounded, size)
-                    return Slot(chunk, used, rounded)
-            self._add_chunk(rounded)
-            _, size = self._tails[-1]
-            self._tails[-1] = (rounded, size)
-            return Slot(len(self._tails) - 1, 0, rounded)
+            return slot
+
+    def _find(self, nbytes: int) -> Slot:
+        if slots := self._free[nbytes]:
+            return slots.pop()
+        chunk = next((i for i, (used, size) in enumerate(self._tails) if used + nbytes <= size), None)
+        if chunk is None:
+            self._add_chunk(nbytes)
+            chunk = len(self._tails) - 1
+        used, size = self._tails[chunk]
+        self._tails[chunk] = (used + nbytes, size)
+        return Slot(chunk, used, nbytes)
 
     def release(self, slot: Slot) -> None:
         """Give `slot` back."""
@@ -125,7 +128,7 @@ class DiskStore(Store):
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, start)
-            free = os.statvfs(self.directory)
+            free = os.fstatvfs(self._file)
             raise StoreError(
                 f"the disk store needs {format_bytes(nbytes)} more in {self.directory}, "
                 f"which has {format_bytes(free.f_bavail * free.f_frsize)} free ({error.strerror}); "
@@ -175,6 +178,8 @@ class DiskStore(Store):
 class HostStore(Store):
     """Plain host memory, outside the device's budget."""
 
+    _advice = "use --store disk, or a larger budget"
+
     def __init__(self) -> None:
         super().__init__()
         self._chunks: list[Tensor] = []
@@ -185,7 +190,7 @@ class HostStore(Store):
         except (RuntimeError, MemoryError):
             raise StoreError(
                 f"the host store needs {format_bytes(nbytes)} more of host memory, and the system refused; "
-                "use --store disk, or a larger budget"
+                f"{self._advice}"
             ) from None
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
@@ -210,6 +215,8 @@ class PinnedStore(HostStore):
     The arena is plain memory registered with the driver: torch's own pinned allocator would round each block up to a
     power of two. `cuda` is `torch.cuda`, or what a test puts in its place.
     """
+
+    _advice = "a larger budget offloads less; `ulimit -l` may forbid to lock so much"
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was submitted and let go of threads or streams."""
+        """Let go of the thread or stream, once nothing runs on it any more; what has not started may be dropped."""
 
 
 class ThreadLane(Lane):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from overspill.core import Graph, Instruction, Op, Schedule, Verb
+from overspill.core import Graph, Instruction, Op, Schedule, Tensor, Verb
 from overspill.core.errors import InvalidSchedule
 
 
@@ -57,7 +57,7 @@ class _Machine:
         self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
         self.stored: dict[int, int] = {}  # tensor -> the version that the store holds
         self.version = [0] * len(graph.tensors)
-        self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read
+        self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read and make
         self.next_op = 0
         self.live_bytes = graph.persistent_bytes
         self.peak_bytes = 0
@@ -67,6 +67,9 @@ class _Machine:
 
     def execute(self, instruction: Instruction, index: int) -> None:
         """Carry out one instruction or raise InvalidSchedule."""
+        among = self.graph.ops if instruction.verb in (Verb.RUN, Verb.RECOMPUTE) else self.graph.tensors
+        if not 0 <= instruction.target < len(among):
+            raise InvalidSchedule(f"there is no {instruction.target} in this graph")
         match instruction.verb:
             case Verb.RUN:
                 self._run(self.graph.ops[instruction.target], index)
@@ -78,8 +81,8 @@ class _Machine:
                 self._move(instruction.target, _State.LEAVING, _State.PRESENT)
                 self.stored[instruction.target] = self.version[instruction.target]
             case Verb.PREFETCH:
-                if instruction.target not in self.stored:
-                    raise InvalidSchedule("the store holds no copy")
+                if self.stored.get(instruction.target) != self.version[instruction.target]:
+                    raise InvalidSchedule("the store holds no copy, or one from before the tensor was updated")
                 self._move(instruction.target, _State.ABSENT, _State.ARRIVING)
                 self._allocate(instruction.target, index)
             case Verb.AWAIT_PREFETCH:
@@ -107,14 +110,14 @@ class _Machine:
         if op.id != self.next_op:
             raise InvalidSchedule(f"op {op.id} is out of order; op {self.next_op} is next")
         self._need(op.reads)
-        self.ran[op.id] = tuple(self.version[t] for t in op.recompute_reads)
         for tensor in op.writes:
             if self.state[tensor] is _State.ABSENT:
-                self._allocate(tensor, index)
                 self.state[tensor] = _State.PRESENT
+                self._allocate(tensor, index)
             elif self.state[tensor] is not _State.PRESENT:
                 raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
             self.version[tensor] += 1
+        self.ran[op.id] = self._versions(op)
         self._note_peak(op.workspace_bytes, index)
         self.next_op += 1
 
@@ -124,16 +127,19 @@ class _Machine:
         if op.id not in self.ran:
             raise InvalidSchedule("the op has not run yet")
         self._need(op.recompute_reads)
-        if self.ran[op.id] != tuple(self.version[t] for t in op.recompute_reads):
-            raise InvalidSchedule("an input has changed since the op ran")
+        if self.ran[op.id] != self._versions(op):
+            raise InvalidSchedule("what it reads or makes has been updated since the op ran")
         again = 0
         for tensor in op.recompute_writes:
             if self.state[tensor] is _State.ABSENT:
-                self._allocate(tensor, index)
                 self.state[tensor] = _State.PRESENT
+                self._allocate(tensor, index)
             else:
                 again += self.graph.tensors[tensor].nbytes  # made a second time and dropped at once
         self._note_peak(op.workspace_bytes + again, index)
+
+    def _versions(self, op: Op) -> tuple[int, ...]:
+        return tuple(self.version[t] for t in op.recompute_reads + op.recompute_writes)
 
     def _need(self, tensors: tuple[int, ...]) -> None:
         for tensor in tensors:
@@ -159,6 +165,9 @@ class _Machine:
 
     def spell(self, instruction: Instruction) -> str:
         """The instruction for a reader: verb and name of its target."""
-        is_op = instruction.verb in (Verb.RUN, Verb.RECOMPUTE)
-        named: Op | object = (self.graph.ops if is_op else self.graph.tensors)[instruction.target]
-        return f"{instruction.verb} {getattr(named, 'name', instruction.target)}"
+        among: tuple[Op, ...] | tuple[Tensor, ...] = self.graph.tensors
+        if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
+            among = self.graph.ops
+        if not 0 <= instruction.target < len(among):
+            return f"{instruction.verb} {instruction.target}"
+        return f"{instruction.verb} {among[instruction.target].name}"

@@ -26,6 +26,7 @@ class _Clock:
         self.seconds = seconds
         self.now = 0.0
         self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
+        self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
         self.present = {t.id for t in graph.tensors if t.persistent}
         self.bytes = graph.persistent_bytes
@@ -74,9 +75,10 @@ class _Clock:
             for tensor in op.writes:
                 self._appear(tensor)
         end = self.now + self.seconds[op.id]
-        end += self.device.transfer_compute_share * sum(
-            max(0.0, min(end, busy) - self.now) for busy in self.link_free.values()
-        )
+        if self.device.transfer_compute_share:
+            self.running = [span for span in self.running if span[1] > self.now]
+            beside = sum(max(0.0, min(end, until) - max(self.now, since)) for since, until in self.running)
+            end += self.device.transfer_compute_share * beside
         self.events.append(Event(index, instruction.verb, op.id, Stream.COMPUTE, self.now, end))
         self.now = end
         return self.bytes + op.workspace_bytes + again
@@ -86,6 +88,7 @@ class _Clock:
         start = max(self.now, free)
         self.link_free[stream] = start + duration
         self.arrival[stream, instruction.target] = start + duration
+        self.running.append((start, start + duration))
         self.events.append(Event(index, instruction.verb, instruction.target, stream, start, start + duration))
 
     def _wait(self, index: int, tensor: int, stream: Stream) -> None:
