@@ -27,12 +27,24 @@ def run(command: Sequence[str], limit_bytes: int | None = None) -> subprocess.Co
             resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, env=environment, check=False)  # noqa: PLW1509
+    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, env=environment, check=False)
 
 
 @pytest.mark.slow
 def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_path) -> None:
-    train = ["train", "resnet50", "--batch", "32", "--budget", "1.2GiB", "--steps", "2", "--store-dir", str(tmp_path), "--json"]
+    train = [
+        "train",
+        "resnet50",
+        "--batch",
+        "32",
+        "--budget",
+        "1.2GiB",
+        "--steps",
+        "2",
+        "--store-dir",
+        str(tmp_path),
+        "--json",
+    ]
     managed = run([sys.executable, "-m", "overspill", *train], LIMIT_BYTES)
     assert managed.returncode == 0, managed.stderr
     result = json.loads(managed.stdout)
@@ -49,9 +61,7 @@ def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "batch", "share"), [("resnet50", 32, 0.45), ("vgg16", 16, 0.60), ("gpt2", 4, 0.60)]
-)
+@pytest.mark.parametrize(("model", "batch", "share"), [("resnet50", 32, 0.45), ("vgg16", 16, 0.60), ("gpt2", 4, 0.60)])
 def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewer_bytes_than_vdnn_all(
     model: str, batch: int, share: float
 ) -> None:

@@ -26,7 +26,12 @@ DEVICE = Device(
 
 
 def seconds(
-    flops: int, moved_bytes: int, *, dtype: str = "float32", layer: LayerType = LayerType.OTHER, measured: MeasuredTimes | None = None
+    flops: int,
+    moved_bytes: int,
+    *,
+    dtype: str = "float32",
+    layer: LayerType = LayerType.OTHER,
+    measured: MeasuredTimes | None = None,
 ) -> float:
     graph = one_op(flops, moved_bytes, dtype=dtype, layer=layer)
     (found,) = op_seconds(graph, DEVICE, measured)

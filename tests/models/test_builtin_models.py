@@ -191,7 +191,7 @@ def test_gpt2_predicts_without_looking_ahead() -> None:
 
 
 def test_response_norm_is_pytorchs() -> None:
-    from overspill.models.googlenet import ResponseNorm  # noqa: PLC0415
+    from overspill.models.googlenet import ResponseNorm
 
     x = torch.randn(2, 12, 5, 5, dtype=torch.float64)
     torch.testing.assert_close(ResponseNorm()(x), nn.LocalResponseNorm(5)(x))

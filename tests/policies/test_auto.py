@@ -114,7 +114,9 @@ def test_where_the_link_is_slow_it_recomputes() -> None:
 
 
 def test_where_ops_are_slow_it_offloads() -> None:
-    weak = replace(DEVICE, flops_per_second={"float32": 1e4}, offload_bytes_per_second=1e9, prefetch_bytes_per_second=1e9)
+    weak = replace(
+        DEVICE, flops_per_second={"float32": 1e4}, offload_bytes_per_second=1e9, prefetch_bytes_per_second=1e9
+    )
     assert Verb.RECOMPUTE not in moved(Auto().plan(DEEP, weak, between(DEEP, 0.6)))
 
 

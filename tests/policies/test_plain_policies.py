@@ -45,7 +45,9 @@ def test_liveness_frees_each_tensor_right_after_its_last_use(graph: Graph) -> No
 @given(networks())
 @EXAMPLES
 def test_in_core_never_peaks_below_liveness(graph: Graph) -> None:
-    assert check(graph, InCore().plan(graph, DEVICE)).peak_bytes >= check(graph, Liveness().plan(graph, DEVICE)).peak_bytes
+    assert (
+        check(graph, InCore().plan(graph, DEVICE)).peak_bytes >= check(graph, Liveness().plan(graph, DEVICE)).peak_bytes
+    )
 
 
 @given(networks())

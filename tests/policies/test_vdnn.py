@@ -77,7 +77,9 @@ def test_the_prefetch_starts_with_the_backward_of_the_nearest_later_convolution(
 
 def test_the_last_reader_decides_where_a_feature_map_forks() -> None:
     def moved(last: LayerType) -> tuple[Graph, Schedule, int]:
-        graph = network([Layer(10_000, CONV), Layer(10_000, CONV), Layer(10_000, last, skips=(0,)), Layer(10_000, CONV)])
+        graph = network(
+            [Layer(10_000, CONV), Layer(10_000, CONV), Layer(10_000, last, skips=(0,)), Layer(10_000, CONV)]
+        )
         return graph, VdnnConv().plan(graph, DEVICE), next(t.id for t in graph.tensors if t.name == "y0")
 
     graph, made, fork = moved(CONV)

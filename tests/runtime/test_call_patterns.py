@@ -402,3 +402,47 @@ def test_no_warning_is_raised_by_a_clean_step(twins) -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         train(twins[1], lean(twins[1]), *batch())
+
+
+def test_torchs_own_checkpointing_inside_the_model_is_planned_over() -> None:
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = torch.utils.checkpoint.checkpoint(self.features, x, use_reentrant=False)
+            return self.head(self.drop(x.mean((2, 3))))
+
+    torch.manual_seed(0)
+    plain = Checkpointed()
+    managed = copy.deepcopy(plain)
+    # Plain PyTorch runs the region twice and so updates batch norm's statistics once more; compare with one run.
+    reference = Net()
+    reference.load_state_dict(plain.state_dict())
+    compiled = lean(managed)
+    assert same(train(reference, reference, *batch()), train(managed, compiled, *batch()))
+
+
+def test_inductor_equals_itself_without_transfers() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10)
+            )
+
+        def forward(self, x):
+            return self.layers(x)
+
+    from overspill.runtime.compile import compile_in
+    from overspill.runtime.session import Options, Session
+
+    results = []
+    for transfers in (True, False):
+        torch.manual_seed(0)
+        model = Small()
+        options = Options(budget="1GiB", policy="vdnn-all", store="host", backend="inductor", transfers=transfers)
+        session = Session(options, model.parameters())
+        torch.manual_seed(3)
+        x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
+        results.append(train(model, compile_in(session, model), x, y))
+        assert (session.engine.offloaded_bytes > 0) == transfers
+        torch._dynamo.reset()
+    assert same(*results)

@@ -138,7 +138,9 @@ def test_a_view_of_the_handle_keeps_the_slot(engine: TransferEngine) -> None:
 
 
 @pytest.mark.parametrize("with_backward", [True, False])
-def test_a_handle_saved_by_autograd_gives_its_slot_back_with_the_graph(engine: TransferEngine, with_backward: bool) -> None:
+def test_a_handle_saved_by_autograd_gives_its_slot_back_with_the_graph(
+    engine: TransferEngine, with_backward: bool
+) -> None:
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from overspill.core.errors import OverspillError
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
 from overspill.runtime.tracker import LiveBytes
 
@@ -153,7 +151,12 @@ class Lopsided(Optimizer):
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
-                    state |= {"row": p.new_zeros(p.shape[0]), "column": p.new_zeros(p.shape[-1]), "fixed": p.new_zeros(17), "n": 0}
+                    state |= {
+                        "row": p.new_zeros(p.shape[0]),
+                        "column": p.new_zeros(p.shape[-1]),
+                        "fixed": p.new_zeros(17),
+                        "n": 0,
+                    }
                 with torch.no_grad():
                     p.sub_(p.grad * group["lr"])
 
@@ -167,7 +170,11 @@ def test_an_optimizer_of_the_users_own_is_foretold() -> None:
 
 def test_only_optimizers_that_hold_the_parameters_are_found() -> None:
     mine, others = parameters([(2, 3), (4,)]), parameters([(2, 3)])
-    first, second, foreign = optim.SGD(mine[:1], lr=0.1), Lopsided([*mine[1:], *others], lr=0.1), optim.SGD(others, lr=0.1)
+    first, second, foreign = (
+        optim.SGD(mine[:1], lr=0.1),
+        Lopsided([*mine[1:], *others], lr=0.1),
+        optim.SGD(others, lr=0.1),
+    )
     found = find_optimizers(mine)
     assert {id(o) for o in found} == {id(first), id(second)}
     assert foreign not in found

@@ -33,12 +33,27 @@ class Build:
         self.ops: list[Op] = []
 
     def tensor(
-        self, nbytes: int, kind: TensorKind = TensorKind.ACTIVATION, name: str = "", *, persistent: bool = False, movable: bool = True
+        self,
+        nbytes: int,
+        kind: TensorKind = TensorKind.ACTIVATION,
+        name: str = "",
+        *,
+        persistent: bool = False,
+        movable: bool = True,
     ) -> int:
         number = len(self.tensors)
         movable = movable and not persistent
         self.tensors.append(
-            Tensor(number, nbytes, kind, name or f"t{number}", (nbytes // 4,), "float32", persistent=persistent, movable=movable)
+            Tensor(
+                number,
+                nbytes,
+                kind,
+                name or f"t{number}",
+                (nbytes // 4,),
+                "float32",
+                persistent=persistent,
+                movable=movable,
+            )
         )
         return number
 
@@ -107,7 +122,11 @@ def network(layers: Sequence[Layer], input_bytes: int = 8192) -> Graph:
         sources = [outputs[i - 1] if i else image]
         sources += [outputs[s] for s in dict.fromkeys(layer.skips) if s < i - 1]
         out = build.tensor(layer.nbytes, TensorKind.ACTIVATION, f"y{i}", movable=layer.movable)
-        mask = [build.tensor(layer.mask_bytes, TensorKind.ACTIVATION, f"m{i}", movable=layer.movable)] if layer.mask_bytes else []
+        mask = (
+            [build.tensor(layer.mask_bytes, TensorKind.ACTIVATION, f"m{i}", movable=layer.movable)]
+            if layer.mask_bytes
+            else []
+        )
         weight = weights[i]
         build.op(
             [*sources, *([] if weight is None else [weight])], [out, *mask], layer=f"l{i}", kind=layer.kind,
@@ -154,7 +173,8 @@ def _with_kinds(graph: Graph) -> Graph:
     """What backward does not read is no feature map."""
     saved = {t for op in graph.ops if op.phase is Phase.BACKWARD for t in op.reads}
     tensors = [
-        replace(t, kind=TensorKind.TEMPORARY) if t.kind is TensorKind.ACTIVATION and t.id not in saved else t for t in graph.tensors
+        replace(t, kind=TensorKind.TEMPORARY) if t.kind is TensorKind.ACTIVATION and t.id not in saved else t
+        for t in graph.tensors
     ]
     return replace(graph, tensors=tuple(tensors))
 
@@ -215,7 +235,10 @@ def recount(graph: Graph, made: Schedule) -> list[int]:
             there |= set(graph.ops[target].writes)
             size = sum(graph.tensors[t].nbytes for t in there) + graph.ops[target].workspace_bytes
         elif verb is Verb.RECOMPUTE:
-            size += sum(graph.tensors[t].nbytes for t in graph.ops[target].recompute_writes) + graph.ops[target].workspace_bytes
+            size += (
+                sum(graph.tensors[t].nbytes for t in graph.ops[target].recompute_writes)
+                + graph.ops[target].workspace_bytes
+            )
             there |= set(graph.ops[target].recompute_writes)
         elif verb is Verb.PREFETCH:
             there.add(target)

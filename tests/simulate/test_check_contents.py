@@ -26,13 +26,23 @@ def in_place() -> tuple[Graph, int]:
 
 def test_a_copy_made_after_the_last_write_may_come_back(in_place: tuple[Graph, int]) -> None:
     graph, a = in_place
-    check(graph, schedule((RUN, 0), (RUN, 1), (OUT, a), (OUT_DONE, a), (FREE, a), (BACK, a), (BACK_DONE, a), (RUN, 2), (FREE, a)))
+    check(
+        graph,
+        schedule(
+            (RUN, 0), (RUN, 1), (OUT, a), (OUT_DONE, a), (FREE, a), (BACK, a), (BACK_DONE, a), (RUN, 2), (FREE, a)
+        ),
+    )
 
 
 def test_a_copy_older_than_the_last_write_may_not_come_back(in_place: tuple[Graph, int]) -> None:
     graph, a = in_place
     with pytest.raises(InvalidSchedule):
-        check(graph, schedule((RUN, 0), (OUT, a), (OUT_DONE, a), (RUN, 1), (FREE, a), (BACK, a), (BACK_DONE, a), (RUN, 2), (FREE, a)))
+        check(
+            graph,
+            schedule(
+                (RUN, 0), (OUT, a), (OUT_DONE, a), (RUN, 1), (FREE, a), (BACK, a), (BACK_DONE, a), (RUN, 2), (FREE, a)
+            ),
+        )
 
 
 def test_an_old_copy_may_be_replaced_by_a_second_offload(in_place: tuple[Graph, int]) -> None:

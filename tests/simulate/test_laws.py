@@ -95,7 +95,9 @@ def test_every_stall_names_its_cause(case: tuple[Graph, Schedule, Device]) -> No
 
 @given(planned(max_share=0.5), st.floats(1.0, 100.0), st.floats(1.0, 100.0))
 @EXAMPLES
-def test_more_bandwidth_never_makes_a_schedule_slower(case: tuple[Graph, Schedule, Device], out: float, back: float) -> None:
+def test_more_bandwidth_never_makes_a_schedule_slower(
+    case: tuple[Graph, Schedule, Device], out: float, back: float
+) -> None:
     graph, made, device = case
     faster = replace(
         device,
@@ -118,7 +120,9 @@ def test_half_duplex_is_never_faster_than_full_duplex(case: tuple[Graph, Schedul
 
 @given(planned())
 @EXAMPLES
-def test_without_transfers_and_recomputation_a_step_takes_the_sum_of_its_ops(case: tuple[Graph, Schedule, Device]) -> None:
+def test_without_transfers_and_recomputation_a_step_takes_the_sum_of_its_ops(
+    case: tuple[Graph, Schedule, Device],
+) -> None:
     graph, made, device = case
     assume(not made.counts[Verb.OFFLOAD] and not made.counts[Verb.RECOMPUTE])
     seconds = op_seconds(graph, device)
@@ -145,7 +149,8 @@ def test_a_schedule_with_an_instruction_missing_or_doubled_is_refused(
     indices = [
         index
         for index, instruction in enumerate(made.instructions)
-        if instruction.verb is not Verb.RECOMPUTE and not (instruction.verb is Verb.FREE and instruction.target in remade)
+        if instruction.verb is not Verb.RECOMPUTE
+        and not (instruction.verb is Verb.FREE and instruction.target in remade)
     ]
     with pytest.raises(InvalidSchedule):
         check(graph, spoil(made, data.draw(st.sampled_from(indices))))

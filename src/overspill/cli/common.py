@@ -1,7 +1,5 @@
 """What the commands share: their options, their outcome, and what they say while they work."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 import logging
@@ -51,6 +49,15 @@ ImageSize = Annotated[
 SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
 PlanFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
+]
+TimesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--times",
+        metavar="FILE",
+        help="Op times that `train --profile` measured, to plan with instead of estimates.",
+        show_default=False,
+    ),
 ]
 StoreDir = Annotated[
     Path | None,

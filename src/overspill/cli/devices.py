@@ -1,7 +1,5 @@
 """`overspill devices`: the hardware that plans can be made for."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 import msgspec

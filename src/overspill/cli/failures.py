@@ -1,7 +1,5 @@
 """From an exception to the one line and the exit code that a user gets."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 import re

@@ -1,7 +1,5 @@
 """`overspill models`: what can be trained by name."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`overspill plan`: what a step would take under a budget, without running it."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -24,6 +22,7 @@ from .common import (
     PolicyName,
     SeqLen,
     Small,
+    TimesFile,
     check_request,
     narrate,
     quiet_torch,
@@ -54,10 +53,12 @@ def plan(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     out: PlanFile = None,
+    times: TimesFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Plan one training step within a budget, and simulate it: no memory is taken and nothing is run."""
     del json  # `main` reads it from the arguments
+    from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
 
     check_request(model, budget, policy, out)
@@ -71,7 +72,8 @@ def plan(
         narrator.now(f"capturing and planning {model} for {device.name}")
         request = {"model": model, "batch": batch, "optimizer": optimizer, "gpu": device.name, "policy": policy}
         try:
-            made = preview(training, Options(budget=budget, policy=policy, device=device))
+            measured = None if times is None else MeasuredTimes.load(times)
+            made = preview(training, Options(budget=budget, policy=policy, device=device, times=measured))
         except InfeasibleBudget as error:
             return _infeasible(request, error)
     if out is not None:

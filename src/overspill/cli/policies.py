@@ -1,7 +1,5 @@
 """`overspill policies`: the ways to keep a step in memory."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 from .common import AsJson, Outcome

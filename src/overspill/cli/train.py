@@ -1,7 +1,5 @@
 """`overspill train`: train for real within a budget, and prove the numbers."""
 
-# ruff: noqa: PLC0415 - what a command needs, torch above all, is imported when it runs
-
 from __future__ import annotations
 
 import re
@@ -28,6 +26,7 @@ from .common import (
     SeqLen,
     Small,
     StoreDir,
+    TimesFile,
     check_request,
     narrate,
     quiet_torch,
@@ -59,6 +58,10 @@ DeviceName = Annotated[
         metavar="NAME", help="Where to train: cpu or cuda.  [default: cuda if there is one]", show_default=False
     ),
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Measure every op's time and save them there, for --times.", show_default=False),
+]
 
 
 def train(
@@ -77,6 +80,8 @@ def train(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     out: PlanFile = None,
+    times: TimesFile = None,
+    profile: ProfileFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
@@ -85,17 +90,28 @@ def train(
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
+        from overspill.costs import MeasuredTimes
         from overspill.runtime.session import Options
         from overspill.runtime.training import Training
 
         training = Training(choice.build, batch, optimizer, steps, _device(device))
         store = store or ("disk" if training.device == "cpu" else "pinned")
-        options = Options(budget=budget, policy=policy, store=store, store_dir=store_dir, backend=backend)
+        options = Options(
+            budget=budget,
+            policy=policy,
+            store=store,
+            store_dir=store_dir,
+            backend=backend,
+            times=None if times is None else MeasuredTimes.load(times),
+            profile=profile is not None,
+        )
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
         trained = _run(model, training, options, narrator, check=check)
     if out is not None:
         trained.plan.schedule.save(out)
+    if profile is not None and trained.managed.times is not None:
+        trained.managed.times.save(profile)
     return _outcome(trained, out)
 
 

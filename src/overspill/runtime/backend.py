@@ -24,6 +24,7 @@ from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 
 from .lower import lower, lower_inference
+from .profile import OpTimer
 from .session import Frame, Options, Session, torch_device
 
 Compiled = Callable[..., Any]
@@ -64,8 +65,14 @@ class _GraphCompiler:
         """AOTAutograd's hook: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
         captured, plan = self.session.plan(graph, self.inputs, self.examples, self.frame)
-        engine = self.session.engine_for(plan, torch_device(self.examples))
-        return lower(captured, plan.schedule, engine, transfers=self.session.options.transfers)
+        device = torch_device(self.examples)
+        engine = self.session.engine_for(plan, device)
+        lowered = lower(captured, plan.schedule, engine, transfers=self.session.options.transfers)
+        if self.session.options.profile:
+            self.session.timer = OpTimer(captured.graph, device)
+            for module in lowered:
+                self.session.timer.instrument(module)
+        return lowered
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
@@ -117,7 +124,7 @@ def _session_of(options: Mapping[str, Any]) -> Session:
     if key not in _SESSIONS or _SESSIONS[key][0] is not options:
         known = set(Options.__dataclass_fields__)
         if unknown := set(options) - known:
-            raise RequestError(f"unknown option {sorted(unknown)[0]!r}; options: {', '.join(sorted(known))}")
+            raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(known))}")
         _SESSIONS[key] = (options, Session(Options(**options)))
     return _SESSIONS[key][1]
 

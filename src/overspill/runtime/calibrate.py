@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name that everyone gives it
+from torch.nn import functional as F
 
 from overspill.core import Device
 from overspill.core.units import format_bytes

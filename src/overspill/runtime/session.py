@@ -29,6 +29,7 @@ from .engine import TransferEngine, make_engine
 from .hardware import device_noun, usable_bytes
 from .ops import register_engine
 from .optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
+from .profile import OpTimer
 from .stores import PAGE_BYTES, make_store
 from .tracker import LiveBytes
 
@@ -41,7 +42,8 @@ class Options:
 
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
-    with the same saved tensors and recomputations: the reference for Inductor.
+    with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
+    `profile=True` measures them (on the eager backend).
     """
 
     budget: str | float | None = None
@@ -53,6 +55,7 @@ class Options:
     reserve: str | float | None = None
     times: MeasuredTimes | None = None
     transfers: bool = True
+    profile: bool = False
 
     def __post_init__(self) -> None:
         """Refuse at once what could only fail later."""
@@ -63,6 +66,8 @@ class Options:
             parse_bytes(self.reserve)
         if self.backend not in BACKENDS:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
+        if self.profile and self.backend != "eager":
+            raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,13 @@ class Session:
         self.options = options
         self.accumulates = False
         self.tracker: LiveBytes | None = None
+        self.timer: OpTimer | None = None
         self._parameters = [weakref.ref(p) for p in parameters]
         self._optimizers = optimizers
         self._frames: dict[int, _Planned] = {}
         self._engine: TransferEngine | None = None
         self._engine_number = 0
+        self.device_name = ""
 
     def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Tell the session of the module's parameters and the optimizer, before the first call."""
@@ -113,6 +120,11 @@ class Session:
     def engine(self) -> TransferEngine | None:
         """The transfer engine, once a plan has needed one."""
         return self._engine
+
+    @property
+    def measured_times(self) -> MeasuredTimes | None:
+        """Op times of the run so far, if the session profiles."""
+        return self.timer.times(self.device_name) if self.timer is not None else None
 
     @property
     def peak_bytes(self) -> int:
@@ -140,6 +152,7 @@ class Session:
     ) -> tuple[Captured, Plan]:
         """The captured graph of `frame` and its plan. Raises InfeasibleBudget when the budget cannot be met."""
         device = self._device(examples)
+        self.device_name = device.name
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         others = sum(planned.retained_bytes for key, planned in self._frames.items() if key != frame.id)
         surroundings = self._surroundings(joint, here, others)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from overspill.core.errors import OverspillError, RequestError, StoreError
+from overspill.costs import MeasuredTimes
 from overspill.models import Job
 from overspill.models.step import TrainingStep
 from overspill.policies.planning import Plan
@@ -66,6 +67,7 @@ class Run:
     state: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = None
     offloaded_bytes: int = 0
+    times: MeasuredTimes | None = None
 
     def identical_to(self, other: Run) -> bool:
         """Whether losses and final state are equal to the last bit."""
@@ -105,6 +107,7 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         run = _train(training, session, on_step)
         run.plan = session.plans[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
+        run.times = session.measured_times
         return run
     finally:
         session.close()

@@ -67,9 +67,7 @@ class _Machine:
 
     def execute(self, instruction: Instruction, index: int) -> None:
         """Carry out one instruction or raise InvalidSchedule."""
-        among = self.graph.ops if instruction.verb in (Verb.RUN, Verb.RECOMPUTE) else self.graph.tensors
-        if not 0 <= instruction.target < len(among):
-            raise InvalidSchedule(f"there is no {instruction.target} in this graph")
+        self._find(instruction)
         match instruction.verb:
             case Verb.RUN:
                 self._run(self.graph.ops[instruction.target], index)
@@ -163,11 +161,17 @@ class _Machine:
             self.peak_instruction = index
             self.live_at_peak = tuple(t for t, state in enumerate(self.state) if state is not _State.ABSENT)
 
-    def spell(self, instruction: Instruction) -> str:
-        """The instruction for a reader: verb and name of its target."""
+    def _find(self, instruction: Instruction) -> Op | Tensor:
         among: tuple[Op, ...] | tuple[Tensor, ...] = self.graph.tensors
         if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
             among = self.graph.ops
         if not 0 <= instruction.target < len(among):
+            raise InvalidSchedule(f"there is no {instruction.target} in this graph")
+        return among[instruction.target]
+
+    def spell(self, instruction: Instruction) -> str:
+        """The instruction for a reader: verb and name of its target, or its number where the graph has none."""
+        try:
+            return f"{instruction.verb} {self._find(instruction).name}"
+        except InvalidSchedule:
             return f"{instruction.verb} {instruction.target}"
-        return f"{instruction.verb} {among[instruction.target].name}"

@@ -1,0 +1,39 @@
+"""Measured op times: a profiled run stays exact, and what it measured is what the next plan uses."""
+
+import pytest
+
+from overspill.core.errors import RequestError
+from overspill.costs import MeasuredTimes, op_seconds, signature
+from overspill.devices import load_device
+from overspill.models import load
+from overspill.runtime.session import Options
+from overspill.runtime.training import Training, preview, train, train_plain
+
+JOB = Training(lambda: load("resnet18", small=True), 2, "momentum", 2)
+
+
+def test_a_profiled_run_gives_the_same_numbers_and_a_time_for_every_op_that_runs(tmp_path) -> None:
+    run = train(JOB, Options(budget="1GiB", store="host", profile=True))
+    assert run.identical_to(train_plain(JOB, Options()))
+    assert run.times is not None
+    assert run.plan is not None
+    graph = run.plan.graph
+    captured = [op for op in graph.ops if not op.name.startswith("step.")]
+    assert {signature(graph, op) for op in captured} == set(run.times.seconds)
+    assert all(seconds > 0 for seconds in run.times.seconds.values())
+    run.times.save(tmp_path / "times.json")
+    assert MeasuredTimes.load(tmp_path / "times.json") == run.times
+
+
+def test_a_plan_uses_measured_times_of_its_own_device_only() -> None:
+    graph = preview(JOB, Options(budget="1GiB")).graph
+    convolution = next(op for op in graph.ops if op.name == "convolution")
+    measured = MeasuredTimes("cpu", {signature(graph, convolution): 3.0})
+    assert op_seconds(graph, load_device("cpu"), measured)[convolution.id] == 3.0
+    assert op_seconds(graph, load_device("h100"), measured)[convolution.id] < 1.0
+    assert preview(JOB, Options(budget="1GiB", times=measured)).step_seconds > 3.0
+
+
+def test_profiling_is_for_the_eager_backend() -> None:
+    with pytest.raises(RequestError, match="eager backend"):
+        Options(profile=True, backend="inductor")
