@@ -81,7 +81,7 @@ class _Call:
             return self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, OverspillError):
-                raise failure.inner_exception from None
+                raise failure.inner_exception.with_traceback(None) from None
             raise
 
     def _notice_kept_gradients(self) -> None:

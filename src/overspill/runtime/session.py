@@ -80,8 +80,9 @@ class Frame:
 
 @dataclass
 class _Planned:
-    """What the session remembers of one frame's plan."""
+    """One plan, of one graph of a frame: each input shape, and evaluation, has its own."""
 
+    frame: int
     plan: Plan
     retained_bytes: int
     parameters: tuple[int, ...] = field(default=())
@@ -99,7 +100,7 @@ class Session:
         self.timer: OpTimer | None = None
         self._parameters = [weakref.ref(p) for p in parameters]
         self._optimizers = optimizers
-        self._frames: dict[int, _Planned] = {}
+        self._planned: list[_Planned] = []
         self._engine: TransferEngine | None = None
         self._engine_number = 0
         self.device_name = ""
@@ -113,8 +114,8 @@ class Session:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in force, one for each graph of the model."""
-        return [planned.plan for planned in self._frames.values()]
+        """The plans in force, one for each graph of the model, in the order in which they were made."""
+        return [planned.plan for planned in self._planned]
 
     @property
     def engine(self) -> TransferEngine | None:
@@ -143,7 +144,7 @@ class Session:
 
     def forget_plans(self) -> None:
         """Drop the plans, before the model is compiled anew."""
-        self._frames.clear()
+        self._planned.clear()
 
     # -- planning
 
@@ -154,7 +155,7 @@ class Session:
         device = self._device(examples)
         self.device_name = device.name
         here = [e for e in examples if isinstance(e, nn.Parameter)]
-        others = sum(planned.retained_bytes for key, planned in self._frames.items() if key != frame.id)
+        others = sum(self._retained_elsewhere(frame).values())
         surroundings = self._surroundings(joint, here, others)
         captured = capture(joint, inputs, surroundings)
         budget = self._budget(captured.graph, device, examples)
@@ -163,11 +164,18 @@ class Session:
             rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
             captured = capture(joint, inputs, replace(surroundings, rest_bytes=rest))
         plan = make_plan(captured.graph, device, self.options.policy, budget, self.options.times)
-        self._frames[frame.id] = _Planned(
-            plan, retained_bytes(captured.graph, plan.schedule), tuple(id(p) for p in here)
-        )
+        retained = retained_bytes(captured.graph, plan.schedule)
+        self._planned.append(_Planned(frame.id, plan, retained, tuple(id(p) for p in here)))
         self._check_whole(budget, here, frame)
         return captured, plan
+
+    def _retained_elsewhere(self, frame: Frame) -> dict[int, int]:
+        """For each other frame, the most that any plan of it leaves between its forward and its backward."""
+        found: dict[int, int] = {}
+        for planned in self._planned:
+            if planned.frame != frame.id:
+                found[planned.frame] = max(found.get(planned.frame, 0), planned.retained_bytes)
+        return found
 
     def engine_for(self, plan: Plan, device: torch.device) -> int:
         """The number of the engine, with room in its store for what `plan` offloads."""
@@ -217,11 +225,10 @@ class Session:
 
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
         """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
-        inside = {id(p) for p in here}
-        for key, planned in self._frames.items():
+        for planned in self._planned:
             known = set(planned.parameters) | {id(p) for ref in self._parameters if (p := ref()) is not None}
-            new = sum(2 * _nbytes(p) for p in here if id(p) in inside - known)
-            if key != frame.id and planned.plan.peak_bytes + new > budget:
+            new = sum(2 * _nbytes(p) for p in here if id(p) not in known)
+            if planned.frame != frame.id and planned.plan.peak_bytes + new > budget:
                 raise InfeasibleBudget(
                     f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
                     f"one do not fit beside the first one's peak of {format_bytes(planned.plan.peak_bytes)} in "
