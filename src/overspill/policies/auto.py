@@ -19,10 +19,10 @@ from .program import Gap, Positions, Program
 from .select import Candidate, select
 
 Seconds = NDArray[np.float64]
-GOOD_ENOUGH = 1.002
-"""A simulated step this close to the ops' own time is not worth another attempt."""
+NEGLIGIBLE_STALLS = 0.002
+"""A plan that waits for transfers for a smaller share of its ops' time is not worth another attempt."""
 ROUNDS = 4
-BUDGET_SHARES = (1.0, 0.97, 0.92, 0.85)
+BUDGET_SHARES = (1.0, 0.95, 0.85)
 ISSUE_MARGIN = 1.2
 """Prefetches are issued as if they took this much longer, for a transfer's real time varies."""
 
@@ -58,7 +58,7 @@ class Auto(Policy):
                     best = (step_seconds, replace(schedule, budget_bytes=budget_bytes))
             if best is None:  # smaller budgets would not fit either
                 raise infeasible(program, budget_bytes, self.name)
-            if best[0] <= GOOD_ENOUGH * sum(seconds):
+            if planner.good_enough:
                 break
         assert best is not None
         return best[1]
@@ -70,6 +70,7 @@ class _Planner:
         self.device = device
         self.budget_bytes = budget_bytes
         self.seconds = seconds
+        self.good_enough = False
         self.penalty: dict[int, float] = defaultdict(float)  # tensor -> seconds that its transfers have stalled compute
 
     def attempts(self, program: Program) -> Iterator[tuple[Schedule, float]]:
@@ -83,7 +84,8 @@ class _Planner:
                     break
                 timeline = simulate(self.graph, schedule, self.device, self.seconds)
                 yield schedule, timeline.step_seconds
-                if timeline.step_seconds <= GOOD_ENOUGH * sum(self.seconds):
+                if timeline.exposed_transfer_seconds <= NEGLIGIBLE_STALLS * sum(self.seconds):
+                    self.good_enough = True
                     return
                 if timeline.step_seconds >= fastest:
                     break

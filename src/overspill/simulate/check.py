@@ -48,7 +48,15 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
     budget = schedule.budget_bytes
     if budget is not None and machine.peak_bytes > budget:
         raise InvalidSchedule(f"{schedule.policy}: peak {machine.peak_bytes} bytes is over its budget of {budget}")
-    return CheckResult(machine.peak_bytes, machine.peak_instruction, machine.live_at_peak)
+    return CheckResult(machine.peak_bytes, machine.peak_instruction, _live_at(graph, schedule, machine.peak_instruction))
+
+
+def _live_at(graph: Graph, schedule: Schedule, index: int) -> tuple[int, ...]:
+    """The tensors on the device during instruction `index`, found by running up to it again."""
+    machine = _Machine(graph)
+    for position, instruction in enumerate(schedule.instructions[: index + 1]):
+        machine.execute(instruction, position)
+    return tuple(t for t, state in enumerate(machine.state) if state is not _State.ABSENT)
 
 
 class _Machine:
@@ -62,7 +70,6 @@ class _Machine:
         self.live_bytes = graph.persistent_bytes
         self.peak_bytes = 0
         self.peak_instruction = -1
-        self.live_at_peak: tuple[int, ...] = ()
         self._note_peak(0, -1)
 
     def execute(self, instruction: Instruction, index: int) -> None:
@@ -159,7 +166,6 @@ class _Machine:
         if self.live_bytes + extra_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes + extra_bytes
             self.peak_instruction = index
-            self.live_at_peak = tuple(t for t, state in enumerate(self.state) if state is not _State.ABSENT)
 
     def _find(self, instruction: Instruction) -> Op | Tensor:
         among: tuple[Op, ...] | tuple[Tensor, ...] = self.graph.tensors
