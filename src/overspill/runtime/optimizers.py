@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -17,7 +18,6 @@ from overspill.core.units import format_bytes
 
 from .tracker import LiveBytes
 
-_PROBE_SIDE = 64
 _SCALAR_BYTES = 256
 """Room for step counts and other scalars, which do not grow with the parameters."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -59,17 +59,17 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
     sizes = [p.numel() * p.element_size() for p in parameters]
     try:
         state = _state_bytes(optimizer, group, parameters)
-        each, together = _probe_temporaries(optimizer, group, parameters[0])
+        update = _temporaries(optimizer, group, parameters[0], sizes)
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
         has = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
         state = sum(v.numel() * v.element_size() for v in has) or 2 * sum(sizes)
-        each, together = 1.0, True
+        update = sum(sizes)
         warnings.warn(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); "
             f"planning with {format_bytes(state)} of state and temporaries as large as the parameters",
             stacklevel=2,
         )
-    return OptimizerNeeds(state, int(each * (sum(sizes) if together else max(sizes))) + _SCALAR_BYTES)
+    return OptimizerNeeds(state, update + _SCALAR_BYTES)
 
 
 def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
@@ -100,22 +100,36 @@ def _scaled(state_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return prod(real.get(n, n) for n in state_shape)
 
 
-def _probe_temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> tuple[float, bool]:
-    """Temporary bytes per byte of parameter, and whether the optimizer makes them for all parameters at once.
+def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, sizes: list[int]) -> int:
+    """Temporary bytes of a step on parameters of `sizes` bytes, in their order, from steps on tiny ones.
 
-    Found with two and four parameters: one that works parameter by parameter may still hold the last one's.
+    Either the optimizer makes them for all parameters at once (foreach), or for one after the other; then those of the
+    parameter before may still be held while the next one's are made. Where a trial on unlike parameters shows that
+    this is not all, somewhat more than two of the largest parameter take is set aside.
     """
-    two, four = (_temporary_bytes(optimizer, group, like, count) for count in (2, 4))
-    one = _PROBE_SIDE**2 * like.element_size()
-    together = four > 1.5 * two
-    return (four / (4 * one) if together else two / one), together
+
+    def tried(*shapes: tuple[int, int]) -> int:
+        return _temporary_bytes(optimizer, group, [_probe(shape, like) for shape in shapes])
+
+    square, flat, small = (64, 64), (16, 64), (16, 16)
+    unit = 64 * 64 * like.element_size()
+    one, two, four = (tried(*[square] * count) / unit for count in (1, 2, 4))
+    if four > 1.5 * two:
+        return int(four / 4 * sum(sizes))
+
+    def in_turn(nbytes: list[int]) -> int:
+        return int(max(one * now + max(0.0, two - one) * before for before, now in pairwise([0, *nbytes])))
+
+    trial = (flat, small, square, flat, small)
+    foretold = in_turn([rows * columns * like.element_size() for rows, columns in trial])
+    return in_turn(sizes) if tried(*trial) <= foretold + _SCALAR_BYTES else int(1.25 * two * max(sizes))
 
 
-def _temporary_bytes(optimizer: Optimizer, group: dict[str, Any], like: Tensor, count: int) -> int:
-    probes = [_probe((_PROBE_SIDE, _PROBE_SIDE), like) for _ in range(count)]
+def _temporary_bytes(optimizer: Optimizer, group: dict[str, Any], probes: list[Tensor]) -> int:
+    """The temporary bytes of a second step on `probes`."""
     tiny = _twin(optimizer, group, probes)
     tiny.step()
-    tracker = LiveBytes(like.device)
+    tracker = LiveBytes(probes[0].device)
     tracker.add([*probes, *(p.grad for p in probes), *(v for p in probes for v in tiny.state[p].values())])
     settled = tracker.live_bytes
     with tracker:

@@ -48,7 +48,9 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
     budget = schedule.budget_bytes
     if budget is not None and machine.peak_bytes > budget:
         raise InvalidSchedule(f"{schedule.policy}: peak {machine.peak_bytes} bytes is over its budget of {budget}")
-    return CheckResult(machine.peak_bytes, machine.peak_instruction, _live_at(graph, schedule, machine.peak_instruction))
+    return CheckResult(
+        machine.peak_bytes, machine.peak_instruction, _live_at(graph, schedule, machine.peak_instruction)
+    )
 
 
 def _live_at(graph: Graph, schedule: Schedule, index: int) -> tuple[int, ...]:
