@@ -79,16 +79,15 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
     for parameter in parameters:
         kind = (parameter.dim(), parameter.dtype)
         if kind not in probes:
-            probes[kind] = _probe_state(optimizer, group, parameter)
+            if parameter.dim() > len(_PRIMES):
+                raise ValueError(f"a parameter of {parameter.dim()} dimensions")
+            probes[kind] = _probe_state(optimizer, group, _probe(_PRIMES[: parameter.dim()], parameter))
         total += sum(_scaled(shape, parameter.shape) * itemsize for shape, itemsize in probes[kind])
     return total
 
 
-def _probe_state(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and item size of every state tensor after one step on a tiny parameter like `like`."""
-    if like.dim() > len(_PRIMES):
-        raise ValueError(f"a parameter of {like.dim()} dimensions")
-    probe = _probe(_PRIMES[: like.dim()], like)
+def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and item size of every state tensor after one step on the tiny parameter `probe`."""
     tiny = _twin(optimizer, group, [probe])
     tiny.step()
     return [(tuple(v.shape), v.element_size()) for v in tiny.state[probe].values() if isinstance(v, Tensor)]
@@ -105,7 +104,7 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
 
     Either the optimizer makes them for all parameters at once (foreach), or for one after the other; then those of the
     parameter before may still be held while the next one's are made. Where a trial on unlike parameters shows that
-    this is not all, somewhat more than two of the largest parameter take is set aside.
+    this is not all, what two of the largest parameter take is set aside.
     """
 
     def tried(*shapes: tuple[int, int]) -> int:
@@ -122,7 +121,11 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
 
     trial = (flat, small, square, flat, small)
     foretold = in_turn([rows * columns * like.element_size() for rows, columns in trial])
-    return in_turn(sizes) if tried(*trial) <= foretold + _SCALAR_BYTES else int(1.25 * two * max(sizes))
+    # Where state is smaller than its parameter (Adafactor's rows and columns) temporaries go by shape as well as by
+    # bytes, and a fifth more covers what bytes alone miss.
+    if any(shape not in (square, ()) for shape, _ in _probe_state(optimizer, group, _probe(square, like))):
+        return int(1.2 * in_turn(sizes))
+    return in_turn(sizes) if tried(*trial) <= foretold + _SCALAR_BYTES else int(two * max(sizes))
 
 
 def _temporary_bytes(optimizer: Optimizer, group: dict[str, Any], probes: list[Tensor]) -> int:
