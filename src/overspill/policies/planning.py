@@ -111,10 +111,16 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:
     """The error for a policy that makes one schedule only, with what `auto` could do instead."""
     result = check(graph, schedule)
-    target = schedule.instructions[result.peak_instruction].target
+    peak = schedule.instructions[result.peak_instruction]
+    is_op = peak.verb in (Verb.RUN, Verb.RECOMPUTE)
+    where = (
+        f"{graph.ops[peak.target].name} of {graph.ops[peak.target].layer or graph.name}"
+        if is_op
+        else (f"{peak.verb} of {graph.tensors[peak.target].name}")
+    )
     largest = sorted(result.live_at_peak, key=lambda t: graph.tensors[t].nbytes, reverse=True)[:3]
     tensors = " + ".join(f"{graph.tensors[t].name} {format_bytes(graph.tensors[t].nbytes)}" for t in largest)
-    cause = f"at {schedule.instructions[result.peak_instruction].verb} {target}, largest {tensors}"
+    cause = f"at {where}, largest {tensors}"
     try:
         POLICIES["auto"]().plan(graph, device, budget_bytes)
         hint = "policy auto can meet this budget"
