@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from overspill.runtime.engine import TransferEngine, make_engine
 from overspill.runtime.stores import DiskStore, HostStore, Store
-from overspill.runtime.streams import StreamLane
+from overspill.runtime.streams import StreamLane, ThreadLane
 
 CPU = torch.device("cpu")
 
@@ -54,6 +53,7 @@ def bring(engine: TransferEngine, handle: Tensor) -> Tensor:
     return tensor
 
 
-def transfer_threads() -> list[str]:
-    """The names of the threads that lanes run."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("overspill-")]
+def transfer_threads(engine: TransferEngine) -> list[str]:
+    """The names of the living threads of `engine`'s own lanes (other tests may have left engines behind)."""
+    pools = [lane._pool for lane in (engine._outward, engine._inward) if isinstance(lane, ThreadLane)]
+    return [thread.name for pool in pools for thread in pool._threads if thread.is_alive()]

@@ -118,7 +118,7 @@ def test_closing_leaves_no_thread_and_can_be_done_twice(engine: TransferEngine) 
     bring(engine, handle)
     engine.close()
     engine.close()
-    assert transfer_threads() == []
+    assert transfer_threads(engine) == []
     del handle  # the table is gone: nothing to give back, nothing to complain about
     assert engine.stored_count == 0
 
@@ -128,7 +128,7 @@ def test_closing_with_transfers_under_way_is_clean(engine: TransferEngine) -> No
     handles = [engine.offload(numbers(100_000)) for _ in range(5)]
     tensors = [engine.prefetch(ready) for _ in range(5)]
     engine.close()
-    assert transfer_threads() == []
+    assert transfer_threads(engine) == []
     del ready, handles, tensors
 
 
@@ -146,5 +146,5 @@ def test_a_cpu_engine_uses_one_thread_each_way() -> None:
     assert isinstance(engine._outward, ThreadLane)
     handle = send(engine, numbers(10))
     bring(engine, handle)
-    assert sorted(transfer_threads()) == ["overspill-offload_0", "overspill-prefetch_0"]
+    assert sorted(transfer_threads(engine)) == ["overspill-offload_0", "overspill-prefetch_0"]
     engine.close()

@@ -23,5 +23,5 @@ def policy_named(name: str) -> Policy:
         return POLICIES[name]()
     except KeyError:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.5)
-        hint = f", did you mean {close[0]!r}?" if close else "."
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(POLICIES)}") from None
