@@ -65,13 +65,13 @@ def main() -> None:
                         f"{name:9s} {label:9s} {store:5s} infeasible: the floor is {format_bytes(refusal.floor_bytes)}"
                     )
                 rows.append(row)
-    record = {
-        "machine": machine(device),
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": sys.argv,
-        "rows": rows,
-    }
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+                record = {
+                    "machine": machine(device),
+                    "date": datetime.now(UTC).date().isoformat(),
+                    "command": sys.argv,
+                    "rows": rows,
+                }
+                arguments.out.write_text(json.dumps(record, indent=1) + "\n")  # after each row: a full run is long
 
 
 def describe(row: dict[str, object]) -> str:

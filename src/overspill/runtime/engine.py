@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .host_memory import return_freed_blocks
 from .stores import Slot, Store
 from .streams import Lane, StreamLane, ThreadLane, Ticket
 
@@ -124,7 +123,6 @@ def make_engine(store: Store, device: torch.device) -> TransferEngine:
     """The engine for tensors on `device`: threads for the CPU, two streams for CUDA."""
     if device.type == "cuda":
         return TransferEngine(store, StreamLane(device), StreamLane(device))
-    return_freed_blocks()
     return TransferEngine(store, ThreadLane("offload"), ThreadLane("prefetch"))
 
 

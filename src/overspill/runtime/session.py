@@ -27,6 +27,7 @@ from overspill.policies.program import Program
 
 from .engine import TransferEngine, make_engine
 from .hardware import device_noun, usable_bytes
+from .host_memory import economise
 from .ops import register_engine
 from .optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
 from .profile import OpTimer
@@ -179,6 +180,8 @@ class Session:
 
     def engine_for(self, plan: Plan, device: torch.device) -> int:
         """The number of the engine, with room in its store for what `plan` offloads."""
+        if device.type == "cpu":
+            economise(plan.unmanaged_peak_bytes)
         if self._engine is None:
             self._engine = make_engine(make_store(self.options.store, device, self.options.store_dir), device)
             self._engine_number = register_engine(self._engine)
