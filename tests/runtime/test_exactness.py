@@ -99,7 +99,8 @@ def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, policy
     if policy == "vdnn-all" or (policy == "vdnn-conv" and convolutions):
         assert plan.offloaded_bytes > 0
         assert session.engine.offloaded_bytes > 0
-    if policy in ("auto", "checkpoint"):
+    # Where AdamW's update is the peak, nothing that auto could move or recompute lowers it, and it rightly does nothing.
+    if policy == "checkpoint" or plan.peak_bytes < plan.unmanaged_peak_bytes:
         assert plan.offloaded_bytes + plan.recomputed_ops > 0
     assert session.engine.stored_count == 0, "every handle has given its slot back"
 
