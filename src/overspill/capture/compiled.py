@@ -75,7 +75,6 @@ class _Capture:
         self.nodes: dict[int, fx.Node] = {}
         self.tensor_of: dict[StorageKey, int] = {}
         self.layers = LayerNames()
-        self.in_forward = self._touched(joint.forward)
         self.in_backward = self._touched(joint.backward) | self._output_storages(joint.backward_outputs)
         self.grads = self._output_storages(joint.backward_outputs)
         self.returned = self._output_storages(joint.forward_outputs)

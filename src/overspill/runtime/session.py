@@ -17,7 +17,7 @@ from overspill.capture.compiled import Captured, InputInfo, Surroundings, captur
 from overspill.capture.joint import JointGraph, storage_bytes
 from overspill.core import Device, Graph, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.core.units import format_bytes, parse_bytes
+from overspill.core.units import format_bytes, is_share, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.policies import policy_named
@@ -31,7 +31,7 @@ from .host_memory import economise
 from .ops import register_engine
 from .optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
 from .profile import OpTimer
-from .stores import PAGE_BYTES, make_store
+from .stores import make_store, whole_pages
 from .tracker import LiveBytes
 
 BACKENDS = ("eager", "inductor")
@@ -224,7 +224,7 @@ class Session:
                 if self.options.device
                 else usable_bytes(torch_device(examples))
             )
-        return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device))
+        return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
 
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
         """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
@@ -275,4 +275,4 @@ def _least_between(graph: Graph) -> int:
 
 def _store_bytes(plan: Plan) -> int:
     """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
-    return sum(-(-plan.graph.tensors[t].nbytes // PAGE_BYTES) * PAGE_BYTES for t in plan.schedule.targets(Verb.OFFLOAD))
+    return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.schedule.targets(Verb.OFFLOAD))

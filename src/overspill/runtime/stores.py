@@ -60,7 +60,7 @@ class Store(ABC):
 
     def allocate(self, nbytes: int) -> Slot:
         """A slot for `nbytes` bytes."""
-        rounded = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+        rounded = max(PAGE_BYTES, whole_pages(nbytes))
         with self._lock:
             slot = self._find(rounded)
             self.used_bytes += rounded
@@ -85,7 +85,7 @@ class Store(ABC):
             self._free[slot.nbytes].append(slot)
 
     def _add_chunk(self, nbytes: int) -> None:
-        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        nbytes = whole_pages(nbytes)
         self._grow(nbytes)
         self._tails.append((0, nbytes))
 
@@ -266,6 +266,11 @@ def make_store(name: str | None, device: torch.device, directory: str | Path | N
     if name == "pinned":
         raise RequestError("pinned memory needs a CUDA device; on the CPU use --store disk or --store host")
     return DiskStore(directory) if name == "disk" else HostStore()
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to pages, as slots and chunks are."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -32,10 +32,6 @@ class LiveBytes(TorchDispatchMode):
                 self._count(value.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
-        self.peak_bytes = self.live_bytes
-
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._known:
