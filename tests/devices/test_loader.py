@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import overspill.devices
@@ -14,9 +15,13 @@ from overspill.devices import calibrated_path, device_names, load_device, this_c
 
 FOLDER = Path(next(iter(overspill.devices.__path__)))
 PROMISED = {
-    *("titan-x", "p100", "v100", "a100-40gb", "a100-80gb", "h100", "h200"),
-    *("rtx3060", "rtx3090", "rtx4090", "cpu"),
+    *("k80", "titan-x", "p40", "p100", "gtx1080ti", "titan-v", "v100", "titan-rtx", "rtx2080ti", "t4"),
+    *("a100-40gb", "a100-80gb", "a10", "a10g", "a6000", "rtx3060", "rtx3070", "rtx3080", "rtx3080ti", "rtx3090"),
+    *("rtx4060", "rtx4060ti-16gb", "rtx4070", "rtx4080", "rtx4090", "l4", "l40s", "h100", "h200", "b200", "rtx5090"),
+    "cpu",
 }
+# Fields that a file may leave out, such as one written before they existed.
+OPTIONAL = {"context_low_bytes", "context_high_bytes", "compute_capability", "multiprocessors"}
 RAM_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 every_device = pytest.mark.parametrize("name", device_names())
 
@@ -35,14 +40,16 @@ def raw(name: str) -> dict[str, object]:
 
 
 def figures(device: Device) -> dict[str, float]:
-    """Every number of a device by the key that its source has."""
+    """Every number of a device by the key that its source has; the compute capability counts as one."""
     found: dict[str, float] = {}
     for field in fields(device):
         value = getattr(device, field.name)
+        if field.name in OPTIONAL and not value:
+            continue
         if isinstance(value, dict) and field.name != "sources":
             found |= {f"{field.name}.{key}": figure for key, figure in value.items()}
-        elif isinstance(value, int | float):
-            found[field.name] = value
+        elif isinstance(value, int | float) or field.name == "compute_capability":
+            found[field.name] = float(value)
     return found
 
 
@@ -80,6 +87,16 @@ def test_figures_are_positive_and_shares_at_most_one(name: str) -> None:
 
 
 @every_device
+def test_a_gpu_says_what_it_is_and_a_cpu_leaves_that_out(name: str) -> None:
+    device = load_device(name)
+    written = raw(name).keys() & OPTIONAL
+    assert written == (set() if device.kind == "cpu" else OPTIONAL)
+    if device.kind == "cuda":
+        assert 3.5 <= float(device.compute_capability) <= 12.0
+        assert 0 < device.context_low_bytes <= device.context_bytes <= device.context_high_bytes
+
+
+@every_device
 def test_layer_types_and_dtypes_are_spelled_as_elsewhere(name: str) -> None:
     device = load_device(name)
     assert set(device.efficiency) <= set(LayerType)
@@ -99,7 +116,11 @@ def test_devices_stand_in_the_order_that_their_makers_claim() -> None:
     def column(field: str, *names: str) -> list[float]:
         return [getattr(load_device(name), field) for name in names]
 
-    memory = column("memory_bytes", "h200", "h100", "a100-80gb", "a100-40gb", "rtx3090", "p100", "v100", "titan-x")
+    memory = column(
+        "memory_bytes", "b200", "h200", "h100", "a100-80gb", "a6000", "l40s", "a100-40gb", "rtx5090", "rtx3090",
+        *("rtx4090", "p40", "a10g", "l4", "p100", "v100", "rtx4080", "titan-x", "rtx3060", "rtx4070", "k80"),
+        *("gtx1080ti", "rtx2080ti", "rtx3080", "rtx4060", "rtx3070"),
+    )  # fmt: skip
     bandwidth = column("memory_bytes_per_second", "h200", "h100", "a100-80gb", "a100-40gb", "v100", "p100", "titan-x")
     link = column("offload_bytes_per_second", "h200", "v100-nvlink", "a100-40gb", "titan-x", "v100", "cpu")
     half = [load_device(name).flops_per_second["float16"] for name in ("h100", "a100-80gb", "v100", "p100", "titan-x")]
@@ -135,6 +156,18 @@ def test_narrow_numbers_are_never_slower_than_wide_ones_on_a_gpu(name: str) -> N
         ("Tesla V100-SXM2-16GB", "v100"),
         ("Tesla P100-PCIE-16GB", "p100"),
         ("GeForce GTX TITAN X", "titan-x"),
+        ("NVIDIA GeForce RTX 4060", "rtx4060"),
+        ("NVIDIA GeForce RTX 3080 Ti", "rtx3080ti"),
+        ("GeForce GTX 1080 Ti", "gtx1080ti"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA TITAN RTX", "titan-rtx"),
+        ("TITAN V", "titan-v"),
+        ("Tesla P40", "p40"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA B200", "b200"),
+        ("RTX 4060 Ti 16GB", "rtx4060ti-16gb"),
         ("CPU", "cpu"),
     ],
 )
@@ -144,10 +177,15 @@ def test_any_usual_spelling_finds_the_device(spelling: str, name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_closest_ones() -> None:
     with pytest.raises(
-        RequestError, match=r"'rtx4080'; did you mean rtx4090.*`overspill devices` lists all"
+        RequestError, match=r"'rtx4085'; did you mean rtx40.0.*`overspill devices` lists all"
     ) as refusal:
-        load_device("rtx4080")
+        load_device("rtx4085")
     assert refusal.value.exit_code == 2
+
+
+def test_two_cards_of_one_name_are_not_guessed_between() -> None:
+    with pytest.raises(RequestError, match="rtx4060ti-16gb"):
+        load_device("NVIDIA GeForce RTX 4060 Ti")
 
 
 @pytest.mark.parametrize("name", ["abacus", "", "TITAN X (Pascal)"])
@@ -161,6 +199,14 @@ def test_a_saved_device_loads_from_its_path(tmp_path: Path, form: type[str] | ty
     mine = replace(load_device("rtx4090"), name="mine", memory_bytes=10**9)
     mine.save(tmp_path / "mine.json")
     assert load_device(form(tmp_path / "mine.json")) == mine
+
+
+def test_a_device_saved_before_there_were_bounds_and_capabilities_still_loads(tmp_path: Path) -> None:
+    known = msgspec.to_builtins(load_device("rtx3060"))
+    (tmp_path / "old.json").write_bytes(msgspec.json.encode({k: v for k, v in known.items() if k not in OPTIONAL}))
+    old = load_device(tmp_path / "old.json")
+    assert (old.context_low_bytes, old.context_high_bytes, old.compute_capability, old.multiprocessors) == (0, 0, "", 0)
+    assert old.context_bytes == load_device("rtx3060").context_bytes
 
 
 def test_a_toml_file_of_ones_own_may_write_whole_numbers(tmp_path: Path) -> None:
@@ -189,6 +235,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("memory_bytes_per_second = ", "memory_bytes_per_second = nan # ", "memory_bytes_per_second is nan"),
         ("op_overhead_seconds = ", "op_overhead_seconds = -", "op_overhead_seconds is -.*must not be negative"),
         ("\nfloat32 = ", "\nfloat31 = ", "no float32"),
+        ("\ncontext_high_bytes = ", "\ncontext_high_bytes = 7 # ", "outside its bounds"),
+        ("\nmultiprocessors = ", "\nmultiprocessors = -", "multiprocessors is -.*must not be negative"),
+        ('compute_capability = "9.0"', 'compute_capability = "sm_90"', "compute_capability is 'sm_90'"),
     ],
 )
 def test_a_wrong_device_file_is_refused_with_what_is_wrong(tmp_path: Path, old: str, new: str, complaint: str) -> None:

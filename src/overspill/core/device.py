@@ -15,7 +15,8 @@ class Device(Saved):
     device to the store, prefetch comes back; `full_duplex` says whether both directions run at full rate at once.
     `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU
     competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
-    first tensor. `sources` says where each figure comes from.
+    first tensor, between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
+    `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from.
     """
 
     name: str
@@ -32,6 +33,10 @@ class Device(Saved):
     transfer_compute_share: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    context_low_bytes: int = 0
+    context_high_bytes: int = 0
+    compute_capability: str = ""
+    multiprocessors: int = 0
 
     def offload_seconds(self, nbytes: int) -> float:
         """Seconds that moving `nbytes` to the store takes, undisturbed."""

@@ -18,7 +18,8 @@ _FOLDER = Path(__file__).parent
 _SUFFIXES = (".toml", ".json")
 
 # Other names by `_key`, so without spaces, dashes, underscores and vendor words. What the driver calls a card is here
-# too (`Tesla V100-SXM2-16GB`, `NVIDIA H100 80GB HBM3`), so that `torch.cuda.get_device_name()` finds its file.
+# too (`Tesla V100-SXM2-16GB`, `NVIDIA H100 80GB HBM3`), so that `torch.cuda.get_device_name()` finds its file. An
+# RTX 4060 Ti is not: the driver calls the 8 GB and the 16 GB card the same.
 _ALIASES = {
     "gtxtitanx": "titan-x", "titanxmaxwell": "titan-x",
     "p100pcie": "p100", "p100pcie16gb": "p100", "p10016gb": "p100",
@@ -27,7 +28,11 @@ _ALIASES = {
     "a100sxm440gb": "a100-40gb", "a10080": "a100-80gb", "a100sxm480gb": "a100-80gb",
     "h100sxm": "h100", "h100sxm5": "h100", "h10080gb": "h100", "h10080gbhbm3": "h100",
     "h200sxm": "h200", "h200141gb": "h200",
-    "3060": "rtx3060", "rtx306012gb": "rtx3060", "3090": "rtx3090", "4090": "rtx4090",
+    "3060": "rtx3060", "rtx306012gb": "rtx3060", "3070": "rtx3070", "3080": "rtx3080", "rtx308010gb": "rtx3080",
+    "3080ti": "rtx3080ti", "3090": "rtx3090", "4060": "rtx4060", "4060ti16gb": "rtx4060ti-16gb", "4070": "rtx4070",
+    "4080": "rtx4080", "4090": "rtx4090", "5090": "rtx5090", "2080ti": "rtx2080ti", "1080ti": "gtx1080ti",
+    "rtxa6000": "a6000", "a1024gb": "a10", "l424gb": "l4", "l40s48gb": "l40s", "b200sxm": "b200",
+    "p4024gb": "p40", "t416gb": "t4",
 }  # fmt: skip
 
 
@@ -131,6 +136,9 @@ def _checked(device: Device, path: Path) -> Device:
     not_negative = {
         "memory_bytes": device.memory_bytes,
         "context_bytes": device.context_bytes,
+        "context_low_bytes": device.context_low_bytes,
+        "context_high_bytes": device.context_high_bytes,
+        "multiprocessors": device.multiprocessors,
         "transfer_latency_seconds": device.transfer_latency_seconds,
         "op_overhead_seconds": device.op_overhead_seconds,
         "transfer_compute_share": device.transfer_compute_share,
@@ -138,6 +146,13 @@ def _checked(device: Device, path: Path) -> Device:
     for field, figure in not_negative.items():
         if not figure >= 0:
             raise RequestError(f"{path}: {field} is {figure}; it must not be negative")
+    low, high = (bound or device.context_bytes for bound in (device.context_low_bytes, device.context_high_bytes))
+    if not low <= device.context_bytes <= high:
+        raise RequestError(f"{path}: context_bytes is {device.context_bytes}, outside its bounds {low} and {high}")
+    if not re.fullmatch(r"(\d+\.\d)?", device.compute_capability):
+        raise RequestError(
+            f"{path}: compute_capability is {device.compute_capability!r}; write 8.6, or nothing for a CPU"
+        )
     if "float32" not in device.flops_per_second:  # what the costs fall back on for a dtype without a figure
         raise RequestError(f"{path}: flops_per_second has no float32")
     return device

@@ -1,0 +1,78 @@
+"""What a CUDA context takes outside the framework's allocator: the bare context, and kernels loaded into it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from overspill.core import Device
+from overspill.core.errors import RequestError
+
+from .interval import NOTHING, Interval
+
+_MIB = 1 << 20
+
+
+def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = True) -> Interval:
+    """Bytes that the driver takes on `device` before the first tensor, with PyTorch built for `cuda_version`.
+
+    With lazy loading it is the device's own figure; releases that cannot load lazily do not. Without, all kernels are
+    in it.
+    """
+    if device.kind != "cuda":
+        return NOTHING
+    table, release = _table(), _release(cuda_version)
+    bare = Interval(
+        device.context_low_bytes or device.context_bytes,
+        device.context_bytes,
+        device.context_high_bytes or device.context_bytes,
+    )
+    if release >= _release(table["lazy_since"]):
+        return bare if lazy else bare + _all_kernels()
+    era = next(row for row in table["eager"] if release < _release(row["below"]))
+    central = next(
+        (
+            row["mib"]
+            for row in table["measured"]
+            if row["device"] == device.name and _release(row["cuda"])[0] == release[0]
+        ),
+        era["central_mib"],
+    )
+    return _mib(min(era["low_mib"], central), central, max(era["high_mib"], central))
+
+
+def kernel_image_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = True) -> Interval:
+    """Bytes of the kernels that a job brings into the context of `device` while it runs, on top of `context_bytes`."""
+    table = _table()
+    if device.kind != "cuda" or not lazy or _release(cuda_version) < _release(table["lazy_since"]):
+        return NOTHING
+    return _mib(*(table["kernels"][f"{bound}_mib"] for bound in ("low", "central", "high")))
+
+
+def _all_kernels() -> Interval:
+    """What loading every kernel at once adds: at least what it added on the one GPU where both were measured.
+
+    Later builds hold more kernels: assumed, up to three times as many.
+    """
+    measured = _table()["kernels"]["high_mib"]
+    return _mib(measured, measured, 3 * measured)
+
+
+def _mib(low: int, central: int, high: int) -> Interval:
+    return Interval(low * _MIB, central * _MIB, high * _MIB)
+
+
+def _release(version: str) -> tuple[int, int]:
+    """`12.4` or `12.4.1` as numbers that compare."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise RequestError(f"{version!r} is not a CUDA release; write it as 12.4")
+    return int(match.group(1)), int(match.group(2))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("context.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,29 @@
+"""An estimate that says how far it can be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Bytes, as few as `low` and as many as `high`, most likely `central`."""
+
+    low: int
+    central: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.central <= self.high:
+            raise ValueError(f"{self.low}, {self.central}, {self.high} bytes do not rise from 0")
+
+    def __add__(self, other: Interval) -> Interval:
+        """Both together, at their extremes at the same time."""
+        return Interval(self.low + other.low, self.central + other.central, self.high + other.high)
+
+    def times(self, count: int) -> Interval:
+        """`count` of them."""
+        return Interval(self.low * count, self.central * count, self.high * count)
+
+
+NOTHING = Interval(0, 0, 0)
