@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.models import load
+from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.planning import Plan
 from overspill.runtime.compile import compile_in
 from overspill.runtime.session import Options, Session
-from overspill.runtime.training import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Stepper:
         self.device = device
         self.module = TrainingStep(job).to(device)
         self.batch: tuple[Tensor, ...] = tuple(t.to(device) for t in job.make_batch(case.batch))
-        self.optimizer = OPTIMIZERS["sgd"](self.module.parameters())
+        self.optimizer = optimizer_named("sgd")(self.module.parameters())
         self.call: Callable[..., Tensor] = self.module
         if session is not None:
             session.watch(self.module, self.optimizer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overspill.core import Graph, LayerType
-from overspill.models import load, names
+from overspill.models import load, names, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies import POLICIES
 from overspill.policies.floor import floor_of
@@ -20,7 +20,7 @@ from overspill.runtime.compile import compile_in
 from overspill.runtime.session import Options, Session
 from overspill.runtime.stores import DiskStore, HostStore
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.training import OPTIMIZERS, same_bits
+from overspill.runtime.training import same_bits
 
 BATCH = 2
 ALIASES = {"vgg11", "vgg13", "vgg16", "vgg19"}  # other names of vgg-a, vgg-b and vgg-e
@@ -62,7 +62,7 @@ def steps(
 @cache
 def plain(model: str, optimizer: str) -> tuple[list[float], State]:
     module, batch = fresh(model)
-    return steps(module, module, batch, OPTIMIZERS[optimizer](module.parameters()))
+    return steps(module, module, batch, optimizer_named(optimizer)(module.parameters()))
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, policy
     module, batch = fresh(model)
     start = {name: value.clone() for name, value in module.state_dict().items()}
     session = HalfwaySession(Options(policy=policy, store="host"))
-    session.watch(module, OPTIMIZERS["adamw"](module.parameters()))
+    session.watch(module, optimizer_named("adamw")(module.parameters()))
     compiled = compile_in(session, module, fullgraph=True)
     host, disk = HostStore(), DiskStore(tmp_path)
     for optimizer in ("adamw", "momentum"):
@@ -88,7 +88,7 @@ def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, policy
             module.load_state_dict(start)
             if session.engine is not None:
                 session.engine.store = store
-            losses, state = steps(compiled, module, batch, OPTIMIZERS[optimizer](module.parameters()))
+            losses, state = steps(compiled, module, batch, optimizer_named(optimizer)(module.parameters()))
             expected_losses, expected = plain(model, optimizer)
             assert losses == expected_losses, (optimizer, store)
             assert [n for n, v in state.items() if not same_bits(v, expected[n])] == [], (optimizer, store)
@@ -108,7 +108,7 @@ def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, policy
 def assert_peak_as_planned(session: Session, compiled, module: TrainingStep, batch) -> None:
     """A further step under the tracker, which counts live storages independently of the planner."""
     tracker = LiveBytes(torch.device("cpu"))
-    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    optimizer = optimizer_named("adamw")(module.parameters())
     for step in range(2):
         optimizer.zero_grad()
         if step == 1:

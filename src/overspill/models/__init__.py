@@ -4,6 +4,9 @@ Nothing here imports torch before a model is loaded; `overspill.models.step.Trai
 """
 
 from .job import Job as Job
+from .optimizers import check_optimizer as check_optimizer
+from .optimizers import optimizer_named as optimizer_named
+from .optimizers import optimizer_names as optimizer_names
 from .registry import Entry as Entry
 from .registry import describe as describe
 from .registry import load as load

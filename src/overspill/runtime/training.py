@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Optimizer
 
 from overspill.core.errors import OverspillError, RequestError, StoreError
 from overspill.costs import MeasuredTimes
-from overspill.models import Job
+from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.planning import Plan
 
@@ -25,12 +24,6 @@ from .compile import compile_in
 from .session import Options, Session
 from .tracker import LiveBytes
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
-}
 SEED = 0
 
 
@@ -50,8 +43,7 @@ class Training:
             raise RequestError(f"batch {self.batch} is not a positive number")
         if self.steps < 1:
             raise RequestError(f"{self.steps} steps are not a positive number")
-        if self.optimizer not in OPTIMIZERS:
-            raise RequestError(f"unknown optimizer {self.optimizer!r}; optimizers: {', '.join(OPTIMIZERS)}")
+        check_optimizer(self.optimizer)
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             raise RequestError("this machine has no CUDA device; train on --device cpu")
 
@@ -83,7 +75,7 @@ def preview(training: Training, options: Options) -> Plan:
     session = _PlanOnly(options)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, batch = _prepare(training, "cpu")
-        session.watch(step, OPTIMIZERS[training.optimizer](step.parameters()))
+        session.watch(step, optimizer_named(training.optimizer)(step.parameters()))
         compiled = compile_in(session, step, fullgraph=True)
         try:
             compiled(*batch)
@@ -127,7 +119,7 @@ def train_plain(training: Training, options: Options, on_step: Callable[[int, fl
 def _train(training: Training, session: Session | None, on_step: Callable[[int, float], None] | None) -> Run:
     device = torch.device(training.device)
     step, batch = _prepare(training, training.device)
-    optimizer = OPTIMIZERS[training.optimizer](step.parameters())
+    optimizer = optimizer_named(training.optimizer)(step.parameters())
     model: Callable[..., Tensor] = step
     if session is not None:
         session.watch(step, optimizer)
