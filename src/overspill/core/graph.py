@@ -18,6 +18,7 @@ class TensorKind(StrEnum):
     GRADIENT = "gradient"
     INPUT = "input"
     ACTIVATION = "activation"  # made in forward, read in backward: a saved tensor, or feature map
+    OUTPUT_GRADIENT = "output_gradient"  # made in backward, on its way to the layers before
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
 

@@ -11,13 +11,19 @@ from .saved import Saved
 
 @dataclass(frozen=True)
 class Block:
-    """One allocation of `nbytes`, live in the half-open interval `[start, end)` of positions."""
+    """One allocation of `nbytes`, live in the half-open interval `[start, end)` of positions.
+
+    `elastic`: the program tries to get it and goes another way when there is no room, as PyTorch does with the
+    workspace of a convolution engine.
+    """
 
     id: int
     start: int
     end: int
     nbytes: int
     name: str = ""
+    stream: int = 0
+    elastic: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""Fake tensors fast enough to trace a training step in a fraction of a second.
+
+torch's FakeTensorMode computes the shapes of every op in Python. A training step asks the same questions over and over
+(each block of a ResNet, each iteration of a loop), and torch's own cache of the answers costs more to look into than
+our recorder does altogether. `FastFakeMode` remembers answers under a leaner key, for the plain cases only; everything
+else goes to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from .retarget import COMPOSITES
+
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+_DEVICE_OF = torch.ops.prim.device.default
+# Values that may stand in a key as they are; the type goes with them, since 1 == 1.0 == True.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_KEEP_OUT = {
+    torch.Tag.inplace_view,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
+
+
+class _Uncacheable(Exception):  # noqa: N818 - it is caught where it is thrown
+    pass
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """An output with a storage of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _View:
+    """An output that is a view of the `source`-th tensor among the arguments."""
+
+    source: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Same:
+    """An output that is the `source`-th tensor among the arguments itself, updated in place."""
+
+    source: int
+
+
+_Output = _Fresh | _View | _Same | None
+# What ops return, by op and arguments, for all modes of this process: the next batch size asks much the same again.
+_MEMORY: dict[tuple[Any, ...], Any] = {}
+_MOST_REMEMBERED = 1 << 18
+
+
+def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Appends the tensors in `values` (arguments or results of an op) to `found`, in order, and returns it."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors_in(value, found)
+    return found
+
+
+class FastFakeMode(FakeTensorMode):
+    """FakeTensorMode with a lean memory of results; `observe`, if given, sees every op that the program runs.
+
+    `observe(func, args, kwargs, compute)` must return the op's result, `compute(args, kwargs)` where it is a fake one.
+    Ops that torch runs inside the fake implementation of another op are not shown: on the device they do not happen.
+    `computing` is true inside.
+    """
+
+    def __init__(self, observe: Callable[..., Any] | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False
+        self._observe = observe
+        self.computing = False
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """No device is ever touched, also where there is one."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # wrapping every dispatch for Dynamo's sake would cost as much as the dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The fake result of `func`. Raises what FakeTensorMode raises for ops that it cannot fake."""
+        if func is _DEVICE_OF:
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+        kwargs = kwargs or {}
+        if self.computing or self._observe is None:
+            return self._fake(func, types, args, kwargs)
+        composite = COMPOSITES.get(func)
+        if composite is not None:  # comes this far only in inference mode, where autograd does not take it first
+            with self:
+                return composite(*args, **kwargs)
+        self.computing = True
+        try:
+            return self._observe(func, args, kwargs, lambda a, k: self._fake(func, types, a, k))
+        finally:
+            self.computing = False
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        tensors: list[FakeTensor] = []
+        try:
+            key = (func, _keys(args, tensors), tuple((name, _key(kwargs[name], tensors)) for name in sorted(kwargs)))
+            known = _MEMORY.get(key, ...)
+        except _Uncacheable:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if known is ...:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if len(_MEMORY) >= _MOST_REMEMBERED:
+                _MEMORY.clear()
+            _MEMORY[key] = _describe(func, result, tensors)
+            return result
+        if known is _Uncacheable:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(known, tuple):
+            made = [self._make(output, tensors) for output in known[1]]
+            return known[0](made)
+        return self._make(known, tensors)
+
+    def _make(self, output: _Output, tensors: Sequence[FakeTensor]) -> FakeTensor | None:
+        if output is None:
+            return None
+        if isinstance(output, _Same):
+            return tensors[output.source]
+        if isinstance(output, _Fresh):
+            meta = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=_META)
+        else:
+            meta = torch.empty(0, dtype=output.dtype, device=_META)
+            with in_kernel_invocation_manager(self):
+                storage = tensors[output.source].untyped_storage()
+                meta.set_(storage, output.offset, output.shape, output.stride)
+        return FakeTensor(self, meta, _CPU)
+
+
+def _keys(values: Any, tensors: list[FakeTensor]) -> tuple[Any, ...]:
+    return tuple([_key(value, tensors) for value in values])
+
+
+def _key(value: Any, tensors: list[FakeTensor]) -> Any:
+    """What of one argument decides the result; fake tensors are appended to `tensors`."""
+    if isinstance(value, FakeTensor):
+        if value.constant is not None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            raise _Uncacheable
+        tensors.append(value)
+        return (value.shape, value.stride(), value.storage_offset(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return _keys(value, tensors)
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    raise _Uncacheable
+
+
+def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:
+    """What to remember of `result`; `_Uncacheable` where it must be computed each time."""
+    if not _KEEP_OUT.isdisjoint(func.tags) or func.namespace not in {"aten", "prims"}:
+        return _Uncacheable
+    sources = {tensor.untyped_storage()._cdata: i for i, tensor in reversed(list(enumerate(tensors)))}
+    several = isinstance(result, (list, tuple))
+    made: list[_Output] = []
+    for output in result if several else (result,):
+        described = _describe_one(output, tensors, sources)
+        if described is _Uncacheable:
+            return _Uncacheable
+        made.append(described)
+        if isinstance(described, _Fresh):  # a second output on the same storage is no view of an argument
+            sources[output.untyped_storage()._cdata] = -1
+    if not several:
+        return made[0]
+    return (type(result) if type(result) in {list, tuple} else tuple, tuple(made))
+
+
+def _describe_one(output: Any, tensors: Sequence[FakeTensor], sources: dict[int, int]) -> Any:
+    if output is None:
+        return None
+    if not isinstance(output, FakeTensor) or output.constant is not None or output.layout is not torch.strided:
+        return _Uncacheable
+    for i, tensor in enumerate(tensors):
+        if output is tensor:
+            return _Same(i)
+    if output.fake_device != _CPU or output.is_conj() or output.is_neg() or output.is_sparse:
+        return _Uncacheable
+    source = sources.get(output.untyped_storage()._cdata)
+    shape, stride = tuple(output.shape), output.stride()
+    if source is None:
+        return _Fresh(shape, stride, output.dtype) if output.storage_offset() == 0 else _Uncacheable
+    return _View(source, shape, stride, output.storage_offset(), output.dtype) if source >= 0 else _Uncacheable

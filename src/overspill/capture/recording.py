@@ -1,0 +1,73 @@
+"""What an eager run did to device memory: every allocation with its life, and every op that touched it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from overspill.core import Phase, TensorKind
+from overspill.core.saved import Saved
+from overspill.costs.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One storage on the device: `nbytes` from the event `start` until before the event `end`.
+
+    `end` is the number of events where the storage outlives the recording. `op` is the position of the op that made
+    it, -1 for none (a copy from the host is an op too).
+    """
+
+    start: int
+    end: int
+    nbytes: int
+    kind: TensorKind
+    name: str
+    layer: str
+    phase: Phase
+    op: int
+    scratch: Scratch | None = None
+
+
+@dataclass(frozen=True)
+class RecordedOp:
+    """One op that ran on the device: what it read and wrote, by position among the allocations."""
+
+    name: str
+    layer: str
+    phase: Phase
+    iteration: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recording(Saved):
+    """A whole run on the device: construction, then `iterations` training (or inference) steps.
+
+    `starts[i]` is the event at which iteration `i` begins, `parameters` counts the elements of all parameters.
+    """
+
+    allocations: tuple[Allocation, ...]
+    ops: tuple[RecordedOp, ...]
+    starts: tuple[int, ...]
+    events: int
+    parameters: int = 0
+
+    @property
+    def iterations(self) -> int:
+        """How many steps were recorded."""
+        return len(self.starts)
+
+    @cached_property
+    def peak_requested_bytes(self) -> int:
+        """The largest number of live bytes as requested, without scratch, rounding or an allocator."""
+        changes = [0] * (self.events + 1)
+        for a in self.allocations:
+            changes[a.start] += a.nbytes
+            changes[a.end] -= a.nbytes
+        live = peak = 0
+        for change in changes:
+            live += change
+            peak = max(peak, live)
+        return peak
