@@ -19,6 +19,7 @@ ORDER = (
     ("simulate",),
     ("policies",),
     ("placement",),
+    ("estimate",),
     ("runtime",),
     ("report",),
     ("cli",),

@@ -1,0 +1,173 @@
+"""Training and inference loops as programs that can be recorded: what the user would write, on `cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill.capture.recorder import Recorder
+from overspill.core.errors import RequestError
+from overspill.models import Job
+
+ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
+DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
+
+Program = Callable[[Recorder], None]
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+class _OutputIsThere(Exception):  # noqa: N818 - it ends a forward that has all it wanted
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+def training(
+    build: Callable[[], nn.Module],
+    make_inputs: Callable[[], Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    make_optimizer: MakeOptimizer | None,
+    *,
+    dtype: str = "float32",
+    iterations: int = ITERATIONS,
+    accumulate: int = 1,
+) -> Program:
+    """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`.
+
+    `amp` is `torch.autocast` in float16 with a GradScaler. With `accumulate`, that many micro-batches make a step.
+    """
+    plain = _checked_dtype(dtype)
+
+    def program(recorder: Recorder) -> None:
+        module = build().to("cuda", plain).train()
+        recorder.mark_module(module)
+        optimizer = make_optimizer(module.parameters()) if make_optimizer is not None else None
+        scaler = torch.amp.GradScaler("cuda") if dtype == "amp" else None
+        for _ in range(iterations):
+            recorder.start_iteration()
+            if optimizer is not None:
+                optimizer.zero_grad()
+            for _ in range(accumulate):
+                inputs = _batch(recorder, make_inputs, plain)
+                with _autocast(dtype):
+                    value = loss(module, inputs)
+                if scaler is not None:
+                    value = scaler.scale(value)
+                (value / accumulate if accumulate > 1 else value).backward()
+            if optimizer is not None and scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            elif optimizer is not None:
+                optimizer.step()
+            else:
+                module.zero_grad()
+
+    return program
+
+
+def inference(
+    build: Callable[[], nn.Module],
+    make_inputs: Callable[[], Any],
+    forward: Callable[[nn.Module, Any], Any],
+    *,
+    dtype: str = "float32",
+    iterations: int = ITERATIONS,
+) -> Program:
+    """A loop that runs the model without gradients; each output lives until the next one is there."""
+    plain = _checked_dtype(dtype)
+
+    def program(recorder: Recorder) -> None:
+        module = build().to("cuda", plain).eval()
+        recorder.mark_module(module)
+        for _ in range(iterations):
+            recorder.start_iteration()
+            inputs = _batch(recorder, make_inputs, plain)
+            with torch.inference_mode(), _autocast(dtype):
+                output = forward(module, inputs)
+        del output
+
+    return program
+
+
+def of_job(
+    load: Callable[[], Job],
+    batch: int,
+    make_optimizer: MakeOptimizer | None,
+    *,
+    dtype: str,
+    iterations: int = ITERATIONS,
+) -> Program:
+    """The loop that trains a job at a batch size; without an optimizer, the one that only runs its model."""
+    jobs: list[Job] = []
+
+    def build() -> nn.Module:
+        jobs[:] = [load()]
+        return jobs[0].module
+
+    def make_inputs() -> Any:
+        return jobs[0].make_batch(batch)
+
+    def loss(module: nn.Module, inputs: Any) -> Tensor:
+        return jobs[0].loss(module, *inputs)
+
+    def forward(module: nn.Module, inputs: Any) -> Any:
+        def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            raise _OutputIsThere(output)
+
+        handle = module.register_forward_hook(stop)
+        try:
+            jobs[0].loss(module, *inputs)
+        except _OutputIsThere as done:
+            return done.output
+        finally:
+            handle.remove()
+        raise RequestError(f"{jobs[0].name}: the loss never calls the module")
+
+    if make_optimizer is None:
+        return inference(build, make_inputs, forward, dtype=dtype, iterations=iterations)
+    return training(build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar in a model's output: its `loss`, itself, or the sum of its first tensor."""
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, dict):
+        found = output.get("loss")
+    if found is None:
+        found = output[0] if isinstance(output, (list, tuple)) else output
+    if not isinstance(found, Tensor):
+        raise RequestError(f"the model returns {type(output).__name__}, which holds no loss; pass loss=")
+    return found if found.dim() == 0 else found.float().mean()
+
+
+def _checked_dtype(dtype: str) -> torch.dtype | None:
+    if dtype not in DTYPES:
+        raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(DTYPES)}")
+    return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
+
+
+def _autocast(dtype: str) -> AbstractContextManager[Any]:
+    if not dtype.startswith("amp"):
+        return nullcontext()
+    return torch.autocast("cuda", dtype=torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16)
+
+
+def _batch(recorder: Recorder, make_inputs: Callable[[], Any], dtype: torch.dtype | None) -> Any:
+    with recorder.fabricating():
+        made = make_inputs()
+    return _on_device(made, dtype)
+
+
+def _on_device(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` with every tensor on the device, floating ones in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to("cuda", dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return {name: _on_device(item, dtype) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_on_device(item, dtype) for item in value])
+    return value
