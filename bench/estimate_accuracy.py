@@ -1,0 +1,185 @@
+"""How far estimates are from measured peaks: jobs measured on real GPUs, and the tables of the DNNMem paper.
+
+    python bench/estimate_accuracy.py [--only xmem|dnnmem] [--models TEXT] [--json FILE] [--file CSV]
+
+Needs torchvision's and transformers' definitions in the releases that were measured; `bench/ground_truth/README.md`
+says how to put them beside this environment. Every row is traced anew and replayed on its GPU's memory.
+
+What was measured differs: xMem's rows are NVML's use above a first sample that has the bare CUDA context in it, so the
+prediction is the peak of reserved memory and the kernels loaded while running; DNNMem's rows are all of NVML's use.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from ground_truth import dnnmem, jobs
+from rich.console import Console
+from rich.table import Table
+
+from overspill.capture.eager import record
+from overspill.capture.recorder import Recorder
+from overspill.core.units import format_bytes
+from overspill.costs import kernel_image_bytes
+from overspill.costs.scratch import Software
+from overspill.devices import load_device
+from overspill.estimate import Estimate
+from overspill.placement.replay import replay
+
+_XMEM_SOFTWARE = Software("2.6", "12.4", {})
+# PyTorch 1.2 had one 4 MiB workspace a cuBLAS handle, which this environment variable stands for.
+_DNNMEM_SOFTWARE = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
+_XMEM_GPUS = {"NVIDIA GeForce RTX 3060": "rtx3060", "NVIDIA GeForce RTX 4060": "rtx4060"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: what was measured, what is predicted, and by how much it is off (a share of the measured bytes).
+
+    `error` is None where the job died and its peak is not known; `verdict_right` is whether death was foreseen.
+    """
+
+    source: str
+    family: str
+    job: str
+    measured_bytes: int
+    predicted_bytes: int
+    error: float | None
+    others: dict[str, float]
+    verdict_right: bool
+    seconds: float
+
+
+def _predict(
+    job: Callable[[Recorder], None], gpu: str, software: Software, memory_bytes: int | None
+) -> tuple[Estimate, int, bool, float]:
+    """The estimate, the reserved peak on the GPU's memory, whether it survives, and the seconds that took."""
+    device = load_device(gpu)
+    if memory_bytes is not None:
+        device = replace(device, memory_bytes=memory_bytes)
+    started = time.perf_counter()
+    major, minor = (int(part) for part in device.compute_capability.split("."))
+    recording = record(job, capability=(major, minor))
+    estimate = Estimate("", recording, device, software=software)
+    capped = replay(estimate.demand.events, capacity_bytes=device.memory_bytes - estimate.context_bytes)
+    return estimate, capped.peak_reserved_bytes, capped.fits, time.perf_counter() - started
+
+
+def _xmem(path: Path, models: str) -> Iterable[Result]:
+    for row in jobs.load(path):
+        if models not in row.model:
+            continue
+        gpu = _XMEM_GPUS[row.gpu]
+        estimate, reserved, survives, seconds = _predict(
+            lambda recorder, row=row: jobs.run(row, "cuda", jobs.ITERATIONS, recorder.start_iteration),
+            gpu, _XMEM_SOFTWARE, row.total_gpu_memory_bytes,
+        )  # fmt: skip
+        predicted = reserved + kernel_image_bytes(estimate.device, "12.4").central
+        yield Result(
+            "xMem", row.family, f"{row.model} {row.optimizer} {row.batch_size}", row.ground_bytes, predicted,
+            None if row.real_oom else predicted / row.ground_bytes - 1,
+            {} if row.real_oom or row.xmem_oom or row.xmem_bytes is None else {"xMem": row.xmem_bytes / row.ground_bytes - 1},
+            survives != row.real_oom, seconds,
+        )  # fmt: skip
+
+
+def _dnnmem(models: str) -> Iterable[Result]:
+    for row in dnnmem.load("PyTorch"):
+        if models not in row.model:
+            continue
+        estimate, _, survives, seconds = _predict(
+            lambda recorder, row=row: dnnmem.run(row, "cuda", started=recorder.start_iteration),
+            "p40",
+            _DNNMEM_SOFTWARE,
+            None,
+        )
+        measured, others = row.real_bytes, {}
+        if measured is not None and row.estimated_gb is not None and row.real_gb is not None:
+            others["DNNMem"] = row.estimated_gb / row.real_gb - 1
+        sizes = " ".join(f"{name}{size}" for name, size in (("x", row.image_side), ("seq ", row.seq_len)) if size)
+        yield Result(
+            "DNNMem", "tables", f"{row.model} {row.batch_size} {sizes}", measured or 0, estimate.total_bytes,
+            estimate.total_bytes / measured - 1 if measured else None, others, survives != row.real_oom, seconds,
+        )  # fmt: skip
+
+
+def _summary(name: str, errors: list[float]) -> dict[str, float | str | int]:
+    sizes = sorted(abs(error) for error in errors)
+    return {
+        "rows": name,
+        "count": len(sizes),
+        "median": statistics.median(sizes),
+        "mean": statistics.mean(sizes),
+        "percentile_90": sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))],
+        "largest": sizes[-1],
+        "bias": statistics.mean(errors),
+    }
+
+
+def _summaries(results: list[Result]) -> list[dict[str, float | str | int]]:
+    found = []
+    for source in dict.fromkeys(result.source for result in results):
+        rows = [result for result in results if result.source == source and result.error is not None]
+        families = list(dict.fromkeys(result.family for result in rows))
+        groups = {f"{source}, all": rows} | {f"{source}, {f}": [r for r in rows if r.family == f] for f in families}
+        found += [
+            _summary(name, [r.error for r in group if r.error is not None]) for name, group in groups.items() if group
+        ]
+        for other in dict.fromkeys(tool for result in rows for tool in result.others):
+            found.append(_summary(f"{source}, as {other} said", [r.others[other] for r in rows if other in r.others]))
+    return found
+
+
+def main(
+    only: Annotated[str, typer.Option(help="xmem or dnnmem; both by default.")] = "",
+    models: Annotated[str, typer.Option(help="Only models with this in their name.")] = "",
+    file: Annotated[Path, typer.Option(help="Rows in the columns of ground_truth/xmem.csv.")] = jobs.DATA,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Save results there.")] = None,
+) -> None:
+    """Print the error of every row, and of all."""
+    sources: list[Iterable[Result]] = []
+    if only in {"", "xmem"}:
+        sources.append(_xmem(file, models))
+    if only in {"", "dnnmem"}:
+        sources.append(_dnnmem(models))
+    results = []
+    for source in sources:
+        for result in source:
+            results.append(result)
+            error = "   died" if result.error is None else f"{result.error:+7.1%}"
+            others = " ".join(f"{tool} {off:+.1%}" for tool, off in result.others.items())
+            verdict = "" if result.verdict_right else "  WRONG VERDICT"
+            print(
+                f"{result.source:6} {result.job:44} measured {format_bytes(result.measured_bytes):>9} "
+                f"predicted {format_bytes(result.predicted_bytes):>9} {error}  {result.seconds:4.1f} s  {others}{verdict}",
+                flush=True,
+            )
+    if not results:
+        sys.exit("no row has such a model")
+    table = Table("rows", "count", "median", "mean", "90 %", "largest", "bias")
+    summaries = _summaries(results)
+    for row in summaries:
+        shares = (f"{row[name]:.1%}" for name in ("median", "mean", "percentile_90", "largest", "bias"))
+        table.add_row(str(row["rows"]), str(row["count"]), *shares)
+    Console(width=110).print(table)
+    wrong = sum(not result.verdict_right for result in results)
+    seconds = [result.seconds for result in results]
+    print(
+        f"verdicts wrong: {wrong} of {len(results)}; seconds an estimate: median {statistics.median(seconds):.2f}, most {max(seconds):.2f}"
+    )
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps({"summaries": summaries, "rows": [asdict(r) for r in results]}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
