@@ -24,10 +24,13 @@ bench: $(READY)
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
+$(READY): export PIP_CONSTRAINT = constraints.txt
+$(READY): export PIP_BUILD_CONSTRAINT = constraints.txt
+$(READY): pyproject.toml constraints.txt $(wildcard native/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev,bert]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build

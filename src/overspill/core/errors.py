@@ -46,3 +46,19 @@ class InvalidSchedule(OverspillError):
 
 class InvalidLayout(OverspillError):
     """A layout puts two live blocks on the same bytes, or breaks its own bounds."""
+
+
+class OutOfMemory(OverspillError):
+    """An allocator found no room on its device, after all that it does to make room.
+
+    `requested_bytes` is what was asked, `reserved_bytes` what the allocator held then, `capacity_bytes` the device's
+    size (None: unlimited but for its address space).
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, requested_bytes: int, reserved_bytes: int, capacity_bytes: int | None) -> None:
+        super().__init__(message)
+        self.requested_bytes = requested_bytes
+        self.reserved_bytes = reserved_bytes
+        self.capacity_bytes = capacity_bytes

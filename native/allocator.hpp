@@ -1,0 +1,105 @@
+// What an allocator is: addresses for blocks of bytes, over a device, with statistics and a segment log.
+// Twin of src/overspill/placement/base.py.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "blocks.hpp"
+#include "device.hpp"
+
+namespace overspill {
+
+constexpr Address kNowhere = 0;  // the address of a block of no bytes
+
+enum class SegmentAction : std::int64_t { kAlloc = 0, kFree = 1, kMap = 2, kUnmap = 3 };
+
+struct SegmentEvent {
+    std::int64_t at;
+    SegmentAction action;
+    Address address;
+    Bytes nbytes;
+    std::int32_t stream;
+};
+
+// A number of bytes, its first maximum and the event of that.
+struct Gauge {
+    Bytes now = 0;
+    Bytes peak = 0;
+    std::int64_t peak_at = -1;
+
+    void add(Bytes nbytes, std::int64_t at) {
+        now += nbytes;
+        if (now > peak) {
+            peak = now;
+            peak_at = at;
+        }
+    }
+};
+
+class Allocator {
+  public:
+    explicit Allocator(Device& device) : device_(device) {}
+    virtual ~Allocator() = default;
+    Allocator(const Allocator&) = delete;
+    Allocator& operator=(const Allocator&) = delete;
+
+    // A block of at least `nbytes` (more than none), or nullptr when there is no room.
+    Block* allocate_block(Bytes nbytes, std::int32_t stream) {
+        Block* block = nbytes <= kAddressSpaceBytes ? find_block(nbytes, stream) : nullptr;
+        if (block == nullptr) return nullptr;
+        block->free = false;
+        block->requested = nbytes;
+        requested.add(nbytes, clock);
+        allocated.add(block->size, clock);
+        return block;
+    }
+
+    void free_block(Block* block) {
+        requested.add(-block->requested, clock);
+        allocated.add(-block->size, clock);
+        block->free = true;
+        block->requested = 0;
+        return_block(block);
+    }
+
+    virtual std::vector<Block*> idle_blocks() const = 0;
+
+    const Device& device() const { return device_; }
+
+    std::int64_t clock = 0;
+    Gauge requested, allocated, reserved;
+    std::int64_t retries = 0;
+    std::vector<SegmentEvent> segment_log;
+
+  protected:
+    virtual Block* find_block(Bytes nbytes, std::int32_t stream) = 0;
+    virtual void return_block(Block* block) = 0;
+
+    Block* segment_malloc(Bytes nbytes, std::int32_t stream) {
+        const auto address = device_.malloc(nbytes);
+        if (!address) return nullptr;
+        log_exchange(SegmentAction::kAlloc, *address, nbytes, stream);
+        return blocks_.make(*address, nbytes, stream);
+    }
+
+    void segment_free(Block* block) {
+        device_.free(block->address);
+        log_exchange(SegmentAction::kFree, block->address, block->size, block->stream);
+        blocks_.drop(block);
+    }
+
+    void log_exchange(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) {
+        const bool gained = action == SegmentAction::kAlloc || action == SegmentAction::kMap;
+        reserved.add(gained ? nbytes : -nbytes, clock);
+        segment_log.push_back({clock, action, address, nbytes, stream});
+    }
+
+    Device& device_;
+    BlockStore blocks_;
+};
+
+}  // namespace overspill

@@ -1,0 +1,79 @@
+// Chainer's memory pool, today CuPy's: bins of 512 bytes a stream, always split, joined when freed.
+// Twin of src/overspill/placement/chainer.py, which cites the rules.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "allocator.hpp"
+
+namespace overspill {
+
+struct ChainerConfig {
+    Bytes limit_bytes = 0;
+};
+
+class ChainerAllocator final : public Allocator {
+  public:
+    ChainerAllocator(Device& device, const ChainerConfig& config) : Allocator(device), config_(config) {}
+
+    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+
+  protected:
+    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+        const Bytes size = round_up(nbytes, kStepBytes);
+        if (Block* block = find_free(size, stream)) return block;
+        if (config_.limit_bytes > 0 && reserved.now + size > config_.limit_bytes) return nullptr;
+        Block* block = segment_malloc(size, stream);
+        if (block == nullptr) {
+            release_unsplit();
+            ++retries;
+            block = segment_malloc(size, stream);
+        }
+        return block;
+    }
+
+    void return_block(Block* block) override {
+        for (Block* other : {block->next, block->prev}) {
+            if (other == nullptr || !other->free) continue;
+            idle_.erase(key(other));
+            blocks_.absorb(block, other);
+        }
+        put(block);
+    }
+
+  private:
+    static constexpr Bytes kStepBytes = 512;
+
+    static Key key(const Block* block) { return {block->stream, block->size, -block->indexed_at}; }
+
+    void put(Block* block) {
+        block->indexed_at = ++frees_;
+        idle_.emplace(key(block), block);
+    }
+
+    Block* find_free(Bytes size, std::int32_t stream) {
+        const auto it = idle_.lower_bound(Key{stream, size});
+        if (it == idle_.end() || it->second->stream != stream) return nullptr;
+        Block* block = it->second;
+        idle_.erase(it);
+        if (block->size == size) return block;
+        Block* front = blocks_.cut(block, size);
+        put(block);
+        return front;
+    }
+
+    void release_unsplit() {
+        for (Block* block : snapshot(idle_)) {
+            if (block->split()) continue;
+            idle_.erase(key(block));
+            segment_free(block);
+        }
+    }
+
+    ChainerConfig config_;
+    FreeBlocks idle_;
+    std::int64_t frees_ = 0;
+};
+
+}  // namespace overspill

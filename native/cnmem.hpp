@@ -1,0 +1,62 @@
+// NVIDIA's CNMeM, the pool of vDNN: best fit in one pool reserved at the start, growing if allowed.
+// Twin of src/overspill/placement/cnmem.py, which cites the rules.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "allocator.hpp"
+
+namespace overspill {
+
+struct CnmemConfig {
+    Bytes pool_bytes = 0;
+    bool grows = true;
+};
+
+class CnmemAllocator final : public Allocator {
+  public:
+    CnmemAllocator(Device& device, const CnmemConfig& config)
+        : Allocator(device), config_(config), pool_bytes_missing_(round_up(config.pool_bytes, kStepBytes)) {}
+
+    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+
+  protected:
+    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+        if (pool_bytes_missing_ > 0) {
+            Block* pool = segment_malloc(pool_bytes_missing_, stream);
+            if (pool == nullptr) return nullptr;
+            pool_bytes_missing_ = 0;
+            put(pool);
+        }
+        const Bytes size = round_up(nbytes, kStepBytes);
+        const auto it = idle_.lower_bound(Key{size});
+        if (it == idle_.end()) return config_.grows ? segment_malloc(size, stream) : nullptr;
+        Block* block = it->second;
+        idle_.erase(it);
+        if (block->size == size) return block;
+        Block* front = blocks_.cut(block, size);
+        put(block);
+        return front;
+    }
+
+    void return_block(Block* block) override {
+        for (Block* other : {block->prev, block->next}) {
+            if (other == nullptr || !other->free) continue;
+            idle_.erase(Key{other->size, other->address});
+            blocks_.absorb(block, other);
+        }
+        put(block);
+    }
+
+  private:
+    static constexpr Bytes kStepBytes = 512;
+
+    void put(Block* block) { idle_.emplace(Key{block->size, block->address}, block); }
+
+    CnmemConfig config_;
+    Bytes pool_bytes_missing_;
+    FreeBlocks idle_;
+};
+
+}  // namespace overspill

@@ -1,0 +1,169 @@
+// Expandable segments of PyTorch's caching allocator: address space reserved at once, memory mapped page by page.
+// Twin of src/overspill/placement/expandable.py, which cites the rules.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "allocator.hpp"
+
+namespace overspill {
+
+constexpr Bytes kUnlimitedReservationBytes = Bytes{1} << 46;
+
+// The free blocks of one kind, small or large; and the address space yet without memory.
+struct Pool {
+    Pool(Bytes page_bytes_, bool small_) : page_bytes(page_bytes_), small(small_) {}
+
+    Bytes page_bytes;
+    bool small;
+    FreeBlocks free;
+    FreeBlocks unmapped;
+    std::int64_t searches = 0;  // the clock by which garbage collection measures age
+};
+
+// What expandable segments need of the allocator whose pools they fill.
+class PoolOwner {
+  public:
+    virtual Pool& pool_of(const Block* block) = 0;
+    virtual Key key(const Block* block) const = 0;
+    virtual std::int64_t birth() = 0;
+    virtual void put(Block* block) = 0;
+    virtual void join(Block* block, Block* other) = 0;
+    virtual void log_mapping(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) = 0;
+
+  protected:
+    ~PoolOwner() = default;
+};
+
+class ExpandableSegments {
+  public:
+    ExpandableSegments(PoolOwner& owner, Device& device, BlockStore& blocks)
+        : owner_(owner), device_(device), blocks_(blocks), reservation_(kUnlimitedReservationBytes) {
+        if (const auto total = device.capacity_bytes()) reservation_ = *total + *total / 8;
+    }
+
+    // The block at `it` or one behind it that leaves more of the segment's end to grow into.
+    static FreeBlocks::iterator best_of(FreeBlocks& free, FreeBlocks::iterator it) {
+        for (auto next = std::next(it); next != free.end(); ++next) {
+            if (next->second->stream != it->second->stream || room(next->second) >= room(it->second)) break;
+            it = next;
+        }
+        return it;
+    }
+
+    Block* grow(Pool& pool, Bytes size, std::int32_t stream) {
+        Block* block = candidate(pool, size, stream);
+        if (block == nullptr || (!block->mapped && !map(block, std::min(block->size, size)))) return nullptr;
+        while (block->size < size) {
+            Block* following = block->next;
+            if (!map(following, std::min(size - block->size, following->size))) return nullptr;
+            block = following;
+        }
+        pool.free.erase(owner_.key(block));
+        return block;
+    }
+
+    // Unmap all whole pages inside free blocks, and give up segments that are left without memory.
+    void release(Pool& pool) {
+        for (Block* block : snapshot(pool.free)) {
+            unmap(block);
+            if (block->split()) continue;
+            pool.unmapped.erase(Key{block->stream, block->address});
+            device_.unreserve(block->address, block->size);
+            blocks_.drop(block);
+        }
+    }
+
+  private:
+    static Bytes room(const Block* block) {
+        const Block* following = block->next;
+        return block->size + (following != nullptr && !following->mapped ? following->size : 0);
+    }
+
+    static Bytes space(const Block* block, Bytes enough) {
+        Bytes nbytes = 0;
+        for (; block != nullptr && block->free && nbytes < enough; block = block->next) nbytes += block->size;
+        return nbytes;
+    }
+
+    // The block at the lowest address from which `size` bytes of free or unmapped space follow.
+    Block* candidate(Pool& pool, Bytes size, std::int32_t stream) {
+        for (auto it = pool.unmapped.lower_bound(Key{stream}); it != pool.unmapped.end(); ++it) {
+            Block* block = it->second;
+            if (block->stream != stream) break;
+            if (block->prev != nullptr && block->prev->free) block = block->prev;
+            if (space(block, size) >= size) return block;
+        }
+        const Bytes reservation = round_up(reservation_, pool.page_bytes);
+        if (size > reservation) return nullptr;
+        const auto base = device_.reserve(reservation);
+        if (!base) return nullptr;
+        Block* block = make(pool, *base, reservation, stream, *base);
+        block->mapped = false;
+        pool.unmapped.emplace(Key{stream, *base}, block);
+        return block;
+    }
+
+    bool map(Block* block, Bytes size) {
+        Pool& pool = owner_.pool_of(block);
+        const Address address = block->address;
+        const Bytes nbytes = round_up(size, pool.page_bytes);
+        if (!device_.map(address, nbytes)) return false;
+        pool.unmapped.erase(Key{block->stream, address});
+        if (nbytes < block->size) {
+            Block* rest = make(pool, address + nbytes, block->size - nbytes, block->stream, block->base);
+            rest->mapped = false;
+            rest->splice(block, block->next);
+            pool.unmapped.emplace(Key{rest->stream, rest->address}, rest);
+            block->size = nbytes;
+        }
+        block->mapped = true;
+        owner_.join(block, block->prev);
+        owner_.join(block, block->next);
+        owner_.put(block);
+        owner_.log_mapping(SegmentAction::kMap, address, nbytes, block->stream);
+        return true;
+    }
+
+    // Take the memory of all whole pages inside a free block; what is left of it at either side stays free.
+    void unmap(Block* block) {
+        Pool& pool = owner_.pool_of(block);
+        const Address end = block->address + block->size;
+        const Address first = block->base + round_up(block->address - block->base, pool.page_bytes);
+        const Address last = end - (end - block->base) % pool.page_bytes;
+        if (first >= last) return;
+        pool.free.erase(owner_.key(block));
+        if (first > block->address) leave_free(pool, block, block->address, first, block->prev, block);
+        if (last < end) leave_free(pool, block, last, end, block, block->next);
+        block->address = first;
+        block->size = last - first;
+        block->mapped = false;
+        owner_.join(block, block->prev);
+        owner_.join(block, block->next);
+        pool.unmapped.emplace(Key{block->stream, block->address}, block);
+        device_.unmap(first, last - first);
+        owner_.log_mapping(SegmentAction::kUnmap, first, last - first, block->stream);
+    }
+
+    void leave_free(Pool& pool, Block* block, Address start, Address end, Block* before, Block* after) {
+        Block* part = make(pool, start, end - start, block->stream, block->base);
+        part->splice(before, after);
+        owner_.put(part);
+    }
+
+    Block* make(const Pool& pool, Address address, Bytes size, std::int32_t stream, Address base) {
+        Block* block = blocks_.make(address, size, stream);
+        block->in_small = pool.small;
+        block->base = base;
+        block->born = owner_.birth();
+        return block;
+    }
+
+    PoolOwner& owner_;
+    Device& device_;
+    BlockStore& blocks_;
+    Bytes reservation_;
+};
+
+}  // namespace overspill

@@ -1,0 +1,106 @@
+// Replaying events on an allocator. Twin of replay_in_python in src/overspill/placement/replay.py.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "allocator.hpp"
+
+namespace overspill {
+
+enum Action : std::int8_t { kAllocate = 0, kFree = 1, kTry = 2 };
+constexpr Address kNotPlaced = -1;
+
+struct EventsView {
+    const std::int8_t* action;
+    const std::int64_t* block;
+    const std::int64_t* nbytes;
+    const std::int32_t* stream;
+    std::int64_t count;
+    std::int64_t block_count;
+};
+
+struct ReplayResult {
+    std::int64_t failed_at = -1;
+    std::int64_t skipped = 0;
+    std::vector<Address> addresses;
+    std::vector<Bytes> requested, allocated, reserved;  // after every event that was done, if asked for
+};
+
+class Replayer {
+  public:
+    Replayer(Allocator& allocator, const EventsView& events)
+        : allocator_(allocator),
+          events_(events),
+          states_(events.block_count, State::kFree),
+          blocks_(events.block_count) {
+        result_.addresses.assign(events.block_count, kNotPlaced);
+    }
+
+    ReplayResult run(bool curves) {
+        if (curves)
+            for (auto* curve : {&result_.requested, &result_.allocated, &result_.reserved})
+                curve->reserve(events_.count);
+        for (std::int64_t at = 0; at < events_.count; ++at) {
+            allocator_.clock = at;
+            if (events_.action[at] == kFree) {
+                free(at);
+            } else if (!allocate(at)) {
+                result_.failed_at = at;
+                break;
+            }
+            if (!curves) continue;
+            result_.requested.push_back(allocator_.requested.now);
+            result_.allocated.push_back(allocator_.allocated.now);
+            result_.reserved.push_back(allocator_.reserved.now);
+        }
+        return std::move(result_);
+    }
+
+  private:
+    enum class State : std::uint8_t { kFree, kLive, kNowhere, kWithoutRoom };
+
+    // Whether the replay goes on: the block was placed, or it is elastic.
+    bool allocate(std::int64_t at) {
+        const std::int64_t block = events_.block[at];
+        if (states_[block] != State::kFree) refuse(at, "allocates", "is live");
+        if (events_.nbytes[at] == 0) {
+            states_[block] = State::kNowhere;
+            result_.addresses[block] = kNowhere;
+            return true;
+        }
+        Block* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at]);
+        if (placed != nullptr) {
+            states_[block] = State::kLive;
+            blocks_[block] = placed;
+            result_.addresses[block] = placed->address;
+            return true;
+        }
+        if (events_.action[at] == kAllocate) return false;
+        states_[block] = State::kWithoutRoom;
+        ++result_.skipped;
+        return true;
+    }
+
+    void free(std::int64_t at) {
+        const std::int64_t block = events_.block[at];
+        if (states_[block] == State::kFree) refuse(at, "frees", "is not live");
+        if (states_[block] == State::kLive) allocator_.free_block(blocks_[block]);
+        states_[block] = State::kFree;
+    }
+
+    [[noreturn]] void refuse(std::int64_t at, const std::string& what, const std::string& state) const {
+        throw std::invalid_argument("event " + std::to_string(at) + " " + what + " block " +
+                                    std::to_string(events_.block[at]) + ", which " + state);
+    }
+
+    Allocator& allocator_;
+    const EventsView& events_;
+    std::vector<State> states_;
+    std::vector<Block*> blocks_;
+    ReplayResult result_;
+};
+
+}  // namespace overspill

@@ -1,0 +1,94 @@
+"""A block: a piece of a segment that an allocator gives out or keeps for later; and an index of the free ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Key = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """`size` bytes at `address`, between its neighbours in the same segment.
+
+    `requested` is what was asked for (0 when free). `mapped` is False for address space without memory behind it.
+    `born` numbers blocks by their creation, `indexed_at` is the age counter when the block became free, `base` is where
+    an expandable segment starts, and `pool` belongs to the allocator.
+    """
+
+    address: int
+    size: int
+    stream: int = 0
+    requested: int = 0
+    free: bool = True
+    mapped: bool = True
+    prev: Block | None = None
+    next: Block | None = None
+    born: int = 0
+    indexed_at: int = 0
+    base: int = 0
+    pool: Any = None
+
+    @property
+    def split(self) -> bool:
+        """Whether the block is only a part of its segment."""
+        return self.prev is not None or self.next is not None
+
+    def cut(self, size: int) -> Block:
+        """A new block of the first `size` bytes; this one keeps the rest."""
+        front = Block(self.address, size, self.stream, prev=self.prev, next=self, base=self.base, pool=self.pool)
+        front.mapped = self.mapped
+        if self.prev is not None:
+            self.prev.next = front
+        self.prev = front
+        self.address += size
+        self.size -= size
+        return front
+
+    def absorb(self, other: Block) -> None:
+        """Take over `other`, which lies directly before or behind."""
+        if self.prev is other:
+            self.address = other.address
+            self.prev = other.prev
+            if self.prev is not None:
+                self.prev.next = self
+        else:
+            self.next = other.next
+            if self.next is not None:
+                self.next.prev = self
+        self.size += other.size
+
+
+class FreeBlocks:
+    """Free blocks in the order of a key, which must not change while a block is in here."""
+
+    def __init__(self) -> None:
+        self._keys: list[Key] = []
+        self._blocks: dict[Key, Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Block]:
+        return (self._blocks[key] for key in tuple(self._keys))
+
+    def add(self, key: Key, block: Block) -> None:
+        """Put `block` in at `key`."""
+        insort(self._keys, key)
+        self._blocks[key] = block
+
+    def remove(self, key: Key) -> Block:
+        """The block at `key`, taken out."""
+        del self._keys[bisect_left(self._keys, key)]
+        return self._blocks.pop(key)
+
+    def position(self, key: Key) -> int:
+        """How many blocks come before `key`."""
+        return bisect_left(self._keys, key)
+
+    def at(self, position: int) -> Block:
+        """The block at `position`."""
+        return self._blocks[self._keys[position]]

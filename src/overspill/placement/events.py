@@ -1,0 +1,105 @@
+"""The allocations and frees of a trace in time order, as arrays: what every allocator is replayed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from overspill.core import Trace
+from overspill.core.errors import RequestError
+
+ALLOCATE, FREE, TRY = 0, 1, 2
+"""What an event does. TRY is an elastic allocation: if there is no room for it, it and its free are skipped."""
+
+MOST_BLOCKS = 1 << 31
+"""Blocks are indices of arrays, so a large number would take much memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """Allocations and frees in time order; event `i` does `action[i]` to `block[i]`.
+
+    `nbytes` is the requested size (ignored for FREE), `stream` the stream that the block belongs to. A block may be
+    allocated again once it is free.
+    """
+
+    action: NDArray[np.int8]
+    block: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    stream: NDArray[np.int32]
+
+    def __post_init__(self) -> None:
+        for name, kind in (("action", np.int8), ("block", np.int64), ("nbytes", np.int64), ("stream", np.int32)):
+            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name), kind))
+        lengths = {len(self.action), len(self.block), len(self.nbytes), len(self.stream)}
+        if len(lengths) > 1:
+            raise RequestError(f"events need arrays of one length, not of {', '.join(map(str, sorted(lengths)))}")
+        self._refuse((self.action < ALLOCATE) | (self.action > TRY), "has an action other than 0, 1 or 2")
+        self._refuse(self.block < 0, "has a negative block")
+        self._refuse(self.block >= MOST_BLOCKS, f"has a block above {MOST_BLOCKS - 1}; number blocks from 0")
+        self._refuse(self.nbytes < 0, "has a negative size")
+        self._refuse(self.stream < 0, "has a negative stream")
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+    @property
+    def block_count(self) -> int:
+        """One more than the largest index of a block."""
+        return int(self.block.max()) + 1 if len(self) else 0
+
+    @property
+    def peak_requested_bytes(self) -> int:
+        """The largest sum of the sizes of live blocks, the elastic ones left out: no allocator needs less."""
+        order = np.argsort(self.block, kind="stable")
+        block, action, nbytes = self.block[order], self.action[order], self.nbytes[order]
+        change = np.where(action == ALLOCATE, nbytes, 0)
+        # In the order of blocks, what a free takes away is what the event before it brought.
+        same = block[1:] == block[:-1]
+        change[1:] = np.where((action[1:] == FREE) & same, -change[:-1], change[1:])
+        in_time = np.empty_like(change)
+        in_time[order] = change
+        return max(0, int(np.cumsum(in_time).max(initial=0)))
+
+    @classmethod
+    def of(cls, trace: Trace) -> Events:
+        """The events of `trace`, blocks by their position in it; at one position frees come before allocations."""
+        starts = [(b.start, 1, i) for i, b in enumerate(trace.blocks)]
+        ends = [(b.end, 0, i) for i, b in enumerate(trace.blocks) if b.end > b.start]
+        # A block of no time is allocated and freed at once.
+        instants = {i for i, b in enumerate(trace.blocks) if b.end <= b.start}
+        rows: list[tuple[int, int, int, int]] = []
+        for _, allocates, i in sorted(starts + ends):
+            block = trace.blocks[i]
+            if not allocates:
+                rows.append((FREE, i, 0, block.stream))
+                continue
+            rows.append((TRY if block.elastic else ALLOCATE, i, block.nbytes, block.stream))
+            if i in instants:
+                rows.append((FREE, i, 0, block.stream))
+        return cls.from_rows(rows)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[tuple[int, int, int, int]]) -> Events:
+        """The events given as `(action, block, nbytes, stream)`."""
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
+        action, block, nbytes, stream = table.T
+        return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32))
+
+    def _refuse(self, wrong: NDArray[np.bool_], what: str) -> None:
+        if wrong.any():
+            raise RequestError(f"event {int(wrong.argmax())} {what}")
+
+
+def _whole_numbers(name: str, values: ArrayLike, kind: type[np.signedinteger]) -> NDArray[np.signedinteger]:
+    """`values` as one contiguous array of `kind`. Raises RequestError when it holds anything else."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise RequestError(f"the {name} of events must be one row of whole numbers, not {array.dtype} {array.shape}")
+    limits = np.iinfo(kind)
+    if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise RequestError(f"the {name} of events must fit {np.dtype(kind).name}")
+    return np.ascontiguousarray(array, dtype=kind)

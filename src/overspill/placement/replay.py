@@ -1,0 +1,245 @@
+"""Replaying events on an allocator: its peaks, its exchanges with the device, whether it survives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import Layout, Trace
+from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.units import format_bytes
+
+from . import native as native_core
+from .base import SEGMENT_ACTIONS, Gauge, SegmentEvent
+from .device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
+from .events import ALLOCATE, FREE, Events
+from .registry import allocator_named, allocator_type
+
+GAUGES = ("requested", "allocated", "reserved")
+NOT_PLACED = -1
+_PROBES = 8
+"""How many capacities above its answer `minimum_capacity` tries again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What an allocator did with events. Peaks are of the whole replay; `…_at` is the event of the first maximum.
+
+    `failed_at` is the event that found no room, the last one that was tried (None: all were done). `skipped` counts
+    elastic allocations that found no room, `retries` those for which all cached memory was given back first.
+    `addresses[i]` is where block `i` was placed last (NOT_PLACED: never). With `curves`, `requested`, `allocated` and
+    `reserved` are the bytes after each event that was done.
+    """
+
+    allocator: str
+    capacity_bytes: int | None
+    failed_at: int | None
+    peak_requested_bytes: int
+    peak_requested_at: int
+    peak_allocated_bytes: int
+    peak_allocated_at: int
+    peak_reserved_bytes: int
+    peak_reserved_at: int
+    retries: int
+    skipped: int
+    addresses: NDArray[np.int64]
+    segment_table: NDArray[np.int64]
+    requested: NDArray[np.int64] | None = None
+    allocated: NDArray[np.int64] | None = None
+    reserved: NDArray[np.int64] | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every allocation that is not elastic found room."""
+        return self.failed_at is None
+
+    @cached_property
+    def segment_events(self) -> tuple[SegmentEvent, ...]:
+        """The exchanges of memory with the device, in order."""
+        rows = self.segment_table.tolist()
+        return tuple(SegmentEvent(at, SEGMENT_ACTIONS[action], *rest) for at, action, *rest in rows)
+
+
+def replay(
+    events: Events,
+    allocator: str = "pytorch",
+    *,
+    capacity_bytes: int | None = None,
+    config: Any = None,
+    native: bool = True,
+    curves: bool = False,
+) -> Replay:
+    """What `allocator` does with `events` on an empty device of `capacity_bytes` (None: unlimited).
+
+    It stops at the first allocation that is not elastic and finds no room. `native` uses the compiled twin where it
+    is installed. Raises RequestError when the events free or allocate a block in the wrong state.
+    """
+    run = replay_natively if native and native_core.AVAILABLE else replay_in_python
+    return run(events, allocator, capacity_bytes, config, curves)
+
+
+def replay_in_python(
+    events: Events, name: str, capacity_bytes: int | None, config: Any = None, curves: bool = False
+) -> Replay:
+    """The same as `replay`, on the Python twin."""
+    allocator = allocator_named(name, config, capacity_bytes=capacity_bytes)
+    addresses = np.full(events.block_count, NOT_PLACED, dtype=np.int64)
+    live: dict[int, int] = {}
+    without_room: set[int] = set()
+    history: list[tuple[int, int, int]] = []
+    failed_at: int | None = None
+    skipped = 0
+    rows = zip(
+        events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), events.stream.tolist(), strict=True
+    )
+    for at, (action, block, nbytes, stream) in enumerate(rows):
+        allocator.clock = at
+        if action != FREE:
+            if block in live or block in without_room:
+                raise RequestError(f"event {at} allocates block {block}, which is live")
+            try:
+                live[block] = addresses[block] = allocator.allocate(nbytes, stream)
+            except OutOfMemory:
+                if action == ALLOCATE:
+                    failed_at = at
+                    break
+                skipped += 1
+                without_room.add(block)
+        elif block in without_room:
+            without_room.remove(block)
+        elif block in live:
+            allocator.free(live.pop(block))
+        else:
+            raise RequestError(f"event {at} frees block {block}, which is not live")
+        if curves:
+            history.append((allocator.requested.now, allocator.allocated.now, allocator.reserved.now))
+    table = [(e.at, SEGMENT_ACTIONS.index(e.action), e.address, e.nbytes, e.stream) for e in allocator.segment_log]
+    return _result(
+        allocator=name,
+        capacity_bytes=capacity_bytes,
+        failed_at=failed_at,
+        skipped=skipped,
+        retries=allocator.retries,
+        addresses=addresses,
+        segment_table=np.array(table, dtype=np.int64).reshape(len(table), 5),
+        gauges=(allocator.requested, allocator.allocated, allocator.reserved),
+        curves=np.array(history, dtype=np.int64).reshape(len(history), 3).T if curves else None,
+    )
+
+
+def replay_natively(
+    events: Events, name: str, capacity_bytes: int | None, config: Any = None, curves: bool = False
+) -> Replay:
+    """The same as `replay`, on the native core."""
+    try:
+        core = native_core.simulated_allocator(name, allocator_type(name).config_type, config, capacity_bytes)
+        failed_at, skipped, addresses, *histories = core.replay(
+            events.action, events.block, events.nbytes, events.stream, events.block_count, curves
+        )
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    requested, allocated, reserved = (Gauge(*gauge) for gauge in core.gauges())
+    return _result(
+        allocator=name,
+        capacity_bytes=capacity_bytes,
+        failed_at=None if failed_at < 0 else failed_at,
+        skipped=skipped,
+        retries=core.retries,
+        addresses=addresses,
+        segment_table=core.segment_table(),
+        gauges=(requested, allocated, reserved),
+        curves=histories if curves else None,
+    )
+
+
+def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Iterable[NDArray[np.int64]] | None, **fields: Any) -> Replay:
+    """The Replay with these gauges of requested, allocated and reserved bytes, and their curves in the same order."""
+    for name, gauge in zip(GAUGES, gauges, strict=True):
+        fields[f"peak_{name}_bytes"] = gauge.peak
+        fields[f"peak_{name}_at"] = gauge.peak_at
+    for name, curve in zip(GAUGES, curves, strict=True) if curves is not None else ():
+        fields[name] = np.ascontiguousarray(curve)
+    return Replay(**fields)
+
+
+def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = None, *, native: bool = True) -> int:
+    """The least capacity in bytes, a multiple of 2 MiB, on which `events` survive; elastic allocations may fail.
+
+    Found by bisection between the peak of requested bytes and a capacity known to do. Survival need not be monotone:
+    a device too small for the cache makes it give memory back, which can happen to help. So a few capacities above
+    the answer are tried too, and if one fails the search goes on above it: all that were tried above the answer
+    survive, and the one directly below fails. Raises OutOfMemory when no capacity is enough.
+    """
+
+    def survives(pages: int) -> bool:
+        return replay(events, allocator, capacity_bytes=pages * PAGE_BYTES, config=config, native=native).fits
+
+    requested = round_up(events.peak_requested_bytes, PAGE_BYTES) // PAGE_BYTES
+    too_little, enough = requested - 1, max(requested, _reserved_pages(events, allocator, config, native=native))
+    while not survives(enough):
+        too_little, enough = max(too_little, enough), enough + max(enough, 1)
+        if enough * PAGE_BYTES > ADDRESS_SPACE_BYTES:
+            raise OutOfMemory(
+                f"the {allocator} allocator cannot serve these events on a device of any size"
+                f" (peak of requests {format_bytes(events.peak_requested_bytes)})",
+                requested_bytes=events.peak_requested_bytes,
+                reserved_bytes=0,
+                capacity_bytes=None,
+            )
+    ceiling = enough
+    while True:
+        while enough - too_little > 1:
+            middle = (too_little + enough) // 2
+            too_little, enough = (too_little, middle) if survives(middle) else (middle, enough)
+        steps = range(enough + 1, ceiling, max(1, (ceiling - enough) // _PROBES))
+        failed = [pages for pages in steps if not survives(pages)]
+        if not failed:
+            return max(enough, 0) * PAGE_BYTES
+        too_little, enough = failed[-1], ceiling
+
+
+def _reserved_pages(events: Events, allocator: str, config: Any, *, native: bool) -> int:
+    """The pages that `allocator` reserves without a limit; 0 if its settings make no sense without one."""
+    try:
+        peak = replay(events, allocator, config=config, native=native).peak_reserved_bytes
+    except RequestError:
+        return 0
+    return round_up(peak, PAGE_BYTES) // PAGE_BYTES
+
+
+def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, native: bool = True) -> Layout:
+    """The Layout that `allocator` gives `trace` on an unlimited device.
+
+    Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed.
+    """
+    result = replay(Events.of(trace), allocator, config=config, native=native)
+    if result.failed_at is not None:
+        raise RequestError(f"the {allocator} allocator cannot place this trace in its address space")
+    ranges = _backed(result.segment_table)
+    starts = np.array([start for start, _ in ranges] or [0], dtype=np.int64)
+    sizes = np.array([end - start for start, end in ranges] or [0], dtype=np.int64)
+    before = np.cumsum(sizes) - sizes
+    index = np.searchsorted(starts, result.addresses, side="right") - 1
+    offsets = [
+        int(before[i] + address - starts[i]) if block.nbytes else 0
+        for i, address, block in zip(index, result.addresses, trace.blocks, strict=True)
+    ]
+    peak = max((offset + b.nbytes for offset, b in zip(offsets, trace.blocks, strict=True)), default=0)
+    return Layout(allocator, tuple(offsets), peak, trace.lower_bound_bytes)
+
+
+def _backed(table: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """The address ranges that were ever backed by memory, joined and in order."""
+    ranges: list[tuple[int, int]] = []
+    gained = table[(table[:, 1] == 0) | (table[:, 1] == 2)]
+    for start, nbytes in sorted(map(tuple, gained[:, 2:4].tolist())):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], start + nbytes))
+        else:
+            ranges.append((start, start + nbytes))
+    return ranges
