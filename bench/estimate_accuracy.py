@@ -28,11 +28,9 @@ from rich.table import Table
 from overspill.capture.eager import record
 from overspill.capture.recorder import Recorder
 from overspill.core.units import format_bytes
-from overspill.costs import kernel_image_bytes
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimate import Estimate
-from overspill.placement.replay import replay
 
 _XMEM_SOFTWARE = Software("2.6", "12.4", {})
 # PyTorch 1.2 had one 4 MiB workspace a cuBLAS handle, which this environment variable stands for.
@@ -60,8 +58,8 @@ class Result:
 
 def _predict(
     job: Callable[[Recorder], None], gpu: str, software: Software, memory_bytes: int | None
-) -> tuple[Estimate, int, bool, float]:
-    """The estimate, the reserved peak on the GPU's memory, whether it survives, and the seconds that took."""
+) -> tuple[Estimate, float]:
+    """The estimate, and the seconds that it took."""
     device = load_device(gpu)
     if memory_bytes is not None:
         device = replace(device, memory_bytes=memory_bytes)
@@ -69,8 +67,8 @@ def _predict(
     major, minor = (int(part) for part in device.compute_capability.split("."))
     recording = record(job, capability=(major, minor))
     estimate = Estimate("", recording, device, software=software)
-    capped = replay(estimate.demand.events, capacity_bytes=device.memory_bytes - estimate.context_bytes)
-    return estimate, capped.peak_reserved_bytes, capped.fits, time.perf_counter() - started
+    estimate.fits()
+    return estimate, time.perf_counter() - started
 
 
 def _xmem(path: Path, models: str) -> Iterable[Result]:
@@ -78,16 +76,16 @@ def _xmem(path: Path, models: str) -> Iterable[Result]:
         if models not in row.model:
             continue
         gpu = _XMEM_GPUS[row.gpu]
-        estimate, reserved, survives, seconds = _predict(
+        estimate, seconds = _predict(
             lambda recorder, row=row: jobs.run(row, "cuda", jobs.ITERATIONS, recorder.start_iteration),
             gpu, _XMEM_SOFTWARE, row.total_gpu_memory_bytes,
         )  # fmt: skip
-        predicted = reserved + kernel_image_bytes(estimate.device, "12.4").central
+        predicted = estimate.peak_reserved_bytes + estimate.kernels.central
         yield Result(
             "xMem", row.family, f"{row.model} {row.optimizer} {row.batch_size}", row.ground_bytes, predicted,
             None if row.real_oom else predicted / row.ground_bytes - 1,
             {} if row.real_oom or row.xmem_oom or row.xmem_bytes is None else {"xMem": row.xmem_bytes / row.ground_bytes - 1},
-            survives != row.real_oom, seconds,
+            estimate.fits() != row.real_oom, seconds,
         )  # fmt: skip
 
 
@@ -95,7 +93,7 @@ def _dnnmem(models: str) -> Iterable[Result]:
     for row in dnnmem.load("PyTorch"):
         if models not in row.model:
             continue
-        estimate, _, survives, seconds = _predict(
+        estimate, seconds = _predict(
             lambda recorder, row=row: dnnmem.run(row, "cuda", started=recorder.start_iteration),
             "p40",
             _DNNMEM_SOFTWARE,
@@ -107,7 +105,7 @@ def _dnnmem(models: str) -> Iterable[Result]:
         sizes = " ".join(f"{name}{size}" for name, size in (("x", row.image_side), ("seq ", row.seq_len)) if size)
         yield Result(
             "DNNMem", "tables", f"{row.model} {row.batch_size} {sizes}", measured or 0, estimate.total_bytes,
-            estimate.total_bytes / measured - 1 if measured else None, others, survives != row.real_oom, seconds,
+            estimate.total_bytes / measured - 1 if measured else None, others, estimate.fits() != row.real_oom, seconds,
         )  # fmt: skip
 
 

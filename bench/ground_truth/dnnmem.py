@@ -128,10 +128,30 @@ class _Lstm(nn.Module):
         return outputs
 
 
+class _SpelledOutLayerNorm(nn.Module):
+    """Layer norm in elementary operators: pytorch-pretrained-BERT 0.6, modeling.py, where Apex is not installed."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x - mean).pow(2).mean(-1, keepdim=True)
+        x = (x - mean) / torch.sqrt(variance + self.epsilon)
+        return self.weight * x + self.bias
+
+
 def _bert() -> nn.Module:
     library: Any = transformer_models.transformers()
     config = library.BertConfig(hidden_act="gelu_python", attn_implementation="eager", num_labels=2)
     model: nn.Module = library.BertForSequenceClassification(config)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.LayerNorm):
+                setattr(module, name, _SpelledOutLayerNorm(child.normalized_shape[0], child.eps))
     return model
 
 

@@ -1,5 +1,9 @@
 """Overspill: the memory system for deep-learning training.
 
+    overspill.estimate(build, inputs, loss, "adamw", device="rtx4090").fits()
+
+says before the run, and without the GPU, whether its memory will do, and
+
     model = overspill.compile(model, budget="8GiB")
 
 trains within 8 GiB of device memory, with the same numbers to the last bit. `import overspill` is cheap: torch is
@@ -15,6 +19,7 @@ from .core.errors import InfeasibleBudget, OverspillError, RequestError, StoreEr
 
 if TYPE_CHECKING:
     from .devices import load_device
+    from .estimate.api import estimate
     from .runtime.compile import compile  # noqa: A004
 
 __version__ = "0.1.0"
@@ -25,10 +30,15 @@ __all__ = [
     "StoreError",
     "UnsupportedError",
     "compile",
+    "estimate",
     "load_device",
 ]
 
-_LAZY = {"compile": "overspill.runtime.compile", "load_device": "overspill.devices"}
+_LAZY = {
+    "compile": "overspill.runtime.compile",
+    "estimate": "overspill.estimate.api",
+    "load_device": "overspill.devices",
+}
 
 
 def __getattr__(name: str) -> Any:

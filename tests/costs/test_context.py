@@ -81,7 +81,7 @@ def test_a_release_that_is_none_is_refused(cuda: str) -> None:
 
 def test_the_table_is_sourced_and_speaks_of_devices_that_exist() -> None:
     table = _table()
-    rows = [*table["eager"], *table["measured"], table["kernels"]]
+    rows = [*table["eager"], *table["measured"], table["kernels"], table["cudnn_kernels"]]
     assert all(row["source"].strip() for row in rows)
     assert {row["device"] for row in table["measured"]} <= set(device_names())
     limits = [tuple(map(int, row["below"].split("."))) for row in table["eager"]]

@@ -1,12 +1,14 @@
 """CUDA's autocast rules on fake CPU tensors: which ops run in lower precision, which in float32.
 
-aten/src/ATen/autocast_mode.h, `AT_FORALL_LOWER_PRECISION_FP`, `AT_FORALL_FP32`, `AT_FORALL_FP32_SET_OPT_DTYPE`. The
-CPU's own rules have nearly the same ops in lower precision, but leave to the input's dtype most of what CUDA runs in
-float32.
+aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.13. Inside `cuda_autocast()` every op that has a rule
+for CUDA gets it on the CPU's autocast key, and every op that has a rule for the CPU alone loses it. Where both run an
+op in lower precision, the CPU's own kernel stays: it casts the same arguments and keeps them in the same cache.
 """
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,64 +16,204 @@ from typing import Any
 import torch
 
 _HALF = {torch.float16, torch.bfloat16}
-# Run in float32 under CUDA's autocast; those that the CPU's autocast casts already are left to it.
-_FLOAT32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "group_norm",
-    "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss",
-    "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
-    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist",
-    "logsumexp", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "prod", "prod.dim_int", "cumprod",
-    "cumsum", "linalg_vector_norm", "sum", "sum.dim_IntList", "norm.Scalar", "norm.ScalarOpt_dim",
+_KEY = "AutocastCPU"
+_FLASH = "_scaled_dot_product_flash_attention"
+
+# AT_FORALL_LOWER_PRECISION_FP. What only cuDNN has (cudnn_convolution) never reaches a fake tensor.
+LOWER = (
+    "_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
+    "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    _FLASH, "scaled_dot_product_attention",
 )  # fmt: skip
-# These take the dtype of their result as an option instead of a cast input.
-_WITH_DTYPE = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod")
+# Of these, the CPU's autocast has its own (AutocastCPU, lower_precision_fp cast policy).
+_LOWER_ON_CPU = {
+    "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "prelu", "addmm", "matmul", "mm", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+# AT_FORALL_FP32.
+FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+# AT_FORALL_FP32_SET_OPT_DTYPE: float32 is what their optional dtype is, and the input stays as it is.
+WITH_DTYPE = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+# AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, fp32_append_dtype: the same, by another overload.
+APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+# AT_FORALL_PROMOTE: all arguments in float32 if one of them is, in lower precision otherwise.
+PROMOTE = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+)  # fmt: skip
+BANNED = ("binary_cross_entropy",)
 
 
-def _float32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in _HALF:
-        return value.to(torch.float32)
+class _Casts:
+    """Weights in lower precision, cast once a region (autocast_mode.cpp, `cached_cast`)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forget all: the region is over."""
+        self._known.clear()
+
+    def lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in the region's dtype."""
+        dtype = torch.get_autocast_dtype("cpu")
+        if not _eligible(tensor) or tensor.dtype is dtype:
+            return tensor
+        weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+        if not weight or not torch.is_autocast_cache_enabled():
+            return tensor.to(dtype)
+        known = self._known.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = self._known[id(tensor)] = (weakref.ref(tensor), tensor.to(dtype))
+        return known[1]
+
+
+def _eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32) if _eligible(tensor) else tensor
+
+
+def _each(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with `cast` applied to the tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return cast(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([_float32(item) for item in value])
+        return type(value)([_each(item, cast) for item in value])
     return value
 
 
-def _casting(op: Any) -> Callable[..., Any]:
+def _plain(op: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return op(*args, **kwargs)
+
+
+def _casting(op: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return op(*_float32(args), **{name: _float32(value) for name, value in kwargs.items()})
+        return _plain(op, _each(args, cast), {name: _each(value, cast) for name, value in kwargs.items()})
 
     return run
 
 
 def _asking(op: Any) -> Callable[..., Any]:
-    def run(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None) -> Any:
-        positional = [a for a in args if not isinstance(a, torch.dtype)]
-        asked = dtype or next((a for a in args if isinstance(a, torch.dtype)), None)
-        if asked is None and x.dtype in _HALF:
-            asked = torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return op(x, *positional, dtype=asked)
+    position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+
+    def run(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        values = (x, *args)
+        if len(values) > position:
+            values, dtype = values[:position], values[position]
+        if dtype is None and _eligible(x):
+            dtype = torch.float32
+        names = [argument.name for argument in op._schema.arguments[: len(values)]]
+        named = dict(zip(names, values, strict=True)) | kwargs
+        return _plain(op, (named.pop(names[0]),), named | {"dtype": dtype})
 
     return run
 
 
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _appending(op: Any, with_dtype: Any) -> Callable[..., Any]:
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _eligible(x):
+            return _plain(op, (x, *args), kwargs)
+        if with_dtype._overloadname == "ScalarOpt_dtype" and not args:
+            args = (kwargs.pop("p", 2),)
+        elif len(args) < 3 and "keepdim" not in kwargs and with_dtype._overloadname == "ScalarOpt_dim_dtype":
+            kwargs["keepdim"] = False
+        return _plain(with_dtype, (x, *args), kwargs | {"dtype": torch.float32})
+
+    return run
+
+
+def _promoting(op: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found: list[torch.dtype] = []
+        _each((args, *kwargs.values()), lambda tensor: (found.append(tensor.dtype), tensor)[1])
+        widest = torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(widest) if _eligible(tensor) else tensor
+
+        return _plain(op, _each(args, cast), {name: _each(value, cast) for name, value in kwargs.items()})
+
+    return run
+
+
+def _banned(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast on CUDA; "
+        "use binary_cross_entropy_with_logits or BCEWithLogitsLoss without the sigmoid before it"
+    )
+
+
+def overload(name: str) -> Any:
+    """The aten op called `name`, as autocast_mode.h names them: `prod` or `prod.dim_int`."""
+    packet, _, variant = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), variant or "default")
+
+
+def _rules(casts: _Casts) -> dict[str, Callable[..., Any]]:
+    """What runs for each op that CUDA's autocast knows and the CPU's does not treat alike."""
+    rules: dict[str, Callable[..., Any]] = {}
+    for name in LOWER:
+        if name not in _LOWER_ON_CPU and name != _FLASH:  # flash attention comes with inputs that are cast
+            rules[name] = _casting(overload(name), casts.lower)
+    rules |= {name: _casting(overload(name), _float32) for name in FLOAT32}
+    rules |= {name: _asking(overload(name)) for name in WITH_DTYPE}
+    rules |= {name: _appending(overload(name), overload(other)) for name, other in APPEND_DTYPE.items()}
+    rules |= {name: _promoting(overload(name)) for name in PROMOTE}
+    rules |= dict.fromkeys(BANNED, _banned)
+    here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")  # a torch without CUDA has them too
+    return {name: rule for name, rule in rules.items() if f"aten::{name}" in here}
+
+
+@contextmanager
+def _registered(casts: _Casts) -> Iterator[None]:
+    """CUDA's rules on the CPU's autocast key."""
+    rules = _rules(casts)
+    library = torch.library.Library("aten", "IMPL")
+    others = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY)
+        if name.startswith("aten::")
+    }
+    others -= rules.keys() | _LOWER_ON_CPU
+    try:
+        with warnings.catch_warnings():  # torch warns of each kernel that is replaced
+            warnings.simplefilter("ignore")
+            for name, rule in rules.items():
+                library.impl(overload(name), rule, _KEY)
+            for name in others:
+                library.impl(name, torch.library.fallthrough_kernel, _KEY)
+        yield
+    finally:
+        library._destroy()
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Inside, `torch.autocast("cuda")` casts as CUDA's does, for tensors that are really fake CPU ones."""
-    library = torch.library.Library("aten", "IMPL")
-    for name in dict.fromkeys(_FLOAT32 + _WITH_DTYPE):
-        op = _overload(name)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU"):
-            continue
-        library.impl(op, _asking(op) if name in _WITH_DTYPE else _casting(op), "AutocastCPU")
-    original = torch.autocast.__init__
+    casts = _Casts()
+    original, clear = torch.autocast.__init__, torch.clear_autocast_cache
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    gpu_dtype, available = torch.get_autocast_gpu_dtype, torch.amp.autocast_mode.is_autocast_available
 
     def init(
         self: torch.autocast, device_type: str = "cuda", dtype: torch.dtype | None = None, enabled: bool = True,
@@ -87,13 +229,24 @@ def cuda_autocast() -> Iterator[None]:
     def get_dtype(device_type: str = "cuda") -> torch.dtype:
         return dtype_of("cpu" if device_type == "cuda" else device_type)
 
-    torch.autocast.__init__ = init
-    torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, get_dtype
-    torch.get_autocast_gpu_dtype, gpu_dtype = get_dtype, torch.get_autocast_gpu_dtype
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = original
-        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype_of
-        torch.get_autocast_gpu_dtype = gpu_dtype
-        library._destroy()
+    def clear_cache() -> None:
+        casts.clear()
+        clear()
+
+    replaced = [
+        (torch.autocast, "__init__", init, original),
+        (torch, "is_autocast_enabled", is_enabled, enabled),
+        (torch, "get_autocast_dtype", get_dtype, dtype_of),
+        (torch, "get_autocast_gpu_dtype", get_dtype, gpu_dtype),
+        (torch, "clear_autocast_cache", clear_cache, clear),
+        (torch.amp, "is_autocast_available", lambda device: device == "cuda" or available(device), available),
+    ]
+    with _registered(casts):
+        try:
+            for owner, name, replacement, _ in replaced:
+                setattr(owner, name, replacement)
+            yield
+        finally:
+            for owner, name, _, before in replaced:
+                setattr(owner, name, before)
+            casts.clear()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .recorder import Recorder
+
+
+_POOL = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPool: streams of one priority; then they are handed out again
 
 
 class _Stream:
@@ -25,13 +29,21 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        """No graph is ever captured."""
+        return False
+
     def query(self) -> bool:
         """Everything is done at once."""
         return True
 
+    def is_capturing(self) -> bool:
+        """No graph is recorded."""
+        return False
+
     def elapsed_time(self, _: Any) -> float:
-        """No time passes."""
-        return 0.0
+        """A millisecond, whatever was done: programs divide by it."""
+        return 1.0
 
     def record_event(self, event: Any = None) -> Any:
         """An event that has happened."""
@@ -41,6 +53,14 @@ class _Stream:
         pass
 
     record = wait = synchronize = wait_event = wait_stream = _nothing
+
+
+class _Generator(torch.Generator):
+    """A generator of the host, whatever device it is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        del device
+        return super().__new__(cls)
 
 
 class CudaFunctions:
@@ -66,6 +86,25 @@ class CudaFunctions:
             recorder.peak_bytes = recorder.live_bytes
 
         nothing = constant(None)
+        made = {0: count(), -1: count()}
+        streams = {0: _Stream()}
+
+        class Stream(_Stream):
+            def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+                super().__init__()
+                priority = min(0, max(-1, priority))
+                self.cuda_stream = 1 - _POOL * priority + next(made[priority]) % _POOL
+                streams[self.cuda_stream] = self
+
+        @contextmanager
+        def on_stream(stream: _Stream | None) -> Iterator[None]:
+            before = recorder.stream
+            recorder.stream = before if stream is None else stream.cuda_stream
+            try:
+                yield
+            finally:
+                recorder.stream = before
+
         answers: dict[str, Any] = {
             "is_available": constant(True),
             "is_initialized": constant(False),  # where it is true, torch asks the driver
@@ -85,11 +124,12 @@ class CudaFunctions:
             "memory_stats": constant({}),
             "reset_peak_memory_stats": reset,
             "reset_max_memory_allocated": reset,
-            "current_stream": lambda *_, **__: _Stream(),
-            "default_stream": lambda *_, **__: _Stream(),
-            "Stream": _Stream,
+            "current_stream": lambda *_, **__: streams[recorder.stream],
+            "default_stream": lambda *_, **__: streams[0],
+            "set_stream": lambda stream: setattr(recorder, "stream", stream.cuda_stream),
+            "Stream": Stream,
             "Event": _Stream,
-            "stream": lambda *_, **__: nullcontext(),
+            "stream": on_stream,
             "device": lambda *_, **__: nullcontext(),
             "get_rng_state": lambda *_, **__: torch.get_rng_state(),
             "get_rng_state_all": lambda *_, **__: [torch.get_rng_state()],
@@ -100,10 +140,21 @@ class CudaFunctions:
         )  # fmt: skip
         answers |= dict.fromkeys(ignored, nothing)
         found = [(torch.cuda, name, answer) for name, answer in answers.items() if hasattr(torch.cuda, name)]
-        generator = torch.Generator
+        accelerator = answers | {
+            "current_accelerator": constant(torch.device("cuda")),
+            "current_device_index": constant(0),
+            "current_device_idx": constant(0),
+            "get_memory_info": answers["mem_get_info"],
+            "set_device_index": nothing,
+            "set_device_idx": nothing,
+        }
+        del accelerator["get_device_capability"]  # says other things there than in torch.cuda
+        found += [
+            (torch.accelerator, name, answer) for name, answer in accelerator.items() if hasattr(torch.accelerator, name)
+        ]
         found += [
             (torch.backends.cudnn, "is_available", constant(True)),
-            (torch, "Generator", lambda *_, **__: generator()),
+            (torch, "Generator", _Generator),
             (torch, "compile", lambda model=None, *_, **__: model if model is not None else (lambda f: f)),
         ]
         return found

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 
 from .recorder import Recorder
 from .recording import Recording
@@ -20,25 +20,38 @@ from .virtual_gpu import VirtualGpu, user_line
 def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0)) -> Recording:
     """The recording of `program`, which runs on `cuda` and tells the recorder where its iterations start.
 
-    Nothing is computed. Raises UnsupportedError, naming the line, where the program cannot go on without values.
+    Nothing is computed. Raises UnsupportedError, naming the line, where the program cannot go on without values, and
+    RequestError where it fails by itself.
     """
     with VirtualGpu(capability=capability) as gpu:
         try:
             program(gpu.recorder)
-        except OverspillError:
+        except (OverspillError, MemoryError):
             raise
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            raise _unsupported(error) from error
+            raise unsupported(error) from error
+        except Exception as error:  # whatever the user's code raises is theirs to read in one line
+            raise _failed(error) from error
         return gpu.recorder.recording()
 
 
-def _unsupported(error: BaseException) -> UnsupportedError:
+def unsupported(error: BaseException) -> UnsupportedError:
     """What to tell of an op that has no answer without values."""
-    frames = []
+    op = getattr(error, "func", error)
+    return UnsupportedError(
+        f"{_line_of(error)} runs `{op}`, whose result depends on values that an estimate does not compute"
+    )
+
+
+def _failed(error: Exception) -> RequestError:
+    """What to tell of a program that raised `error`."""
+    return RequestError(f"{_line_of(error)} raised {type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _line_of(error: BaseException) -> str:
+    """The user's line that `error` comes from."""
+    innermost = None
     traceback = error.__traceback__
     while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    where = user_line(frames[-1]) if frames else "the program"
-    op = getattr(error, "func", error)
-    return UnsupportedError(f"{where} runs `{op}`, whose result depends on values that an estimate does not compute")
+        innermost, traceback = traceback.tb_frame, traceback.tb_next
+    return user_line(innermost)

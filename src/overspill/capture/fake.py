@@ -104,6 +104,8 @@ class FastFakeMode(FakeTensorMode):
         if func is _DEVICE_OF:
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
+        if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor's own dispatch runs the op on what it wraps
         if self.computing or self._observe is None:
             return self._fake(func, types, args, kwargs)
         composite = COMPOSITES.get(func)
@@ -129,7 +131,7 @@ class FastFakeMode(FakeTensorMode):
                 _MEMORY.clear()
             _MEMORY[key] = _describe(func, result, tensors)
             return result
-        if known is _Uncacheable:
+        if known is _Uncacheable or torch.is_inference_mode_enabled():  # whose views torch makes in its own way
             return super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(known, tuple):
             made = [self._make(output, tensors) for output in known[1]]

@@ -27,13 +27,17 @@ _GEMM = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbm
 class _Life:
     """One allocation while it is being recorded."""
 
-    __slots__ = ("end", "kind", "layer", "name", "nbytes", "node", "op", "outlives", "phase", "scratch", "start")
+    __slots__ = (
+        "end", "freed_before", "kind", "layer", "name", "nbytes", "node", "op", "outlives", "phase", "scratch", "start", "stream",
+    )  # fmt: skip
 
     def __init__(self, start: int, nbytes: int, layer: str, phase: Phase, op: int, node: int | None) -> None:
         self.start, self.end, self.nbytes = start, -1, nbytes
         self.layer, self.phase, self.op, self.node = layer, phase, op, node
+        self.freed_before = -1  # the position of the op that ran next
         self.kind: TensorKind | None = None
         self.name = ""
+        self.stream = 0
         self.scratch: Scratch | None = None
         self.outlives = False  # the autograd node that made it: then it is a gradient on its way, not a temporary
 
@@ -53,6 +57,8 @@ class Recorder:
         self._ops: list[RecordedOp] = []
         self._clock = 0
         self._placement: bool | None = None  # True: on the device, False: on the host, None: where its inputs are
+        self._communicating = False
+        self.stream = 0  # the CUDA stream that the program is on; 0 is the default one
         self.iteration = 0
         self._starts: list[int] = []
         self._updating = False
@@ -71,6 +77,7 @@ class Recorder:
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the storage of `tensor` is on the device."""
+        tensor = _local(tensor)
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._live
 
     @contextmanager
@@ -90,6 +97,15 @@ class Recorder:
             yield
         finally:
             self._fabricating = before
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """What is made inside are buffers of collectives; floating ones made from nothing are on the device too."""
+        before, self._communicating = self._communicating, True
+        try:
+            yield
+        finally:
+            self._communicating = before
 
     @property
     def phase(self) -> Phase:
@@ -113,6 +129,8 @@ class Recorder:
         placed = self._placement
         if device is not None and placed is None:
             placed = device.type == "cuda"
+        if self._communicating and self._placement is None and not inputs and _is_floating(kwargs.get("dtype")):
+            placed = True  # a bucket that C++ asks for on the device of the parameters, which it takes for the CPU
         if device is not None and device.type != "cpu":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         on_device = placed if placed is not None else bool(reads)
@@ -143,6 +161,9 @@ class Recorder:
             known = self._live.get(key)
             if known is None:
                 known = self._birth(storage, key, storage.nbytes(), layer, phase, op, node)
+                came = not reads and not self._modules and args and phase is Phase.FORWARD  # from the host
+                if came and self._lives[known].kind is None:
+                    self._lives[known].kind = TensorKind.INPUT
                 writes.append(known)
             elif known not in reads:
                 writes.append(known)
@@ -175,7 +196,11 @@ class Recorder:
 
     def _birth(self, storage: Any, key: int, nbytes: int, layer: str, phase: Phase, op: int, node: int | None) -> int:
         position = len(self._lives)
-        self._lives.append(_Life(self._tick(), nbytes, layer, phase, op, node))
+        life = _Life(self._tick(), nbytes, layer, phase, op, node)
+        life.stream = self.stream
+        if self._communicating:
+            life.kind = TensorKind.COMMUNICATION
+        self._lives.append(life)
         self._live[key] = position
         self._watch[position] = weakref.ref(storage, lambda _, key=key, position=position: self._death(key, position))
         self.live_bytes += nbytes
@@ -184,14 +209,26 @@ class Recorder:
 
     def _death(self, key: int, position: int) -> None:
         life = self._lives[position]
-        life.end = self._tick()
+        life.end, life.freed_before = self._tick(), len(self._ops)
         self.live_bytes -= life.nbytes
         del self._watch[position]
         if self._live.get(key) == position:
             del self._live[key]
 
+    def resized(self, storage: Any) -> None:
+        """`storage` has another size now; c10/cuda's resize takes the new memory before it gives the old one back."""
+        position = self._live.get(storage._cdata)
+        if position is None or self._lives[position].nbytes == storage.nbytes():
+            return
+        before = self._lives[position]
+        layer, phase, node = self._where()
+        new = self._lives[self._birth(storage, storage._cdata, storage.nbytes(), layer, phase, before.op, node)]
+        new.kind, new.name, new.stream = before.kind, before.name, self.stream
+        self._death(storage._cdata, position)
+
     def _scratch(self, request: Scratch, layer: str, phase: Phase, op: int) -> None:
         life = _Life(self._tick(), 0, layer, phase, op, None)
+        life.stream = self.stream
         life.end = self._tick()
         life.kind, life.scratch = TensorKind.WORKSPACE, request
         self._lives.append(life)
@@ -254,7 +291,7 @@ class Recorder:
         """Say of every parameter and buffer of `root` what it is."""
         for name, parameter in root.named_parameters():
             if self.mark(parameter, TensorKind.PARAMETER, name):
-                key = parameter.untyped_storage()._cdata
+                key = _local(parameter).untyped_storage()._cdata
                 if key not in self._parameters:
                     self._parameter_elements += parameter.numel()
                 self._parameters[key] = name
@@ -263,6 +300,7 @@ class Recorder:
 
     def mark(self, tensor: torch.Tensor | None, kind: TensorKind, name: str = "") -> bool:
         """Say what the storage of `tensor` is for; False when it is not on the device."""
+        tensor = _local(tensor)
         if not isinstance(tensor, FakeTensor):
             return False
         position = self._live.get(tensor.untyped_storage()._cdata)
@@ -277,7 +315,7 @@ class Recorder:
         """An optimizer starts its step over `parameters`."""
         self._updating = True
         for parameter in parameters:
-            name = self._parameters.get(parameter.untyped_storage()._cdata, "")
+            name = self._parameters.get(_local(parameter).untyped_storage()._cdata, "")
             self.mark(parameter, TensorKind.PARAMETER)
             self.mark(parameter.grad, TensorKind.GRADIENT, name)
 
@@ -287,10 +325,35 @@ class Recorder:
         for tensor in tensors_in(states, []):
             self.mark(tensor, TensorKind.OPTIMIZER_STATE)
 
+    def outside_update(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, which an optimizer calls inside its step, as a function whose ops do not belong to the update."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._updating = self._updating, False
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._updating = before
+
+        return run
+
     # What was seen
+
+    def _order_frees(self) -> None:
+        """Give frees in a row the order of their allocations.
+
+        What is freed together, as autocast's weights at the end of its region, goes in the order of a hash table,
+        another one each time. An allocator that joins free neighbours ends in the same state, and recordings of one
+        program become equal.
+        """
+        for row in _frees_in_a_row(self._lives, set(self._starts)):
+            first = row[0].end
+            for tick, life in enumerate(sorted(row, key=lambda life: life.start), start=first):
+                life.end = tick
 
     def recording(self) -> Recording:
         """Everything so far; what is alive stays alive until the end."""
+        self._order_frees()
         last_forward: dict[int, bool] = {}
         for op in self._ops:
             if op.phase is Phase.BACKWARD:
@@ -307,12 +370,35 @@ class Recorder:
                 phase=life.phase,
                 op=life.op,
                 scratch=life.scratch,
+                stream=life.stream,
             )
             for position, life in enumerate(self._lives)
         )
         return Recording(
             allocations, tuple(self._ops), tuple(self._starts) or (0,), self._clock, self._parameter_elements
         )
+
+
+def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life]]:
+    """The lives that end one right after another, between two ops and in one iteration, by their ends."""
+    row: list[_Life] = []
+    for life in sorted((life for life in lives if life.end >= 0), key=lambda life: life.end):
+        apart = row and (life.end != row[-1].end + 1 or life.freed_before != row[-1].freed_before)
+        if apart or (row and life.end in starts):
+            yield row
+            row = []
+        row.append(life)
+    if row:
+        yield row
+
+
+def _local(tensor: Any) -> Any:
+    """The shard of a DTensor that this GPU holds; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _is_floating(dtype: torch.dtype | None) -> bool:
+    return (dtype or torch.get_default_dtype()).is_floating_point
 
 
 def _kind(life: _Life, *, read_in_backward: bool) -> TensorKind:

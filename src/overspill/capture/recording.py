@@ -15,7 +15,8 @@ class Allocation:
     """One storage on the device: `nbytes` from the event `start` until before the event `end`.
 
     `end` is the number of events where the storage outlives the recording. `op` is the position of the op that made
-    it, -1 for none (a copy from the host is an op too).
+    it, -1 for none (a copy from the host is an op too). `stream` is the CUDA stream that it was asked for on, 0 the
+    default one: an allocator reuses memory within a stream only.
     """
 
     start: int
@@ -27,6 +28,7 @@ class Allocation:
     phase: Phase
     op: int
     scratch: Scratch | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from threading import get_ident
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -20,9 +21,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.core.errors import UnsupportedError
 
+from . import distributed
+from .assumptions import finite, goes_on, initial_scale
 from .autocast import cuda_autocast
 from .cuda_module import CudaFunctions
 from .fake import FastFakeMode
@@ -32,7 +36,8 @@ from .retarget import retargeted
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
-optimizer_hooks = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name of its own module
+# torch.optim deletes the names of its own modules.
+optimizer_hooks, lbfgs = sys.modules["torch.optim.optimizer"], sys.modules["torch.optim.lbfgs"]
 
 
 class UnknownNumber(float):
@@ -56,7 +61,9 @@ class UnknownNumber(float):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown
     __neg__ = __pow__ = __rpow__ = __abs__ = __floordiv__ = __mod__ = __round__ = _unknown  # type: ignore[assignment]
 
-    def _decides(self, *_: object) -> NoReturn:
+    def _decides(self, *_: object) -> bool:
+        if (answer := goes_on(sys._getframe(1))) is not None:
+            return answer
         raise data_dependent()
 
     __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __int__ = __index__ = _decides  # type: ignore[assignment]
@@ -91,7 +98,7 @@ class VirtualGpu:
 
     def __init__(self, *, capability: tuple[int, int] = (8, 0), memory_bytes: int = 1 << 40) -> None:
         self.recorder = Recorder()
-        self._mode = FastFakeMode(self.recorder.observe)
+        self._mode: FastFakeMode = FastFakeMode(finite(self.recorder.observe, lambda: self._mode))
         self._capability = capability
         self._cuda = CudaFunctions(self.recorder, capability, memory_bytes)
         self._stack = ExitStack()
@@ -99,11 +106,14 @@ class VirtualGpu:
     def __enter__(self) -> VirtualGpu:
         with ExitStack() as stack:
             stack.enter_context(retargeted(self._capability))
-            stack.enter_context(_patched(self._tensor_methods()))
-            stack.enter_context(_patched(self._cuda.replacements()))
+            stack.enter_context(patched(self._tensor_methods()))
+            stack.enter_context(patched(self._cuda.replacements()))
+            stack.enter_context(patched(distributed.replacements(self.recorder, self._mode)))
+            stack.enter_context(distributed.answered_collectives())
             stack.enter_context(cuda_autocast())
             stack.enter_context(_hooks(self.recorder))
             stack.enter_context(_foreach_for_fakes())
+            stack.enter_context(distributed.no_network())
             stack.enter_context(self._mode)
             self._stack = stack.pop_all()
         return self
@@ -116,6 +126,8 @@ class VirtualGpu:
         recorder, mode = self.recorder, self._mode
         to, cpu_device = torch.Tensor.to, FakeTensor.device
         item, tolist, numpy = torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy
+        thread = get_ident()
+        to_float, to_bool, to_text = torch.Tensor.__float__, torch.Tensor.__bool__, torch.Tensor.__format__
 
         def device(tensor: FakeTensor) -> torch.device:
             if not mode.computing and not tensor.fake_mode.in_kernel_invocation and recorder.on_device(tensor):
@@ -131,6 +143,9 @@ class VirtualGpu:
             target, dtype, memory_format, copy = _parse_to(tensor, args, kwargs)
             here = recorder.on_device(tensor)
             there = here if target is None else target.type == "cuda"
+            if there and get_ident() != thread:  # fake tensors exist in the thread of the mode alone
+                where = user_line(sys._getframe(1))
+                raise UnsupportedError(f"{where} uses cuda in a thread of its own; an estimate sees the main thread")
             options = {"dtype": dtype or tensor.dtype, "copy": copy or here != there}
             if memory_format is not None:
                 options["memory_format"] = memory_format
@@ -160,11 +175,17 @@ class VirtualGpu:
                 try:
                     return original(tensor, *args)
                 except DataDependentOutputException:
-                    if original is torch.Tensor.__float__:
-                        return UnknownNumber()
+                    if original is to_float:
+                        return 1.0  # Python takes no other kind of float from here
+                    if original is to_bool and (answer := goes_on(sys._getframe(1))) is not None:
+                        return answer
                     raise data_dependent() from None
 
             return read
+
+        def written(tensor: torch.Tensor, spec: str) -> str:
+            unknown = isinstance(tensor, FakeTensor) and tensor.dim() == 0
+            return "unknown" if unknown else to_text(tensor, spec)
 
         patches: list[tuple[Any, str, Any]] = [
             (FakeTensor, "device", property(device)),
@@ -176,12 +197,15 @@ class VirtualGpu:
             (torch.Tensor, "is_pinned", lambda _tensor, *_: False),
             (torch.Tensor, "get_device", lambda tensor: 0 if recorder.on_device(tensor) else -1),
             (torch.Tensor, "record_stream", lambda _tensor, _stream: None),
+            (torch.Tensor, "__format__", written),
             (torch.Tensor, "item", value_of(item)),
             (torch.Tensor, "tolist", value_of(tolist)),
             (torch.Tensor, "numpy", value_of(numpy)),
             (nn.Module, "_apply", _apply),
             (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
             (torch.amp.GradScaler, "_maybe_opt_step", _step),
+            (torch.amp.GradScaler, "get_scale", initial_scale),
+            (lbfgs, "float", lambda _: UnknownNumber()),
             (nn.Parameter, "__new__", staticmethod(self._new_parameter())),
         ]
         for name in ("__bool__", "__int__", "__index__", "__float__"):
@@ -193,7 +217,7 @@ class VirtualGpu:
         new, mode = nn.Parameter.__new__, self._mode
 
         def make(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-            if data is not None and not isinstance(data, FakeTensor):
+            if data is not None and not isinstance(data, FakeTensor) and not is_traceable_wrapper_subclass(data):
                 data = mode.from_tensor(data.detach(), static_shapes=True)
             return new(cls, data, requires_grad)
 
@@ -252,16 +276,16 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
 
 
 @contextmanager
-def _patched(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+def patched(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """The attributes are replaced inside and put back after, also the missing ones."""
-    saved = [(owner, name, owner.__dict__.get(name, _patched)) for owner, name, _ in replacements]
+    saved = [(owner, name, owner.__dict__.get(name, patched)) for owner, name, _ in replacements]
     try:
         for owner, name, replacement in replacements:
             setattr(owner, name, replacement)
         yield
     finally:
         for owner, name, original in reversed(saved):
-            if original is _patched:
+            if original is patched:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
@@ -274,8 +298,14 @@ def _hooks(recorder: Recorder) -> Iterator[None]:
     def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         recorder.begin_update(parameters(optimizer))
+        # What a closure runs is forward and backward, not the update that calls it.
+        args = tuple(recorder.outside_update(a) if isinstance(a, FunctionType) else a for a in args)
+        return args, {
+            name: recorder.outside_update(value) if name == "closure" and value is not None else value
+            for name, value in kwargs.items()
+        }
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         recorder.end_update([value for state in optimizer.state.values() for value in state.values()])

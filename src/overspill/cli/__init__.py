@@ -16,22 +16,24 @@ import typer
 
 import overspill
 
-from . import calibrate, devices, models, plan, policies, train
+from . import calibrate, devices, estimate, models, plan, policies, snapshot, train
 from .common import Outcome, print_human, print_json
 from .failures import Failure, explain
 
 app = typer.Typer(
     name="overspill",
-    help="Train a model in less memory than it needs, with the same numbers to the last bit.",
+    help="Know what a model takes before it runs, and train it in less, with the same numbers to the last bit.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("estimate")(estimate.estimate)
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)
 app.command("devices")(devices.devices)
 app.command("calibrate")(calibrate.calibrate)
+app.command("snapshot")(snapshot.snapshot)
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 plus the number of SIGINT, as shells have it."""
@@ -40,7 +42,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Any failure is one line on standard error; with `--json` also an object."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    as_json = "--json" in arguments
+    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is a script's
+    as_json = "--json" in ours
     debug = bool(os.environ.get("OVERSPILL_DEBUG"))
     try:
         with _quiet(debug), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
@@ -92,7 +95,7 @@ def _top(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
-    """Train a model in less memory than it needs, with the same numbers to the last bit."""
+    """Know what a model takes before it runs, and train it in less, with the same numbers to the last bit."""
     if version:
         typer.echo(f"overspill {overspill.__version__}")
         raise typer.Exit

@@ -21,6 +21,7 @@ class TensorKind(StrEnum):
     OUTPUT_GRADIENT = "output_gradient"  # made in backward, on its way to the layers before
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
+    COMMUNICATION = "communication"  # what collectives of several GPUs send from and receive into
 
 
 class LayerType(StrEnum):

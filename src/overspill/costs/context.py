@@ -44,12 +44,20 @@ def context_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = Tr
     return _mib(min(era["low_mib"], central), central, max(era["high_mib"], central))
 
 
-def kernel_image_bytes(device: Device, cuda_version: str = "12.4", *, lazy: bool = True) -> Interval:
-    """Bytes of the kernels that a job brings into the context of `device` while it runs, on top of `context_bytes`."""
+def kernel_image_bytes(
+    device: Device, cuda_version: str = "12.4", *, lazy: bool = True, cudnn: bool = False
+) -> Interval:
+    """Bytes of the kernels that a job brings into the context of `device` while it runs, on top of `context_bytes`.
+
+    `cudnn` says whether it convolves, or runs recurrent layers: then some of cuDNN's are among them.
+    """
     table = _table()
     if device.kind != "cuda" or not lazy or _release(cuda_version) < _release(table["lazy_since"]):
         return NOTHING
-    return _mib(*(table["kernels"][f"{bound}_mib"] for bound in ("low", "central", "high")))
+    loaded = NOTHING
+    for name in ("kernels", "cudnn_kernels") if cudnn else ("kernels",):
+        loaded += _mib(*(table[name][f"{bound}_mib"] for bound in ("low", "central", "high")))
+    return loaded
 
 
 def _all_kernels() -> Interval:

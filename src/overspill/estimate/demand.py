@@ -18,7 +18,7 @@ _GONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Allocations of a recording by position: when they start and end, their bytes, which may fail.
+    """Allocations of a recording by position: when they start and end, their bytes, which may fail, their streams.
 
     Times are events of the recording; `count` is how many it has.
     """
@@ -27,6 +27,7 @@ class Demand:
     end: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     elastic: NDArray[np.bool_]
+    stream: NDArray[np.int32]
     count: int
 
     @cached_property
@@ -43,7 +44,7 @@ class Demand:
         action[self.end[ended]] = FREE
         block[self.end[ended]] = ended
         rows = self.rows
-        return Events(action[rows], block[rows], nbytes[rows], np.zeros(len(rows), dtype=np.int32))
+        return Events(action[rows], block[rows], nbytes[rows], self.stream[block[rows]])
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
@@ -64,7 +65,7 @@ class Demand:
     def between(self, other: Demand, share: float) -> Demand:
         """The demand `share` of the way from this one to `other`, which has the same shape; beyond 1 it goes on."""
         sizes = self.nbytes + np.rint((other.nbytes - self.nbytes) * share).astype(np.int64)
-        return Demand(self.start, self.end, np.maximum(sizes, 0), self.elastic, self.count)
+        return Demand(self.start, self.end, np.maximum(sizes, 0), self.elastic, self.stream, self.count)
 
 
 def demand_of(recording: Recording, device: Device, software: Software, *, choose: str = "central") -> Demand:
@@ -82,5 +83,6 @@ def demand_of(recording: Recording, device: Device, software: Software, *, choos
         np.fromiter((a.end for a in allocations), dtype=np.int64, count=len(allocations)),
         nbytes,
         may_fail,
+        np.fromiter((a.stream for a in allocations), dtype=np.int32, count=len(allocations)),
         recording.events,
     )

@@ -27,6 +27,7 @@ _CATEGORY_OF = {
     TensorKind.OUTPUT_GRADIENT: "output_gradients",
     TensorKind.WORKSPACE: "workspaces",
     TensorKind.TEMPORARY: "temporaries",
+    TensorKind.COMMUNICATION: "communication",
 }
 
 

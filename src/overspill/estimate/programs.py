@@ -13,6 +13,9 @@ from overspill.capture.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.models import Job
 
+from .parallel import Parallel
+from .wrappers import data_parallel
+
 ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
 DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
 
@@ -35,15 +38,21 @@ def training(
     dtype: str = "float32",
     iterations: int = ITERATIONS,
     accumulate: int = 1,
+    parallel: Parallel | None = None,
 ) -> Program:
     """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`.
 
     `amp` is `torch.autocast` in float16 with a GradScaler. With `accumulate`, that many micro-batches make a step.
+    With `parallel`, it is the loop of one of several GPUs.
     """
     plain = _checked_dtype(dtype)
 
     def program(recorder: Recorder) -> None:
-        module = build().to("cuda", plain).train()
+        if parallel is None:
+            module = build().to("cuda", plain).train()
+        else:
+            built = build().train()
+            module = data_parallel(built if plain is None else built.to(plain), parallel, recorder)
         recorder.mark_module(module)
         optimizer = make_optimizer(module.parameters()) if make_optimizer is not None else None
         scaler = torch.amp.GradScaler("cuda") if dtype == "amp" else None
@@ -86,7 +95,7 @@ def inference(
         for _ in range(iterations):
             recorder.start_iteration()
             inputs = _batch(recorder, make_inputs, plain)
-            with torch.inference_mode(), _autocast(dtype):
+            with torch.no_grad(), _autocast(dtype):
                 output = forward(module, inputs)
         del output
 
@@ -100,8 +109,14 @@ def of_job(
     *,
     dtype: str,
     iterations: int = ITERATIONS,
+    parallel: Parallel | None = None,
 ) -> Program:
-    """The loop that trains a job at a batch size; without an optimizer, the one that only runs its model."""
+    """The loop that trains a job at a batch size (of each GPU); without an optimizer, that which only runs its model.
+
+    Raises RequestError for inference on several GPUs.
+    """
+    if parallel is not None and make_optimizer is None:
+        raise RequestError(f"{parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU")
     jobs: list[Job] = []
 
     def build() -> nn.Module:
@@ -129,7 +144,9 @@ def of_job(
 
     if make_optimizer is None:
         return inference(build, make_inputs, forward, dtype=dtype, iterations=iterations)
-    return training(build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations)
+    return training(
+        build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel
+    )  # fmt: skip
 
 
 def loss_of(output: Any) -> Tensor:

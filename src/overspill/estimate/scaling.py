@@ -10,7 +10,7 @@ from overspill.capture.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs.scratch import Software
-from overspill.placement.replay import replay
+from overspill.placement.replay import minimum_capacity, replay
 
 from .demand import Demand, demand_of
 
@@ -51,6 +51,10 @@ class Scaling:
             and replay(demand.events, self.allocator, capacity_bytes=capacity, config=self.allocator_config).fits
         )
 
+    def minimum_capacity_bytes(self, batch: int, outside_bytes: int) -> int:
+        """The smallest device memory that the job survives on at `batch`."""
+        return minimum_capacity(self.demand(batch).events, self.allocator, self.allocator_config) + outside_bytes
+
     def largest_batch(self, outside_bytes: int) -> int:
         """The largest batch that fits, with the next one failing; both are traced. 0 when not even one sample fits.
 
@@ -67,21 +71,18 @@ class Scaling:
 
         low, high = 0, _LARGEST  # the largest known to fit, the smallest known not to
         pair = (self.batch, 2 * self.batch)
+        step = 1
         while high - low > 1:
             candidate = self._candidate(pair, low, high, outside_bytes)
-            if traced(candidate):
-                low = candidate
-                if low + 1 < high and not traced(low + 1):
-                    high = low + 1
-                elif low + 1 < high:
-                    low += 1
-            else:
-                high = candidate
-                if high - 1 > low and traced(high - 1):
-                    low = high - 1
-                elif high - 1 > low:
-                    high -= 1
-            near = sorted(self.traces, key=lambda batch: abs(batch - candidate))[:2]
+            # A trace on each side of the predicted border; where one disagrees, ever further that way.
+            while low < candidate < high:
+                if traced(candidate):
+                    low, candidate = candidate, candidate + step
+                else:
+                    high, candidate = candidate, candidate - step
+                if len(fits) > 1:
+                    step *= 2
+            near = sorted(self.traces, key=lambda batch: min(abs(batch - low), abs(batch - high)))[:2]
             pair = (min(near), max(near))
         return low
 

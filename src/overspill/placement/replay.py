@@ -16,7 +16,7 @@ from overspill.core.units import format_bytes
 
 from . import native as native_core
 from .base import SEGMENT_ACTIONS, Gauge, SegmentEvent
-from .device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
+from .device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SMALL_BYTES, round_up
 from .events import ALLOCATE, FREE, Events
 from .registry import allocator_named, allocator_type
 
@@ -57,6 +57,15 @@ class Replay:
     def fits(self) -> bool:
         """Whether every allocation that is not elastic found room."""
         return self.failed_at is None
+
+    @cached_property
+    def peak_device_bytes(self) -> int:
+        """The most device memory behind the reserved bytes at once: cudaMalloc gives whole pages."""
+        if not len(self.segment_table):
+            return 0
+        nbytes, grows = self.segment_table[:, 3], self.segment_table[:, 1] % 2 == 0
+        pages = np.where(nbytes < SMALL_BYTES, nbytes, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
+        return max(int(np.cumsum(np.where(grows, pages, -pages)).max()), self.peak_reserved_bytes)
 
     @cached_property
     def segment_events(self) -> tuple[SegmentEvent, ...]:

@@ -1,0 +1,173 @@
+"""`overspill estimate`: how much device memory a job takes, before it runs and without the device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill import models
+from overspill.core.errors import RequestError
+
+from .common import AsJson, ImageSize, ModelChoice, OptimizerName, Outcome, SeqLen, Small, check_writable, narrate, quiet_torch
+
+if TYPE_CHECKING:
+    from overspill.estimate import Estimate
+    from overspill.estimate.api import Setting
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `overspill models` lists, or package.module:callable; with --script, the script's arguments.",
+        show_default=False,
+    ),
+]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a step.", show_default=False)]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16."),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Does it fit there? A name that `overspill devices` lists, or a device file.",
+        show_default=False,
+    ),
+]
+AllocatorName = Annotated[str, typer.Option(metavar="NAME", help="pytorch, tensorflow, mxnet, chainer or cnmem.")]
+AllocatorConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="As PYTORCH_CUDA_ALLOC_CONF, for instance expandable_segments:True.  [default: that variable]",
+        show_default=False,
+    ),
+]
+Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
+Script = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="An unmodified training script, run with `cuda` redirected; its arguments after `--`.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Iterations = Annotated[int, typer.Option(min=1, metavar="N", help="Steps of the script to run.")]
+SnapshotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--snapshot", metavar="FILE", help="Save the simulated run for PyTorch's memory_viz.", show_default=False
+    ),
+]
+
+
+def estimate(
+    words: Words = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = "sgd",
+    dtype: Dtype = "float32",
+    gpu: Gpu = None,
+    inference: Inference = False,
+    script: Script = None,
+    iterations: Iterations = 3,
+    allocator: AllocatorName = "pytorch",
+    allocator_config: AllocatorConfig = None,
+    small: Small = False,
+    image_size: ImageSize = None,
+    seq_len: SeqLen = None,
+    snapshot: SnapshotFile = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
+    check_writable(snapshot)
+    models.check_optimizer(optimizer)
+    if script is None:
+        model = _one_model(words)
+        if batch is None:
+            raise RequestError("say how many samples make a step, for instance --batch 32")
+        if ":" not in model and model not in models.names():
+            models.load(model)  # knows what to say of an unknown name
+    elif batch is not None or small or image_size is not None or seq_len is not None or inference:
+        raise RequestError("--batch, --small, --image-size, --seq-len and --inference are the model's; a script has its own")
+    with narrate() as narrator:
+        quiet_torch()
+        from overspill.estimate.api import DEFAULT_DEVICE, Setting, of_job
+
+        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator, allocator_config)
+        if script is not None:
+            narrator.now(f"running {script} for {iterations} steps on a GPU that is not there")
+            made = _of_script(script, words or [], iterations, setting, quiet=json)
+            request = {"model": str(script), "batch": None, "optimizer": None, "dtype": None}
+        else:
+            narrator.now(f"tracing {model}")
+            choice = ModelChoice(model, small, image_size, seq_len)
+            make_optimizer = None if inference else models.optimizer_named(optimizer)
+            made = of_job(choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype)
+            request = {"model": model, "batch": batch, "optimizer": None if inference else optimizer, "dtype": dtype}
+        answer = _answer(request, made, gpu=None if gpu is None else setting.device.name)
+        if snapshot is not None:
+            made.save_snapshot(snapshot)
+            narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
+    from overspill.report.estimate import estimate_report
+
+    return Outcome(answer, estimate_report(made, asked=gpu is not None), exit_code=0 if gpu is None or made.fits() else 1)
+
+
+def _one_model(words: list[str] | None) -> str:
+    if not words:
+        raise RequestError("name a model (`overspill models` lists them), or a script with --script")
+    if len(words) > 1:
+        raise RequestError(f"one model at a time, not {' '.join(words)}")
+    return words[0]
+
+
+def _of_script(script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool) -> Estimate:
+    import contextlib
+
+    from overspill.estimate.api import of_recording
+    from overspill.estimate.script import record_script
+
+    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+        recording = record_script(
+            script, arguments, iterations=iterations, capability=setting.capability,
+            memory_bytes=setting.device.memory_bytes,
+        )  # fmt: skip
+    return of_recording(recording, script.name, setting)
+
+
+def _answer(request: dict[str, Any], made: Estimate, gpu: str | None) -> dict[str, Any]:
+    """What `--json` prints; what only a GPU can answer is null without one."""
+    peak = made.peak
+    asked = gpu is not None
+    return request | {
+        "gpu": gpu,
+        "allocator": made.allocator,
+        "peak_requested_bytes": made.peak_requested_bytes,
+        "peak_allocated_bytes": made.peak_allocated_bytes,
+        "peak_reserved_bytes": made.peak_reserved_bytes,
+        "context_bytes": made.context_bytes,
+        "total_bytes": made.total_bytes,
+        "total_low_bytes": made.total.low,
+        "total_high_bytes": made.total.high,
+        "capacity_bytes": made.device.memory_bytes if asked else None,
+        "fits": made.fits() if asked else None,
+        "minimum_capacity_bytes": made.minimum_capacity_bytes,
+        "breakdown": made.breakdown,
+        "by_layer": dict(list(made.by_layer.items())[:20]),
+        "peak": {
+            "step": peak.iteration, "phase": peak.phase.value, "layer": peak.layer, "op": peak.op,
+            "around": list(peak.ops),
+        },
+        "largest_batch": made.largest_batch if asked else None,
+        "fitting_gpus": list(made.gpus),
+        "changes": [
+            {"what": change.what, "minimum_capacity_bytes": change.minimum_capacity_bytes, "fits": change.fits}
+            for change in (made.changes if asked else ())
+        ],
+        "seconds": made.seconds,
+    }  # fmt: skip
+
+

@@ -1,0 +1,293 @@
+"""`overspill.estimate`: from a model, its inputs and its optimizer to an Estimate."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overspill import models
+from overspill.capture.eager import record
+from overspill.capture.fake import FastFakeMode
+from overspill.capture.recorder import Recorder
+from overspill.capture.recording import Recording
+from overspill.core import Device
+from overspill.core.errors import RequestError
+from overspill.costs.scratch import Software
+from overspill.devices import load_device
+from overspill.placement.caching_config import CachingConfig
+from overspill.placement.registry import allocator_type
+
+from . import programs
+from .estimate import Estimate
+from .scaling import Scaling
+
+DEFAULT_DEVICE = "a100-80gb"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a job runs: the device, the allocator and its configuration, and the software."""
+
+    device: Device
+    allocator: str = "pytorch"
+    allocator_config: Any = None
+    software: Software = field(default_factory=Software)
+
+    @classmethod
+    def of(
+        cls, device: str | Device = DEFAULT_DEVICE, allocator: str = "pytorch", allocator_config: Any = None
+    ) -> Setting:
+        """The setting named by the user. PyTorch's allocator reads `PYTORCH_CUDA_ALLOC_CONF` as PyTorch does.
+
+        Raises RequestError for unknown names and malformed configurations, and for a device that is no GPU.
+        """
+        allocator_type(allocator)
+        text = allocator_config
+        if text is None and allocator == "pytorch":
+            text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        if isinstance(text, str):
+            if allocator != "pytorch":
+                raise RequestError(f"the {allocator} allocator has no configuration text; pytorch's has")
+            allocator_config = CachingConfig.parse(text)
+        found = load_device(device) if isinstance(device, str) else device
+        if found.kind != "cuda":
+            raise RequestError(f"{found.name} is not a GPU; `overspill devices` lists those that are known")
+        return cls(found, allocator, allocator_config)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The device's compute capability; what PyTorch still supports where the device has none."""
+        major, _, minor = (self.device.compute_capability or "8.0").partition(".")
+        return int(major), int(minor)
+
+
+def estimate(
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: str | Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+    *,
+    device: str | Device = DEFAULT_DEVICE,
+    batch: int | None = None,
+    dtype: str = "float32",
+    accumulate: int = 1,
+    allocator: str = "pytorch",
+    allocator_config: Any = None,
+) -> Estimate:
+    """How much device memory training (or, without `loss` and `optimizer`, inference) takes; nothing is computed.
+
+    `build` makes the model: a function, a module (left as it is), or the name of a built-in model. `inputs` is what it
+    reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function that makes them, given
+    the batch size if it takes one. `loss` is a criterion of torch.nn, given the model's output and the last of
+    `inputs`, or a function of the model and all `inputs`; without it a model that is trained returns its own loss.
+    `optimizer` is a name such as `adamw` or a function of the parameters. `dtype` is float32, bfloat16, float16, amp
+    (autocast in float16 with a GradScaler) or amp-bfloat16.
+
+    Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
+    """
+    setting = Setting.of(device, allocator, allocator_config)
+    make_optimizer = models.optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
+    if isinstance(build, str):
+        if inputs is not None or loss is not None:
+            raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
+        name, size = build, batch or 1
+        if ":" not in name and name not in models.names():
+            models.load(name)  # knows what to say of an unknown name
+        return of_job(lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype)
+    if inputs is None:
+        raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
+    work = _Work(build, inputs, loss, make_optimizer, dtype, accumulate)
+    size = batch or work.batch
+    name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
+    return measured(work.program, name, size, setting, variants=_lower_precision(work.program, size, setting, dtype))
+
+
+def of_job(
+    load: Callable[[], models.Job],
+    name: str,
+    batch: int,
+    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None,
+    setting: Setting,
+    *,
+    dtype: str = "float32",
+) -> Estimate:
+    """The estimate of a job at a batch size; without an optimizer, of its model's inference."""
+    if batch < 1:
+        raise RequestError(f"batch {batch} is not a positive number")
+
+    def program(size: int | None, dtype: str = dtype) -> programs.Program:
+        return programs.of_job(load, size or batch, make_optimizer, dtype=dtype)
+
+    return measured(program, name, batch, setting, variants=_lower_precision(program, batch, setting, dtype))
+
+
+def _lower_precision(
+    program: Callable[..., programs.Program], batch: int | None, setting: Setting, dtype: str
+) -> dict[str, Callable[[], Recording]]:
+    """The job in mixed precision and in bfloat16, where it is in float32 and the GPU can."""
+    if dtype != "float32" or setting.capability < (7, 0):
+        return {}
+    choices = {"amp": "mixed precision: torch.autocast in float16, with a GradScaler"}
+    if setting.capability >= (8, 0):
+        choices["bfloat16"] = "the whole model in bfloat16"
+    return {
+        what: lambda other=other: record(program(batch, dtype=other), capability=setting.capability)
+        for other, what in choices.items()
+    }
+
+
+def measured(
+    program: Callable[[int | None], programs.Program], name: str, batch: int | None, setting: Setting,
+    *, variants: Mapping[str, Callable[[], Recording]] | None = None,
+) -> Estimate:  # fmt: skip
+    """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
+
+    def trace(size: int | None) -> Recording:
+        return record(program(size), capability=setting.capability)
+
+    FastFakeMode()  # what torch imports for it is not part of the estimate's time
+    started = time.perf_counter()
+    recording = trace(batch)
+    scaling = None
+    if batch is not None:
+        scaling = Scaling(
+            trace, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
+            traces={batch: recording},
+        )  # fmt: skip
+    made = of_recording(recording, name, setting, batch=batch, scaling=scaling, variants=variants)
+    made.fits()
+    object.__setattr__(made, "seconds", time.perf_counter() - started)
+    return made
+
+
+def of_recording(
+    recording: Recording, name: str, setting: Setting, *, batch: int | None = None, scaling: Scaling | None = None,
+    variants: Mapping[str, Callable[[], Recording]] | None = None,
+) -> Estimate:  # fmt: skip
+    """The estimate of what was recorded."""
+    return Estimate(
+        name, recording, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
+        scaling=scaling, variants=variants or {},
+    )  # fmt: skip
+
+
+class _Work:
+    """The user's model, inputs, loss and optimizer, at any batch size."""
+
+    def __init__(
+        self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None,
+        make_optimizer: Any, dtype: str, accumulate: int,
+    ) -> None:  # fmt: skip
+        if not callable(build):
+            raise RequestError(f"build is a {type(build).__name__}; pass a module or a function that returns one")
+        if accumulate < 1:
+            raise RequestError(f"accumulate={accumulate} is not a positive number")
+        self._build, self._inputs, self._loss = build, inputs, loss
+        self._make_optimizer, self._dtype, self._accumulate = make_optimizer, dtype, accumulate
+        self._by_size = callable(inputs) and _takes_argument(inputs)
+        tensors = [] if callable(inputs) else _tensors(inputs)
+        if not callable(inputs) and not tensors:
+            raise RequestError(f"inputs holds no tensor: {type(inputs).__name__}")
+        first = tensors[0] if tensors else None
+        # A batch size, if the inputs have one, is the first dimension of the first tensor.
+        self.batch: int | None = first.shape[0] if first is not None and first.dim() else None
+
+    def program(self, size: int | None, dtype: str | None = None) -> programs.Program:
+        """The loop at batch size `size`."""
+
+        chosen = dtype or self._dtype
+
+        def run(recorder: Recorder) -> None:
+            def build() -> nn.Module:
+                if not isinstance(self._build, nn.Module):
+                    return _checked_module(self._build())
+                # A copy whose parameters, which are fake here, take no memory.
+                fakes = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self._build.parameters()}
+                return copy.deepcopy(self._build, fakes)
+
+            def make() -> Any:
+                return self._make_inputs(size)
+
+            if self._loss is None and self._make_optimizer is None:
+                programs.inference(build, make, _call, dtype=chosen)(recorder)
+            else:
+                programs.training(
+                    build, make, self._value, self._make_optimizer, dtype=chosen, accumulate=self._accumulate
+                )(recorder)
+
+        return run
+
+    def _make_inputs(self, size: int | None) -> Any:
+        if callable(self._inputs):
+            if self._by_size and size is None:
+                raise RequestError("inputs is a function of the batch size; pass batch=")
+            return self._inputs(size) if self._by_size else self._inputs()
+        return _like(self._inputs, self.batch, size)
+
+    def _value(self, model: nn.Module, inputs: Any) -> Tensor:
+        if self._loss is None:
+            return programs.loss_of(_call(model, inputs))
+        module = getattr(self._loss, "__module__", "") or ""
+        if not isinstance(self._loss, nn.Module) and not module.startswith("torch."):
+            return programs.loss_of(_call_with(self._loss, model, inputs))
+        if isinstance(inputs, dict) or not isinstance(inputs, (list, tuple)) or len(inputs) < 2:
+            raise RequestError("a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs")
+        return self._loss(model(*inputs[:-1]), inputs[-1])
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    return _call_with(lambda m, *args, **kwargs: m(*args, **kwargs), model, inputs)
+
+
+def _call_with(function: Callable[..., Any], model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return function(model, **inputs)
+    return function(model, *inputs) if isinstance(inputs, (list, tuple)) else function(model, inputs)
+
+
+def _checked_module(made: Any) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise RequestError(f"build returned {type(made).__name__}, not a module")
+    return made
+
+
+def _takes_argument(function: Callable[..., Any]) -> bool:
+    import inspect  # noqa: PLC0415
+
+    required = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+    ]
+    return bool(required)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _like(value: Any, batch: int | None, size: int | None) -> Any:
+    """Tensors of the shapes and dtypes in `value`, the first dimension `size` where it was `batch`."""
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if shape and size is not None and shape[0] == batch:
+            shape[0] = size
+        made = torch.zeros(shape, dtype=value.dtype)
+        if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
+            made = made.contiguous(memory_format=torch.channels_last)
+        return made.requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {name: _like(item, batch, size) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_like(item, batch, size) for item in value])
+    return value

@@ -1,0 +1,79 @@
+"""What data parallel training is asked for: which kind, on how many GPUs, with which options."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.core import Device
+from overspill.core.errors import RequestError
+from overspill.costs import Interval
+from overspill.costs.nccl import nccl_bytes
+
+KINDS = ("ddp", "fsdp", "horovod")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a model is trained on `gpus` GPUs, one process each; batches are those of one GPU.
+
+    The names and defaults of options are torch's. For `ddp`: `gradient_as_bucket_view`, `find_unused_parameters`,
+    `static_graph` and `bucket_cap_mb` (None: 25 MiB). For `fsdp`: `reshard_after_forward` (False keeps each block's
+    parameters from its forward to its backward), `param_dtype` and `reduce_dtype` of MixedPrecisionPolicy, `replicas`
+    (HSDP: each shard is on that many GPUs) and `blocks`, the class names of the modules that are sharded one by one;
+    without them `repeated_blocks`. `nvlink` says whether GPUs that can be linked so are.
+    """
+
+    kind: str = "ddp"
+    gpus: int = 2
+    gradient_as_bucket_view: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    reshard_after_forward: bool = True
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    replicas: int = 1
+    blocks: tuple[str, ...] = ()
+    nvlink: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join(KINDS)}")
+        if self.gpus < 1:
+            raise RequestError(f"gpus={self.gpus} is not a positive number")
+        if self.replicas < 1 or self.gpus % self.replicas:
+            raise RequestError(f"replicas={self.replicas} does not divide gpus={self.gpus}")
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
+            raise RequestError(f"bucket_cap_mb={self.bucket_cap_mb} is not a positive number")
+        for dtype in (self.param_dtype, self.reduce_dtype):
+            if dtype is not None and dtype not in _DTYPES:
+                raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(_DTYPES)}")
+        only = {
+            "ddp": ("gradient_as_bucket_view", "find_unused_parameters", "static_graph", "bucket_cap_mb"),
+            "fsdp": ("reshard_after_forward", "param_dtype", "reduce_dtype", "replicas", "blocks"),
+        }
+        for kind, names in only.items():
+            for name in names:
+                if kind != self.kind and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise RequestError(f"{name} is an option of {kind}, not of {self.kind}")
+
+    def communication(self, device: Device) -> Interval:
+        """Bytes that NCCL keeps on each GPU, outside the allocator; HSDP has a communicator for either direction."""
+        communicators = 2 if 1 < self.replicas < self.gpus else 1
+        return nccl_bytes(
+            device, self.gpus, nvlink=self.nvlink, communicators=communicators, environment=os.environ
+        )
+
+
+def parallel_of(kind: str | None, gpus: int | None, **options: Any) -> Parallel | None:
+    """What `--parallel KIND --gpus N` ask for: None for one GPU, DDP where only the number of GPUs is given."""
+    if gpus is not None and gpus < 1:
+        raise RequestError(f"{gpus} GPUs is not a positive number")
+    if kind is None and (gpus is None or gpus == 1):
+        return None
+    if gpus is None:
+        raise RequestError(f"{kind} needs the number of GPUs; pass --gpus")
+    return Parallel(kind or "ddp", gpus, **options)

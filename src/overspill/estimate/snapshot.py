@@ -1,0 +1,63 @@
+"""An estimate as a memory snapshot, to be looked at with the viewer at pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from overspill.capture.recording import Allocation, Recording
+from overspill.placement.snapshot import Origin, Span, write_snapshot
+
+from .peak import category
+
+if TYPE_CHECKING:  # Estimate itself can write snapshots
+    from .demand import Demand
+    from .estimate import Estimate
+
+
+def write_estimate(path: str | Path, estimate: Estimate, *, capacity_bytes: int | None = None) -> None:
+    """Write the simulated run of `estimate` to `path`, its allocator on a device of `capacity_bytes` (None: unlimited).
+
+    An allocation's frames name the tensor, the layer with the op, and the phase with the iteration. Raises RequestError
+    when the file cannot be written.
+    """
+    write_snapshot(
+        path,
+        estimate.demand.events,
+        allocator=estimate.allocator,
+        config=estimate.allocator_config,
+        capacity_bytes=capacity_bytes,
+        origins=[_origin(estimate.recording, at) for at in range(len(estimate.recording.allocations))],
+        spans=_iterations(estimate.recording, estimate.demand),
+    )
+
+
+def _origin(recording: Recording, at: int) -> Origin:
+    allocation = recording.allocations[at]
+    op = recording.ops[allocation.op] if 0 <= allocation.op < len(recording.ops) else None
+    iteration = _iteration(recording, allocation)
+    layer = allocation.layer or "(outside layers)"
+    name = op.name if op is not None else "(no op)"
+    during = allocation.phase.value if iteration else "construction"
+    return Origin(
+        frames=(
+            (allocation.kind.value, at, allocation.name or "(unnamed)"),
+            (layer, max(allocation.op, 0), name),
+            ("iteration", iteration, during),
+        ),
+        category=category(allocation.kind),
+        metadata=f"{during} | {layer} | {name}",
+    )
+
+
+def _iteration(recording: Recording, allocation: Allocation) -> int:
+    """The iteration, from 1, in which `allocation` was made; 0 before the first."""
+    return sum(start <= allocation.start for start in recording.starts)
+
+
+def _iterations(recording: Recording, demand: Demand) -> list[Span]:
+    """The iterations, in events of the demand."""
+    bounds = np.searchsorted(demand.rows, [*recording.starts, recording.events]).tolist()
+    return [Span(f"iteration {i + 1}", bounds[i], bounds[i + 1]) for i in range(recording.iterations)]

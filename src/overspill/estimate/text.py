@@ -1,0 +1,104 @@
+"""An estimate in words: the verdict, a bar a category, the peak, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from overspill.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from .estimate import Estimate
+
+_BAR = 32
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_LAYERS = 5
+_SMALL = 1 << 20  # categories below this are not worth a line
+
+
+def explain(estimate: Estimate) -> str:
+    """The whole answer in lines."""
+    return "\n".join(lines(estimate))
+
+
+def lines(estimate: Estimate) -> Iterator[str]:
+    """The whole answer, line by line, the verdict first."""
+    yield verdict(estimate)
+    yield ""
+    yield from bars(estimate)
+    yield ""
+    yield from moment(estimate)
+    yield from figures(estimate)
+    if estimate.largest_batch is not None:
+        yield f"  largest batch on {estimate.device.name}: {estimate.largest_batch}"
+    yield from advice(estimate)
+
+
+def verdict(estimate: Estimate) -> str:
+    """Whether it fits, in one line."""
+    total, device = estimate.total_bytes, estimate.device
+    batch = "" if estimate.batch is None else f", batch {estimate.batch},"
+    if not estimate.fits():
+        short = estimate.minimum_capacity_bytes - device.memory_bytes
+        return (
+            f"does not fit: {estimate.name}{batch} needs {format_bytes(estimate.minimum_capacity_bytes)}, "
+            f"{format_bytes(short)} more than the {format_bytes(device.memory_bytes)} of {device.name}"
+        )
+    spare = device.memory_bytes - estimate.minimum_capacity_bytes
+    # So near the limit, what is uncertain decides.
+    tight = spare < estimate.total.high - estimate.total.central
+    return (
+        f"fits{', but only just' if tight else ''}: {estimate.name}{batch} takes {format_bytes(total)} "
+        f"of the {format_bytes(device.memory_bytes)} of {device.name} (it would survive on "
+        f"{format_bytes(estimate.minimum_capacity_bytes)})"
+    )
+
+
+def bars(estimate: Estimate) -> Iterator[str]:
+    """One line a category, largest first, with a bar for its share of the total."""
+    total = max(estimate.total_bytes, 1)
+    parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    for name, nbytes in parts:
+        if nbytes >= _SMALL or nbytes >= total // 1000:
+            yield f"  {name.replace('_', ' '):24}{format_bytes(nbytes):>10}  {bar(nbytes / total):{_BAR}} {nbytes / total:4.0%}"
+    yield f"  {'total':24}{format_bytes(estimate.total_bytes):>10}"
+
+
+def bar(share: float) -> str:
+    """A bar of at most 32 characters, in eighths of a character."""
+    eighths = round(share * _BAR * 8)
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+
+
+def moment(estimate: Estimate) -> Iterator[str]:
+    """When the peak is, and which layers hold most of it."""
+    peak = estimate.peak
+    if peak.op:
+        where = f" of {peak.layer}" if peak.layer else ""
+        yield f"  the peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}"
+    heaviest = [f"{layer} {format_bytes(nbytes)}" for layer, nbytes in list(peak.by_layer.items())[:_LAYERS]]
+    if heaviest:
+        yield f"  most of it in layers: {', '.join(heaviest)}"
+
+
+def figures(estimate: Estimate) -> Iterator[str]:
+    """The three peaks, and how certain they are."""
+    yield (
+        f"  requested {format_bytes(estimate.peak_requested_bytes)}, allocated {format_bytes(estimate.peak_allocated_bytes)}, "
+        f"reserved {format_bytes(estimate.peak_reserved_bytes)}"
+    )
+    total = estimate.total
+    if total.low != total.high:
+        yield f"  between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context may turn out"
+
+
+def advice(estimate: Estimate) -> Iterator[str]:
+    """What to change, cheapest first, where the job does not fit."""
+    if estimate.fits():
+        return
+    yield ""
+    yield "what would help, cheapest first:"
+    for change in estimate.changes:
+        verdict = "" if change.fits is None else " and fits" if change.fits else ", not enough by itself"
+        needs = "" if change.minimum_capacity_bytes is None else f": needs {format_bytes(change.minimum_capacity_bytes)}{verdict}"
+        yield f"  - {change.what}{needs}"

@@ -1,0 +1,125 @@
+"""Data parallel training as programs write it: DistributedDataParallel, fully_shard or Horovod on several GPUs.
+
+PyTorch's own wrappers run (see capture/distributed.py), so buckets, all-gathers and shards are theirs. Horovod is not
+needed to estimate it: its gradients stay as they are, and each GPU has one fusion buffer (DNNMem, FSE 2020, §4.5).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from overspill.capture.recorder import Recorder
+from overspill.core.errors import RequestError
+from overspill.costs.nccl import horovod_fusion_bytes
+
+from .parallel import Parallel
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> nn.Module:
+    """`module`, on the device and wrapped, inside a capture. Raises RequestError where it cannot be wrapped.
+
+    A model to be sharded may be on the host: block after block is then brought to the device and cut, so that the whole
+    of it is never there.
+    """
+    if not dist.is_available():
+        raise RequestError("this PyTorch has no torch.distributed, which parallel training needs")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", rank=0, world_size=parallel.gpus)
+    elif dist.get_world_size() != parallel.gpus:
+        raise RequestError(f"the process group has {dist.get_world_size()} processes, not {parallel.gpus}")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RequestError(f"{type(module).__name__} has no parameter to train, so nothing to send between GPUs")
+    if parallel.kind == "ddp":
+        return _ddp(module.to("cuda"), parallel)
+    if parallel.kind == "fsdp":
+        return _fsdp(module, parallel)
+    return _horovod(module.to("cuda"), recorder)
+
+
+def _ddp(module: nn.Module, parallel: Parallel) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(
+        module,
+        device_ids=[0],
+        bucket_cap_mb=parallel.bucket_cap_mb,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+        find_unused_parameters=parallel.find_unused_parameters,
+        static_graph=parallel.static_graph,
+    )
+
+
+def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
+    """Blocks one by one and then the rest, as torch's tutorial and torchtitan do; the root is not resharded."""
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, for this alone
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+
+    shards = parallel.gpus // parallel.replicas
+    if parallel.replicas == 1:
+        mesh = init_device_mesh("cuda", (shards,))
+    else:
+        mesh = init_device_mesh("cuda", (parallel.replicas, shards), mesh_dim_names=("replicate", "shard"))
+    dtypes = [None if name is None else getattr(torch, name) for name in (parallel.param_dtype, parallel.reduce_dtype)]
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    for block in _blocks(module, parallel):
+        fully_shard(block, mesh=mesh, reshard_after_forward=parallel.reshard_after_forward, mp_policy=policy)
+    # None: torch keeps the root's parameters until backward, which begins with them.
+    root = None if parallel.reshard_after_forward else False
+    fully_shard(module, mesh=mesh, reshard_after_forward=root, mp_policy=policy)
+    return module
+
+
+def _blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
+    """The modules to shard one by one. Raises RequestError when there are none."""
+    if parallel.blocks:
+        found = [m for m in module.modules() if m is not module and type(m).__name__ in parallel.blocks]
+        if not found:
+            raise RequestError(f"{type(module).__name__} has no module of class {' or '.join(parallel.blocks)}")
+        return found
+    found = list(repeated_blocks(module))
+    if not found:
+        raise RequestError(
+            f"{type(module).__name__} repeats no block that could be sharded by itself; "
+            "name the classes of those that shall be with blocks=(...)"
+        )
+    return found
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a ModuleList or Sequential repeats: two or more of one class, made of other modules.
+
+    They are the layers of a transformer's encoder and decoder, the blocks of a ResNet's stages. Within such a block no
+    others are looked for; containers and modules that train nothing are none.
+    """
+    children = list(module.children())
+    classes = Counter(type(child) for child in children)
+    for child in children:
+        repeated = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
+        if not repeated or isinstance(child, _CONTAINERS) or not list(child.children()):
+            yield from repeated_blocks(child)
+        elif any(parameter.requires_grad for parameter in child.parameters()):
+            yield child
+
+
+def _horovod(module: nn.Module, recorder: Recorder) -> nn.Module:
+    """`module` with Horovod's fusion buffer, which comes with the first gradient that is ready and stays.
+
+    PyTorch's allocator gives it (horovod/torch/adapter_v2.cc, `TorchPersistentBuffer`); gradients are reduced in place.
+    """
+    size = horovod_fusion_bytes(os.environ)
+    buffers: list[torch.Tensor] = []
+
+    def fuse(_: torch.Tensor) -> None:
+        if not buffers and size:
+            with recorder.communicating():
+                buffers.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(fuse)
+    return module

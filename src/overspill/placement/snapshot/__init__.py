@@ -1,0 +1,18 @@
+"""PyTorch's memory snapshots: read safely, replayed on the simulated allocator, compared, and written.
+
+A recorded run checks the allocator's rules without anything else in between; a simulated run can be looked at with
+the viewer at pytorch.org/memory_viz.
+"""
+
+from .compare import replay_snapshot as replay_snapshot
+from .read import Entry as Entry
+from .read import Segment as Segment
+from .read import Snapshot as Snapshot
+from .read import read_snapshot as read_snapshot
+from .result import SnapshotReplay as SnapshotReplay
+from .settings import config_of as config_of
+from .start import events_of as events_of
+from .write import Origin as Origin
+from .write import Span as Span
+from .write import snapshot_of as snapshot_of
+from .write import write_snapshot as write_snapshot

@@ -1,0 +1,198 @@
+"""The device and the allocator of a replay: the device answers as the recording says the real one did."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+
+from overspill.placement.base import SegmentEvent, SegmentView
+from overspill.placement.blocks import Block
+from overspill.placement.caching import SMALL_BYTES, CachingAllocator, round_size
+from overspill.placement.caching_config import CachingConfig
+from overspill.placement.device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SimulatedDevice
+from overspill.placement.expandable import ExpandableSegments
+
+from .read import Entry
+from .recording import LOSSES
+from .start import StartSegment
+
+_ELSEWHERE = ADDRESS_SPACE_BYTES << 4
+"""Above all real addresses: where memory lies that the recording does not know."""
+
+
+class RecordedDevice(SimulatedDevice):
+    """A device with the recorded addresses, and without room where the recording gave memory back or ran out of it.
+
+    `expected` are the recorded exchanges of memory for the next allocation, `refuses` whether that failed, `exchanged`
+    counts those that were done, and `later_maps` gives the addresses at which memory of its kind is mapped next. What the
+    recording does not foresee gets room at addresses of its own. From the answers follows what capacity the real device
+    had: at least `least_capacity_bytes`, less than `capacity_above_bytes`.
+    """
+
+    def __init__(self, capacity_bytes: int | None) -> None:
+        super().__init__(capacity_bytes)
+        self.expected: Sequence[Entry] = ()
+        self.refuses = False
+        self.least_capacity_bytes = 0
+        self.capacity_above_bytes: int | None = None
+        self.exchanged: Callable[[], int] = lambda: 0
+        self.later_maps: Callable[[], Iterator[int]] = lambda: iter(())
+        self._elsewhere = _ELSEWHERE
+        self._held: list[tuple[int, int]] = []
+
+    def malloc(self, nbytes: int) -> int | None:
+        """The recorded address of a new segment of `nbytes`; None when the recording says that there was no room."""
+        entry = self._next()
+        if not self._has_room(entry, nbytes):
+            return None
+        recorded = entry is not None and (entry.action, entry.nbytes) == ("segment_alloc", nbytes)
+        address = entry.address if entry is not None and recorded else None
+        return self._hold(address, nbytes)
+
+    def free(self, address: int) -> None:
+        """Take back the segment at `address`."""
+        at = bisect_left(self._held, (address, 0))
+        self.used_bytes -= self._held.pop(at)[1]
+
+    def reserve(self, nbytes: int) -> int | None:
+        """Where an expandable segment starts: where the recording next maps memory of that kind."""
+        address = next(self.later_maps(), None)
+        if address is None:
+            address = self._elsewhere
+            self._elsewhere += nbytes
+        return address
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Nothing: address space is not counted."""
+
+    def map(self, address: int, nbytes: int) -> bool:
+        """Whether there was room for `nbytes`, which are now behind `address`."""
+        del address
+        if not self._has_room(self._next(), nbytes):
+            return False
+        self._use(nbytes)
+        return True
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Take the memory of `nbytes` back."""
+        del address
+        self.used_bytes -= nbytes
+
+    def adopt(self, address: int, nbytes: int, *, plain: bool) -> None:
+        """Hold what the allocator held when the recording began."""
+        self._use(nbytes)
+        if plain:
+            insort(self._held, (address, nbytes))
+
+    def measure(self, free_bytes: int) -> None:
+        """Take to the bounds what the device reported as free, in whole pages, when it had no room for an allocation."""
+        measured = self.used_bytes + free_bytes // PAGE_BYTES * PAGE_BYTES
+        if free_bytes > 0 and (self.capacity_above_bytes is None or measured < self.capacity_above_bytes):
+            self.least_capacity_bytes = max(self.least_capacity_bytes, measured)
+            self.capacity_above_bytes = measured + PAGE_BYTES
+
+    def _next(self) -> Entry | None:
+        """The recorded exchange that comes next, if there is one."""
+        at = self.exchanged()
+        return self.expected[at] if at < len(self.expected) else None
+
+    def _has_room(self, entry: Entry | None, nbytes: int) -> bool:
+        room = not self.refuses if entry is None else entry.action not in LOSSES
+        if not room:
+            above = self.used_bytes + nbytes
+            self.capacity_above_bytes = min(above, self.capacity_above_bytes or above)
+        return room
+
+    def _hold(self, address: int | None, nbytes: int) -> int:
+        """`address`, or one of our own where there is none or where the simulation still holds something."""
+        if address is not None:
+            at = bisect_left(self._held, (address, 0))
+            near = self._held[max(at - 1, 0) : at + 1]
+            if any(start < address + nbytes and address < start + size for start, size in near):
+                address = None
+        if address is None:
+            address = self._elsewhere
+            self._elsewhere += nbytes
+        insort(self._held, (address, nbytes))
+        self._use(nbytes)
+        return address
+
+    def _use(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.least_capacity_bytes = max(self.least_capacity_bytes, self.used_bytes)
+
+
+class RecordedAllocator(CachingAllocator):
+    """PyTorch's allocator over a recorded device, which can begin with segments and can empty its cache."""
+
+    def __init__(self, config: CachingConfig, device: RecordedDevice) -> None:
+        super().__init__(config, capacity_bytes=device.capacity_bytes)
+        self.device = device
+        if config.expandable_segments:
+            self._expandable = ExpandableSegments(self)
+
+    def adopt(self, segment: StartSegment, stream: int, reservation: int) -> None:
+        """Begin with `segment`; an expandable one has `reservation` bytes of address space."""
+        view, pool = segment.view, self._small if segment.small else self._large
+        before: Block | None = None
+        for piece in view.blocks:
+            mapped, free = piece.state != "unmapped", piece.state != "live"
+            block = Block(piece.address, piece.nbytes, stream, piece.requested_bytes, free, mapped, prev=before)
+            block.pool, block.base, block.born = pool, view.address, self.birth()
+            if before is not None:
+                before.next = block
+            before = block
+            if not free:
+                self._live[block.address] = block
+                self._requested.add(piece.requested_bytes, -1)
+                self._allocated.add(piece.nbytes, -1)
+            elif mapped:
+                self.put(block)
+            else:
+                pool.unmapped.add((stream, block.address), block)
+        self._reserved.add(view.mapped_bytes, -1)
+        if segment.expandable and view.nbytes < reservation:
+            self._add_tail(view, stream, reservation, before)
+
+    def _add_tail(self, view: SegmentView, stream: int, reservation: int, before: Block | None) -> None:
+        """Put the address space of an expandable segment behind its last block."""
+        tail = Block(view.address + view.nbytes, reservation - view.nbytes, stream, mapped=False, prev=before)
+        tail.base, tail.born = view.address, self.birth()
+        if before is not None:
+            tail.pool = before.pool
+            before.next = tail
+            before.pool.unmapped.add((stream, tail.address), tail)
+
+    @property
+    def reservation(self) -> int:
+        """The address space of one expandable segment."""
+        return self._expandable._reservation if self._expandable is not None else 0
+
+    @property
+    def collects_garbage(self) -> bool:
+        """Whether cached segments are given back before memory runs out."""
+        return self._collects
+
+    @property
+    def exchanges(self) -> list[SegmentEvent]:
+        """The exchanges of memory with the device, in order."""
+        return self._log
+
+    def empty_cache(self) -> None:
+        """Give back all cached segments, as torch.cuda.empty_cache does."""
+        self._release_cached()
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether an allocation of `nbytes` is of the small pool."""
+        return round_size(nbytes, self.config.roundup_power2_divisions) <= SMALL_BYTES
+
+    def finds(self, nbytes: int, stream: int) -> bool:
+        """Whether an allocation would be served from the cache. Changes nothing."""
+        size = round_size(nbytes, self.config.roundup_power2_divisions)
+        pool = self._small if self.is_small(nbytes) else self._large
+        searches = pool.searches
+        block = self._find(pool, size, stream)
+        if block is not None:
+            pool.free.add(self.key(block), block)
+        pool.searches = searches
+        return block is not None

@@ -1,0 +1,69 @@
+"""The trace of one device, as a replay needs it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from overspill.core.errors import RequestError
+
+from .read import DEFAULT_POOL, Entry, Segment, Snapshot
+
+EXCHANGES = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
+LOSSES = ("segment_free", "segment_unmap")
+_KNOWN = (*EXCHANGES, "alloc", "free_requested", "free_completed", "oom", "snapshot")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The trace of one device, ready for replay: streams are numbered in the order of their handles.
+
+    `first` is where replay begins: an allocation at the very front may have begun before, and is taken as done.
+    `left_out` counts the events of private pools, `notes` says what can not be known.
+    """
+
+    trace: tuple[Entry, ...]
+    segments: tuple[Segment, ...]
+    left_out: int
+    notes: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        """The first event to replay."""
+        return int(bool(self.trace) and self.trace[0].action == "alloc")
+
+
+def recording_of(snapshot: Snapshot, device: int) -> Recording:
+    """The events and the final segments of `device`, without private pools. Raises RequestError when it has none."""
+    trace, segments = snapshot.trace(device), snapshot.segments_of(device)
+    if not trace:
+        having = ", ".join(map(str, snapshot.devices))
+        known = (
+            f"devices with events: {having}" if having else "torch.cuda.memory._record_memory_history() records them"
+        )
+        raise RequestError(f"the snapshot holds no events of device {device}; {known}")
+    private = sorted((s.address, s.address + s.nbytes) for s in segments if s.pool != DEFAULT_POOL)
+    starts = [start for start, _ in private]
+
+    def is_private(entry: Entry) -> bool:
+        if entry.pool is not None:
+            return entry.pool != DEFAULT_POOL
+        at = bisect_right(starts, entry.address) - 1
+        return at >= 0 and entry.address < private[at][1]
+
+    kept = [entry for entry in trace if not is_private(entry)]
+    notes = []
+    if len(kept) < len(trace):
+        notes.append(f"{len(trace) - len(kept)} events of graphs' private pools and of MemPools are left out")
+    unknown = sorted({entry.action[:40] for entry in kept} - set(_KNOWN))
+    if unknown:
+        notes.append(f"events of kinds unknown here are left out: {', '.join(unknown)[:200]}")
+    kept = [entry for entry in kept if entry.action in _KNOWN]
+    public = tuple(segment for segment in segments if segment.pool == DEFAULT_POOL)
+    return Recording(tuple(kept), public, len(trace) - len(kept), tuple(notes))
+
+
+def stream_numbers(recording: Recording) -> dict[int, int]:
+    """A number for each stream, from 0 in the order of the handles, by which the allocator sorts them."""
+    handles = {entry.stream for entry in recording.trace} | {segment.stream for segment in recording.segments}
+    return {handle: number for number, handle in enumerate(sorted(handles))}

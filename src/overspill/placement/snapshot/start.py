@@ -1,0 +1,259 @@
+"""The state in which a recorded trace begins: its end, which the snapshot holds, with all its events undone.
+
+A trace begins in the middle where recording began late or where its ring buffer overflowed. What was live then is
+found by going back from the segments of the snapshot; how large a block was is known from its neighbours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from overspill.core.errors import RequestError
+from overspill.placement.base import BlockView, SegmentView
+from overspill.placement.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES, round_size
+from overspill.placement.caching_config import CachingConfig
+from overspill.placement.events import ALLOCATE, FREE, TRY, Events
+
+from .ranges import Ranges
+from .read import Entry, Snapshot
+from .recording import EXCHANGES, Recording, recording_of, stream_numbers
+
+_MOST_SPANNED = 1 << 40
+"""An expandable segment spans nine eighths of the device's memory; no device has that much."""
+
+
+@dataclass(frozen=True)
+class StartSegment:
+    """A segment when the trace begins; that of an expandable one has all ranges of its pool and stream."""
+
+    view: SegmentView
+    small: bool
+    expandable: bool
+
+
+@dataclass
+class _Live:
+    requested_bytes: int
+    nbytes: int | None
+
+
+def start_of(recording: Recording, config: CachingConfig) -> tuple[StartSegment, ...]:
+    """All segments with their blocks before the first event to replay. Raises RequestError when trace and segments disagree."""
+    state = _State(recording, config)
+    for at in range(len(recording.trace) - 1, recording.first - 1, -1):
+        state.undo(at, recording.trace[at])
+    return state.segments()
+
+
+def live_at(segments: Iterable[StartSegment]) -> list[tuple[int, int, int]]:
+    """The live blocks of `segments` as (address, requested bytes, stream), by address."""
+    views = [segment.view for segment in segments]
+    return sorted((b.address, b.requested_bytes, v.stream) for v in views for b in v.blocks if b.state == "live")
+
+
+def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = None) -> Events:
+    """The recorded allocations and frees of `device`, for any allocator: first what is live at the start, then the trace.
+
+    An allocation that ran out of memory is elastic: it may fail again.
+    """
+    recording = recording_of(snapshot, device)
+    numbers = stream_numbers(recording)
+    rows: list[tuple[int, int, int, int]] = []
+    blocks: dict[int, int] = {}
+    for address, nbytes, stream in live_at(start_of(recording, config or CachingConfig())):
+        blocks[address] = len(rows)
+        rows.append((ALLOCATE, len(rows), nbytes, numbers[stream]))
+    count = len(rows)
+    for entry in recording.trace[recording.first :]:
+        if entry.action == "free_completed":
+            rows.append((FREE, blocks.pop(entry.address), 0, numbers[entry.stream]))
+        elif entry.action in ("alloc", "oom"):
+            rows.append((ALLOCATE if entry.action == "alloc" else TRY, count, entry.nbytes, numbers[entry.stream]))
+            if entry.action == "alloc":
+                blocks[entry.address] = count
+            else:
+                rows.append((FREE, count, 0, numbers[entry.stream]))
+            count += 1
+    return Events.from_rows(rows)
+
+
+class _State:
+    """What is held and what is live, going back in time."""
+
+    def __init__(self, recording: Recording, config: CachingConfig) -> None:
+        self._config = config
+        self._trace, self._first = recording.trace, recording.first
+        self._plain: dict[int, tuple[int, int]] = {}
+        self._expandable_memory: dict[int, Ranges] = {}
+        self._live: dict[int, _Live] = {}
+        self._evidence: list[tuple[int, bool]] = []
+        for segment in recording.segments:
+            if segment.is_expandable:
+                self._ranges(segment.stream).add(segment.address, segment.nbytes)
+                self._evidence.append((segment.address, segment.kind == "small"))
+            else:
+                self._plain[segment.address] = (segment.nbytes, segment.stream)
+            for address, block in segment.placed():
+                if block.live:
+                    self._live[address] = _Live(block.requested_bytes, block.nbytes)
+
+    def undo(self, at: int, entry: Entry) -> None:
+        """Go back to before event `at`."""
+        if entry.action in EXCHANGES:
+            wrong = self._undo_exchange(entry)
+        elif entry.action in ("alloc", "free_completed"):
+            wrong = self._undo_block(entry)
+        else:
+            return
+        if wrong:
+            raise RequestError(
+                f"the snapshot's events and segments do not belong together: after event {at} ({entry.action} of"
+                f" {entry.nbytes} bytes at {entry.address:#x}) the allocator {wrong}; was recording stopped, or were"
+                " events skipped, before the snapshot was taken?"
+            )
+
+    def _undo_block(self, entry: Entry) -> str:
+        """Undo an allocation or a free; what is wrong with it, or nothing."""
+        size = round_size(entry.nbytes, self._config.roundup_power2_divisions)
+        self._evidence.append((entry.address, size <= SMALL_BYTES))
+        if entry.action == "free_completed":
+            if entry.address in self._live:
+                return "still has a live block there"
+            self._live[entry.address] = _Live(entry.nbytes, None)
+            return ""
+        gone = self._live.pop(entry.address, None)
+        if gone is None or gone.requested_bytes != entry.nbytes:
+            return "has no live block of that size there"
+        return ""
+
+    def _undo_exchange(self, entry: Entry) -> str:
+        """Undo an exchange of memory with the device; what is wrong with it, or nothing."""
+        address, nbytes, plain = entry.address, entry.nbytes, (entry.nbytes, entry.stream)
+        match entry.action:
+            case "segment_alloc":
+                return "" if self._plain.pop(address, None) == plain else "does not hold that segment"
+            case "segment_free":
+                return "" if self._plain.setdefault(address, plain) is plain else "still holds a segment there"
+            case "segment_map":
+                self._evidence.append((address, nbytes <= SMALL_SEGMENT_BYTES))
+                return "" if self._ranges(entry.stream).remove(address, nbytes) else "does not hold that memory"
+            case _:
+                return "" if self._ranges(entry.stream).add(address, nbytes) else "still holds that memory"
+
+    def segments(self) -> tuple[StartSegment, ...]:
+        """The segments with their blocks, as far back as was gone."""
+        addresses = sorted(self._live)
+        self._find_ends(addresses)
+        found = []
+        for start, (nbytes, stream) in sorted(self._plain.items()):
+            small = nbytes <= SMALL_SEGMENT_BYTES
+            inside = _between(addresses, start, start + nbytes)
+            blocks = self._blocks(start, start + nbytes, inside, slack=not small)
+            found.append(StartSegment(SegmentView(start, nbytes, nbytes, stream, tuple(blocks)), small, False))
+        for stream, ranges in sorted(self._expandable_memory.items()):
+            for small in (True, False):
+                own = [span for span in ranges.spans if self._small(span[0]) is small]
+                if own:
+                    found.append(self._expandable(own, stream, small, addresses))
+        if len(addresses) != sum(b.state == "live" for segment in found for b in segment.view.blocks):
+            raise RequestError(
+                "the snapshot's blocks and segments do not belong together: a live block is in no segment"
+            )
+        return tuple(found)
+
+    def _expandable(self, spans: list[tuple[int, int]], stream: int, small: bool, addresses: list[int]) -> StartSegment:
+        """The expandable segment whose mapped memory is `spans`; between them, and from its base on, is none."""
+        first = spans[0][0]
+        base = min([first, *(a for a in self._mapped(stream, first) if self._small(a) is small)])
+        blocks: list[BlockView] = []
+        end = base
+        for start, stop in spans:
+            if start > end:
+                blocks.append(BlockView(end, start - end, 0, "unmapped"))
+            blocks += self._blocks(start, stop, _between(addresses, start, stop), slack=False)
+            end = stop
+        mapped = sum(stop - start for start, stop in spans)
+        return StartSegment(SegmentView(base, end - base, mapped, stream, tuple(blocks)), small, True)
+
+    def _blocks(self, start: int, end: int, addresses: Sequence[int], *, slack: bool) -> list[BlockView]:
+        """The live blocks at `addresses` and the free ones between them, from `start` to `end`."""
+        blocks: list[BlockView] = []
+        at = start
+        for address, following in pairwise((*addresses, end)):
+            if address > at:
+                blocks.append(BlockView(at, address - at, 0, "free"))
+            nbytes = self._size(address, following - address, slack=slack)
+            blocks.append(BlockView(address, nbytes, self._live[address].requested_bytes, "live"))
+            at = address + nbytes
+        if at < end:
+            blocks.append(BlockView(at, end - at, 0, "free"))
+        return blocks
+
+    def _size(self, address: int, room: int, *, slack: bool) -> int:
+        """The size of the live block at `address`, behind which the next one comes after `room` bytes.
+
+        Where it was freed later nothing says it. Up to 1 MiB behind what was asked for may belong to it (`slack`). All
+        of it does where no more is left up to the next block, since blocks of the large pool are above 1 MiB; and blocks
+        too large to be split take all.
+        """
+        live = self._live[address]
+        if live.nbytes is not None and live.nbytes <= room:
+            return live.nbytes
+        nbytes = round_size(live.requested_bytes, self._config.roundup_power2_divisions)
+        if nbytes > room or live.nbytes is not None:
+            raise RequestError(
+                f"the snapshot's events and segments do not belong together: a block of {nbytes} bytes at {address:#x}"
+                f" has only {room}"
+            )
+        most = self._config.max_split_bytes
+        takes_all = slack and (room - nbytes <= SMALL_BYTES or (most is not None and nbytes >= most))
+        return room if takes_all else nbytes
+
+    def _find_ends(self, addresses: list[int]) -> None:
+        """Find where blocks end that were freed later: where the first allocation behind them was placed.
+
+        It was placed at the front of the free block there, for one block's neighbour is another or the front of a free one.
+        """
+        waiting = {
+            address: start + nbytes
+            for start, (nbytes, _) in self._plain.items()
+            if nbytes > SMALL_SEGMENT_BYTES
+            for address in _between(addresses, start, start + nbytes)
+            if self._live[address].nbytes is None
+        }
+        for entry in self._trace[self._first :]:
+            if entry.action == "free_completed":
+                waiting.pop(entry.address, None)
+            elif entry.action == "alloc" and waiting:
+                before = bisect_right(addresses, entry.address) - 1
+                address = addresses[before] if before >= 0 else -1
+                if entry.address < waiting.get(address, 0):
+                    del waiting[address]
+                    live = self._live[address]
+                    nbytes = round_size(live.requested_bytes, self._config.roundup_power2_divisions)
+                    if nbytes <= entry.address - address <= nbytes + SMALL_BYTES:
+                        live.nbytes = entry.address - address
+
+    def _small(self, address: int) -> bool:
+        """Whether expandable memory at `address` is of the small pool: as the nearest thing of which that is known."""
+        if self._evidence:
+            self._evidence.sort()
+            at = bisect_left(self._evidence, (address, False))
+            near = self._evidence[max(at - 1, 0) : at + 1]
+            return min(near, key=lambda known: abs(known[0] - address))[1]
+        return False
+
+    def _mapped(self, stream: int, before: int) -> list[int]:
+        """Where the trace maps memory of `stream` below `before`, as near as it can be of one segment."""
+        maps = [entry for entry in self._trace if entry.action == "segment_map" and entry.stream == stream]
+        return [entry.address for entry in maps if before - _MOST_SPANNED <= entry.address < before]
+
+    def _ranges(self, stream: int) -> Ranges:
+        return self._expandable_memory.setdefault(stream, Ranges())
+
+
+def _between(addresses: list[int], start: int, end: int) -> list[int]:
+    return addresses[bisect_left(addresses, start) : bisect_left(addresses, end)]

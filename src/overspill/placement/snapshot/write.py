@@ -1,0 +1,268 @@
+"""Writing a simulated run as a memory snapshot, for pytorch.org/memory_viz and torch.cuda._memory_viz.
+
+Every key is one that torch/csrc/cuda/memory_snapshot.cpp writes (torch 2.13), and the viewer's `category`, by which it
+colours allocations.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from overspill.core.errors import OutOfMemory, RequestError
+from overspill.placement.base import NOWHERE, Allocator, SegmentEvent, SegmentView
+from overspill.placement.caching import SMALL_SEGMENT_BYTES, round_size
+from overspill.placement.caching_config import CachingConfig
+from overspill.placement.events import ALLOCATE, FREE, Events
+from overspill.placement.registry import allocator_named
+
+from .recording import LOSSES
+from .settings import settings_of
+
+PICKLE_PROTOCOL = 4
+"""The latest that the viewer's reader knows (torch/utils/viz/MemoryViz.js)."""
+UNKNOWN_CATEGORY = "unknown"
+"""Of all that is no tensor. The viewer wants it among the categories as soon as there are any."""
+_NO_CONTEXT = "N/A"
+_POOL = (0, 0)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an allocation comes from: `frames` are (file, line, name), the innermost first."""
+
+    frames: tuple[tuple[str, int, str], ...] = ()
+    category: str = UNKNOWN_CATEGORY
+    metadata: str = ""
+
+
+NO_ORIGIN = Origin()
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of events with a name, from `start` until before `end`."""
+
+    name: str
+    start: int
+    end: int
+
+
+def write_snapshot(
+    path: str | Path,
+    events: Events,
+    *,
+    allocator: str = "pytorch",
+    config: Any = None,
+    capacity_bytes: int | None = None,
+    origins: Sequence[Origin] = (),
+    spans: Sequence[Span] = (),
+) -> None:
+    """Write to `path` the snapshot of a run of `events` on an empty device of `capacity_bytes` (None: unlimited).
+
+    `origins` has one for each block. A run that finds no room ends with `oom`. Raises RequestError when the file cannot
+    be written.
+    """
+    content = snapshot_of(
+        events, allocator=allocator, config=config, capacity_bytes=capacity_bytes, origins=origins, spans=spans
+    )
+    try:
+        with Path(path).open("wb") as file:
+            pickle.dump(content, file, protocol=PICKLE_PROTOCOL)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from None
+
+
+def snapshot_of(
+    events: Events,
+    *,
+    allocator: str = "pytorch",
+    config: Any = None,
+    capacity_bytes: int | None = None,
+    origins: Sequence[Origin] = (),
+    spans: Sequence[Span] = (),
+) -> dict[str, Any]:
+    """What `write_snapshot` writes."""
+    run = _Run(allocator_named(allocator, config, capacity_bytes=capacity_bytes, native=True))
+    run.do(events)
+    settings = config if isinstance(config, CachingConfig) else CachingConfig()
+    trace = _Trace(run, events, origins, settings)
+    trace.write()
+    return {
+        "segments": _segments(run, trace, settings),
+        "device_traces": [trace.entries],
+        "allocator_settings": settings_of(settings),
+        "external_annotations": trace.annotations(spans),
+    }
+
+
+@dataclass
+class _Run:
+    """The events on the allocator: where each allocation was placed (None: nowhere), and what is live in the end.
+
+    A stopped run did not do the events from `stopped_at` on.
+    """
+
+    allocator: Allocator
+    addresses: list[int | None] = field(default_factory=list)
+    live: dict[int, int] = field(default_factory=dict)
+    stopped_at: int | None = None
+
+    def do(self, events: Events) -> None:
+        """Do `events`, up to the first allocation without room that is not elastic."""
+        placed: dict[int, int | None] = {}
+        rows = zip(
+            events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), events.stream.tolist(), strict=True
+        )
+        for at, (action, block, nbytes, stream) in enumerate(rows):
+            self.allocator.clock = at
+            if action == FREE:
+                if block not in placed:
+                    raise RequestError(f"event {at} frees block {block}, which is not live")
+                address = placed.pop(block)
+                if address is not None:
+                    self.allocator.free(address)
+            else:
+                if block in placed:
+                    raise RequestError(f"event {at} allocates block {block}, which is live")
+                address = placed[block] = self._allocate(nbytes, stream)
+            self.addresses.append(address)
+            if address is None and action == ALLOCATE:
+                self.stopped_at = at
+                break
+        self.live = {address: block for block, address in placed.items() if address}
+
+    def _allocate(self, nbytes: int, stream: int) -> int | None:
+        try:
+            return self.allocator.allocate(nbytes, stream)
+        except OutOfMemory:
+            return None
+
+
+class _Trace:
+    """The entries of the device's trace, with a time for each: its position, in microseconds."""
+
+    def __init__(self, run: _Run, events: Events, origins: Sequence[Origin], settings: CachingConfig) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self._run, self._events, self._origins, self._settings = run, events, origins, settings
+        self._frames: dict[int, list[dict[str, Any]]] = {}
+        self._times: list[int] = []
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._reserved = 0
+
+    def write(self) -> None:
+        """Write the entries of all events that were done."""
+        exchanges = {at: list(group) for at, group in groupby(self._run.allocator.segment_log, key=lambda e: e.at)}
+        events = self._events
+        for at, address in enumerate(self._run.addresses):
+            self._times.append(len(self.entries))
+            block, nbytes, stream = int(events.block[at]), int(events.nbytes[at]), int(events.stream[at])
+            for exchange in exchanges.get(at, ()):
+                self._exchange(exchange, block)
+            if events.action[at] == FREE:
+                if address:
+                    size, owner = self._sizes.pop(address)
+                    for action in ("free_requested", "free_completed"):
+                        self._entry(action, address, size, owner, block)
+            elif address is None:
+                self._out_of_memory(nbytes, stream, block)
+            elif address != NOWHERE:
+                self._sizes[address] = (nbytes, stream)
+                self._entry("alloc", address, nbytes, stream, block, category=self.origin(block).category)
+        self._times.append(len(self.entries))
+
+    def origin(self, block: int) -> Origin:
+        """Where `block` comes from."""
+        return self._origins[block] if block < len(self._origins) else NO_ORIGIN
+
+    def frames(self, block: int) -> list[dict[str, Any]]:
+        """The frames of `block`: always the same list, which the pickle then holds once."""
+        if block not in self._frames:
+            frames = self.origin(block).frames
+            self._frames[block] = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
+        return self._frames[block]
+
+    def annotations(self, spans: Sequence[Span]) -> list[dict[str, Any]]:
+        """The spans as PyTorch writes those of torch.profiler.record_function, in the order of time."""
+        ends = [(end, stage, span.name) for span in spans for end, stage in ((span.start, "START"), (span.end, "END"))]
+        last = len(self._times) - 1
+        return [
+            {"stage": stage, "name": name, "device": 0, "time_us": self._times[min(end, last)]}
+            for end, stage, name in sorted(ends)
+        ]
+
+    def _exchange(self, exchange: SegmentEvent, block: int) -> None:
+        self._reserved += -exchange.nbytes if exchange.action in LOSSES else exchange.nbytes
+        _, action, address, nbytes, stream = exchange
+        self._entry(action, address, nbytes, stream, block, category=UNKNOWN_CATEGORY)
+
+    def _out_of_memory(self, nbytes: int, stream: int, block: int) -> None:
+        """The failed allocation, with its rounded size as PyTorch records it, and what the device had left."""
+        capacity = self._run.allocator.capacity_bytes
+        size = round_size(nbytes, self._settings.roundup_power2_divisions)
+        left = 0 if capacity is None else capacity - self._reserved
+        self._entry("oom", left, size, stream, block)
+
+    def _entry(self, action: str, address: int, nbytes: int, stream: int, block: int, **more: str) -> None:
+        self.entries.append(
+            {
+                "action": action,
+                "device_free" if action == "oom" else "addr": address,
+                "size": nbytes,
+                "stream": stream,
+                "compile_context": _NO_CONTEXT,
+                "user_metadata": self.origin(block).metadata,
+                "time_us": len(self.entries),
+                "pool_id": _POOL,
+                "frames": self.frames(block),
+                **more,
+            }
+        )
+
+
+def _segments(run: _Run, trace: _Trace, settings: CachingConfig) -> list[dict[str, Any]]:
+    """The segments in the end; of an expandable one, each stretch of mapped memory is listed as one."""
+    first_maps = {e.address: e.nbytes for e in reversed(run.allocator.segment_log) if e.action == "segment_map"}
+    found = []
+    for view in run.allocator.segments():
+        expandable = settings.expandable_segments and run.allocator.name == "pytorch"
+        small = (first_maps.get(view.address, 0) if expandable else view.nbytes) <= SMALL_SEGMENT_BYTES
+        for mapped, group in groupby(view.blocks, key=lambda block: block.state != "unmapped"):
+            if mapped:
+                blocks = tuple(group)
+                nbytes = sum(block.nbytes for block in blocks)
+                part = SegmentView(blocks[0].address, nbytes, nbytes, view.stream, blocks)
+                found.append(_segment(part, run, trace, small=small, expandable=expandable))
+    return found
+
+
+def _segment(view: SegmentView, run: _Run, trace: _Trace, *, small: bool, expandable: bool) -> dict[str, Any]:
+    live = [block for block in view.blocks if block.state == "live"]
+    used = sum(block.nbytes for block in live)
+    return {
+        "device": 0,
+        "address": view.address,
+        "total_size": view.nbytes,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": sum(block.requested_bytes for block in live),
+        "stream": view.stream,
+        "segment_type": "small" if small else "large",
+        "segment_pool_id": _POOL,
+        "is_expandable": expandable,
+        "frames": [],
+        "blocks": [
+            {
+                "address": block.address,
+                "size": block.nbytes,
+                "requested_size": block.requested_bytes,
+                "state": "active_allocated" if block.state == "live" else "inactive",
+                "frames": trace.frames(run.live[block.address]) if block.state == "live" else [],
+            }
+            for block in view.blocks
+        ],
+    }
