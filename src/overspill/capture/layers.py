@@ -94,5 +94,10 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
     return ("" if path == "self" else path), leaf
 
 
+def layer_type_of(op: str) -> LayerType:
+    """The layer type that an aten op's name tells of, OTHER where it tells of none."""
+    return _match(_OP_TYPES, op) or LayerType.OTHER
+
+
 def _match(table: tuple[tuple[str, LayerType], ...], text: str) -> LayerType | None:
     return next((kind for pattern, kind in table if re.search(pattern, text)), None)

@@ -1,0 +1,107 @@
+"""`overspill estimate`: its keys, its exit codes, its words, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cli.commands import Overspill
+
+from overspill.devices import load_device
+from overspill.estimate.peak import CATEGORIES
+
+KEYS = {
+    "model", "batch", "optimizer", "gpu", "peak_requested_bytes", "peak_allocated_bytes", "peak_reserved_bytes",
+    "context_bytes", "total_bytes", "capacity_bytes", "fits", "minimum_capacity_bytes", "breakdown", "largest_batch",
+    "seconds",
+}  # fmt: skip
+
+
+def test_it_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
+    done = overspill("estimate resnet18 --small --batch 8 --optimizer adamw --gpu t4 --json")
+    answer = done.answer
+    assert done.code == 0
+    assert answer.keys() >= KEYS
+    assert answer["fits"] is True
+    assert answer["capacity_bytes"] == load_device("t4").memory_bytes
+    assert set(answer["breakdown"]) == set(CATEGORIES)
+    assert sum(answer["breakdown"].values()) == answer["total_bytes"]
+    assert all(isinstance(value, int) for name, value in answer.items() if name.endswith("_bytes"))
+    assert isinstance(answer["seconds"], float)
+    assert answer["largest_batch"] >= 8
+
+
+def test_without_a_gpu_there_is_no_verdict_but_a_list_of_those_it_fits(overspill: Overspill) -> None:
+    done = overspill("estimate alexnet --small --batch 8 --json")
+    assert done.code == 0
+    assert done.answer["gpu"] is None
+    assert done.answer["fits"] is None
+    assert done.answer["capacity_bytes"] is None
+    assert "t4" in done.answer["fitting_gpus"]
+    assert "fits on " in overspill("estimate alexnet --small --batch 8").out
+
+
+def test_what_does_not_fit_exits_with_1_and_says_what_would_help(overspill: Overspill) -> None:
+    done = overspill("estimate gpt2 --batch 64 --optimizer adamw --gpu rtx3060")
+    assert done.code == 1
+    assert done.out.splitlines()[0].startswith("does not fit: gpt2, batch 64, needs ")
+    assert "what would help, cheapest first:" in done.out
+    done = overspill("estimate gpt2 --batch 64 --optimizer adamw --gpu rtx3060 --json")
+    assert done.code == 1
+    assert done.answer["fits"] is False
+    assert done.answer["minimum_capacity_bytes"] > done.answer["capacity_bytes"]
+    assert 0 < done.answer["largest_batch"] < 64
+    assert done.answer["changes"]
+
+
+def test_what_fits_says_so_first(overspill: Overspill) -> None:
+    done = overspill("estimate unet --small --batch 2 --gpu h100")
+    assert done.code == 0
+    assert done.out.startswith("fits: unet, batch 2, takes ")
+
+
+def test_inference_takes_less_than_training(overspill: Overspill) -> None:
+    training = overspill("estimate gpt2 --small --batch 8 --json").answer
+    inference = overspill("estimate gpt2 --small --batch 8 --inference --json").answer
+    assert inference["peak_requested_bytes"] < training["peak_requested_bytes"]
+    assert inference["optimizer"] is None
+
+
+@pytest.mark.parametrize("allocator", ["tensorflow", "mxnet", "chainer", "cnmem"])
+def test_other_frameworks_allocators_take_at_least_what_is_requested(overspill: Overspill, allocator: str) -> None:
+    answer = overspill(f"estimate resnet18 --small --batch 8 --allocator {allocator} --gpu t4 --json").answer
+    assert answer["allocator"] == allocator
+    assert answer["peak_requested_bytes"] <= answer["peak_reserved_bytes"]
+
+
+def test_a_users_own_model_is_estimated(overspill: Overspill) -> None:
+    answer = overspill("estimate nets:deep --batch 16 --json --gpu t4").answer
+    weights = 16 * (64 * 64 + 64) * 4
+    assert answer["breakdown"]["weights"] == weights
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("", "name a model"),
+        ("resnet50", "--batch"),
+        ("resnet50 vgg16 --batch 1", "one model at a time"),
+        ("resnet5 --batch 1", "resnet50"),
+        ("resnet50 --batch 0", "--batch"),
+        ("resnet50 --batch 1 --gpu rtx409", "did you mean rtx4090"),
+        ("resnet50 --batch 1 --gpu cpu", "not a GPU"),
+        ("resnet50 --batch 1 --dtype int3", "unknown dtype 'int3'"),
+        ("resnet50 --batch 1 --optimizer adamm", "unknown optimizer 'adamm'"),
+        ("resnet50 --batch 1 --allocator malloc", "unknown allocator 'malloc'"),
+        ("resnet50 --batch 1 --allocator-config nonsense", "nonsense"),
+        ("resnet50 --batch 1 --seq-len 8", "seq_len"),
+        ("nets:forward_raises --batch 2", "no such luck and more"),
+        ("nets:raises --batch 2", "KeyError"),
+        ("--script nowhere.py", "nowhere.py"),
+        ("--script nets.py --batch 3", "--batch"),
+    ],
+)
+def test_every_mistake_is_one_line_and_exit_code_2(overspill: Overspill, arguments: str, says: str) -> None:
+    done = overspill(f"estimate {arguments}")
+    assert done.code == 2
+    assert says in done.err
+    assert len([line for line in done.err.splitlines() if line.startswith("error: ")]) == 1
+    assert "Traceback" not in done.err
