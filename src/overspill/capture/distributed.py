@@ -35,6 +35,7 @@ from .fake import FastFakeMode
 from .recorder import Recorder
 
 Patches = list[tuple[Any, str, Any]]
+aten = torch.ops.aten
 _UNSET = -1  # torch's own word for a rank or a world size that was not given
 
 
@@ -57,9 +58,24 @@ def no_network() -> Iterator[None]:
 
 def replacements(recorder: Recorder, mode: FastFakeMode) -> Patches:
     """(owner, name, replacement) for all that data parallel training calls."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.resized(storage)
+        return result
+
+    storages: Patches = [(torch.UntypedStorage, "resize_", resized)]
     if not dist.is_available():
-        return []
-    return [*_process_groups(), *_ddp(recorder), *_dtensor(recorder, mode), *_fsdp(recorder, mode)]
+        return storages
+    return [
+        *storages,
+        *_process_groups(),
+        *_ddp(recorder),
+        *_sync_batch_norm(),
+        *_dtensor(mode),
+        *_fsdp(recorder, mode),
+    ]
 
 
 # --- Process groups ---------------------------------------------------------------------------------------------------
@@ -72,7 +88,6 @@ def _process_groups() -> Patches:
 
     make, default_group = distributed_c10d._new_process_group_helper, distributed_c10d._get_default_group
     others = dist.is_initialized()
-    cuda = torch.device("cuda")
 
     def rendezvous(url: str, rank: int = _UNSET, world_size: int = _UNSET, **_: Any) -> Iterator[tuple[Any, int, int]]:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - its import registers "fake"
@@ -108,10 +123,7 @@ def _process_groups() -> Patches:
         (distributed_c10d, "_get_default_timeout", lambda _: timedelta(minutes=10)),
         (device_mesh, "_get_default_group", group),
         (ddp, "_get_default_group", group),
-        (torch.accelerator, "current_accelerator", lambda *_, **__: cuda),
-        (torch.accelerator, "current_stream", lambda *_, **__: torch.cuda.current_stream()),
-        (torch.accelerator, "device_count", lambda: torch.cuda.device_count()),
-        (torch._C, "_get_accelerator", lambda *_: cuda),
+        (torch._C, "_get_accelerator", lambda *_: torch.device("cuda")),
     ]
 
 
@@ -137,25 +149,24 @@ def _from_environment(name: str, default: int | None) -> int | None:
 
 def _all_reduce(tensors: list[torch.Tensor], *_: Any, **__: Any) -> tuple[list[torch.Tensor], Any]:
     """c10d::allreduce_: in place, and its work has the tensors for a result, as ProcessGroupNCCL's has."""
-    from torch._C._distributed_c10d import _create_work_from_future  # noqa: PLC0415
-
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result(tensors)
-    return tensors, _create_work_from_future(done).boxed()
+    return tensors, torch._C._distributed_c10d._create_work_from_future(done).boxed()
 
 
 @contextmanager
-def answered_collectives() -> Iterator[None]:
-    """Collectives whose result is read have one inside."""
+def answered_ops() -> Iterator[None]:
+    """Inside, ops that only programs of several GPUs run are answered."""
     if not dist.is_available():
         yield
         return
-    row = torch.ops.c10d.allreduce_.default
-    retarget.FAKES[row] = _all_reduce
+    rows = {torch.ops.c10d.allreduce_.default: _all_reduce, **_SYNCHRONISED}
+    retarget.FAKES.update(rows)
     try:
         yield
     finally:
-        del retarget.FAKES[row]
+        for op in rows:
+            del retarget.FAKES[op]
 
 
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
@@ -163,7 +174,6 @@ def answered_collectives() -> Iterator[None]:
 
 def _ddp(recorder: Recorder) -> Patches:
     """What makes buckets: the reducer, once at first and once when it knows the order of the gradients."""
-
     reducer = dist.Reducer
     return [
         (reducer, "__init__", _communicating(recorder, reducer.__init__)),
@@ -172,15 +182,58 @@ def _ddp(recorder: Recorder) -> Patches:
     ]
 
 
+# --- SyncBatchNorm ----------------------------------------------------------------------------------------------------
+
+
+def _channels(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """`count` tensors of a value a channel, in the accumulation's dtype."""
+    dtype = torch.float32 if x.dtype in {torch.float16, torch.bfloat16} else x.dtype
+    return [x.new_empty((x.shape[1],), dtype=dtype) for _ in range(count)]
+
+
+def _reduced(_: torch.Tensor, x: torch.Tensor, mean: Any, invstd: Any, weight: Any, *wanted: bool) -> list[Any]:
+    """batch_norm_backward_reduce: two sums where the input's gradient is wanted, then those of weight and bias."""
+    del mean, invstd
+    sums = _channels(x, 2) if wanted[0] else [None, None]
+    like = x if weight is None else weight
+    return sums + [like.new_empty((x.shape[1],)) if w and weight is not None else None for w in wanted[1:]]
+
+
+# aten/src/ATen/native/cuda/Normalization.cu, which has no implementation for fake tensors.
+_SYNCHRONISED: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_stats.default: lambda x, *_: _channels(x, 2),
+    aten.batch_norm_gather_stats_with_counts.default: lambda x, *_: _channels(x, 2),
+    aten.batch_norm_elemt.default: lambda x, *_: torch.empty_like(x),
+    aten.batch_norm_backward_reduce.default: _reduced,
+    aten.batch_norm_backward_elemt.default: lambda _, x, *__: torch.empty_like(x),
+}
+
+
+def _sync_batch_norm() -> Patches:
+    """torch/nn/modules/_functions.py leaves out GPUs without a sample unless a graph is captured; here all have some."""
+    from torch.nn.modules._functions import SyncBatchNorm  # noqa: PLC0415
+
+    forward = SyncBatchNorm.forward
+
+    def with_all(*args: Any, **kwargs: Any) -> Any:
+        capturing = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = lambda: True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.cuda.is_current_stream_capturing = capturing
+
+    return [(SyncBatchNorm, "forward", staticmethod(with_all))]
+
+
 # --- DTensor and fully_shard ------------------------------------------------------------------------------------------
 
 
-def _dtensor(recorder: Recorder, mode: FastFakeMode) -> Patches:
+def _dtensor(mode: FastFakeMode) -> Patches:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
     from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415
 
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-    resize = torch.UntypedStorage.resize_
 
     def device(tensor: Any) -> torch.device:
         return tensor._local_tensor.device
@@ -193,16 +246,10 @@ def _dtensor(recorder: Recorder, mode: FastFakeMode) -> Patches:
         finally:
             mode.computing = before
 
-    def resized(storage: Any, size: int) -> Any:
-        result = resize(storage, size)
-        recorder.resized(storage)
-        return result
-
     return [
         (DTensor, "device", property(device)),
         (DTensor, "is_cuda", property(lambda tensor: tensor._local_tensor.is_cuda)),
         (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
-        (torch.UntypedStorage, "resize_", resized),
     ]
 
 

@@ -10,8 +10,20 @@ import typer
 
 from overspill import models
 from overspill.core.errors import RequestError
+from overspill.estimate.parallel import parallel_of
 
-from .common import AsJson, ImageSize, ModelChoice, OptimizerName, Outcome, SeqLen, Small, check_writable, narrate, quiet_torch
+from .common import (
+    AsJson,
+    ImageSize,
+    ModelChoice,
+    OptimizerName,
+    Outcome,
+    SeqLen,
+    Small,
+    check_writable,
+    narrate,
+    quiet_torch,
+)
 
 if TYPE_CHECKING:
     from overspill.estimate import Estimate
@@ -56,6 +68,16 @@ Script = Annotated[
     ),
 ]  # fmt: skip
 Iterations = Annotated[int, typer.Option(min=1, metavar="N", help="Steps of the script to run.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="GPUs that train together; --batch is of each.", show_default=False),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel", metavar="NAME", help="ddp, fsdp or horovod.  [default: ddp with --gpus]", show_default=False
+    ),
+]
 SnapshotFile = Annotated[
     Path | None,
     typer.Option(
@@ -78,20 +100,25 @@ def estimate(
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
+    gpus: Gpus = None,
+    parallel: Kind = None,
     snapshot: SnapshotFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
     check_writable(snapshot)
     models.check_optimizer(optimizer)
+    together = parallel_of(parallel, gpus)
     if script is None:
         model = _one_model(words)
         if batch is None:
             raise RequestError("say how many samples make a step, for instance --batch 32")
         if ":" not in model and model not in models.names():
             models.load(model)  # knows what to say of an unknown name
-    elif batch is not None or small or image_size is not None or seq_len is not None or inference:
-        raise RequestError("--batch, --small, --image-size, --seq-len and --inference are the model's; a script has its own")
+    elif together is not None or inference or small or any(size is not None for size in (batch, image_size, seq_len)):
+        raise RequestError(
+            "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"
+        )
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimate.api import DEFAULT_DEVICE, Setting, of_job
@@ -105,15 +132,21 @@ def estimate(
             narrator.now(f"tracing {model}")
             choice = ModelChoice(model, small, image_size, seq_len)
             make_optimizer = None if inference else models.optimizer_named(optimizer)
-            made = of_job(choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype)
+            made = of_job(choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype, parallel=together)
             request = {"model": model, "batch": batch, "optimizer": None if inference else optimizer, "dtype": dtype}
+        request |= {
+            "gpus": 1 if together is None else together.gpus,
+            "parallel": None if together is None else together.kind,
+        }
         answer = _answer(request, made, gpu=None if gpu is None else setting.device.name)
         if snapshot is not None:
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
     from overspill.report.estimate import estimate_report
 
-    return Outcome(answer, estimate_report(made, asked=gpu is not None), exit_code=0 if gpu is None or made.fits() else 1)
+    return Outcome(
+        answer, estimate_report(made, asked=gpu is not None), exit_code=0 if gpu is None or made.fits() else 1
+    )
 
 
 def _one_model(words: list[str] | None) -> str:
@@ -169,5 +202,3 @@ def _answer(request: dict[str, Any], made: Estimate, gpu: str | None) -> dict[st
         ],
         "seconds": made.seconds,
     }  # fmt: skip
-
-

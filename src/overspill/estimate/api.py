@@ -26,6 +26,7 @@ from overspill.placement.registry import allocator_type
 
 from . import programs
 from .estimate import Estimate
+from .parallel import Parallel
 from .scaling import Scaling
 
 DEFAULT_DEVICE = "a100-80gb"
@@ -78,6 +79,7 @@ def estimate(
     batch: int | None = None,
     dtype: str = "float32",
     accumulate: int = 1,
+    parallel: Parallel | None = None,
     allocator: str = "pytorch",
     allocator_config: Any = None,
 ) -> Estimate:
@@ -88,7 +90,8 @@ def estimate(
     the batch size if it takes one. `loss` is a criterion of torch.nn, given the model's output and the last of
     `inputs`, or a function of the model and all `inputs`; without it a model that is trained returns its own loss.
     `optimizer` is a name such as `adamw` or a function of the parameters. `dtype` is float32, bfloat16, float16, amp
-    (autocast in float16 with a GradScaler) or amp-bfloat16.
+    (autocast in float16 with a GradScaler) or amp-bfloat16. With `parallel` the answer is for each of several GPUs, and
+    a batch is what one of them reads.
 
     Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
     """
@@ -100,13 +103,14 @@ def estimate(
         name, size = build, batch or 1
         if ":" not in name and name not in models.names():
             models.load(name)  # knows what to say of an unknown name
-        return of_job(lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype)
+        return of_job(lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype, parallel=parallel)
     if inputs is None:
         raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
-    work = _Work(build, inputs, loss, make_optimizer, dtype, accumulate)
+    work = _Work(build, inputs, loss, make_optimizer, dtype, accumulate, parallel)
     size = batch or work.batch
     name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
-    return measured(work.program, name, size, setting, variants=_lower_precision(work.program, size, setting, dtype))
+    variants = _lower_precision(work.program, size, setting, dtype)
+    return measured(work.program, name, size, setting, variants=variants, parallel=parallel)
 
 
 def of_job(
@@ -117,15 +121,17 @@ def of_job(
     setting: Setting,
     *,
     dtype: str = "float32",
+    parallel: Parallel | None = None,
 ) -> Estimate:
     """The estimate of a job at a batch size; without an optimizer, of its model's inference."""
     if batch < 1:
         raise RequestError(f"batch {batch} is not a positive number")
 
     def program(size: int | None, dtype: str = dtype) -> programs.Program:
-        return programs.of_job(load, size or batch, make_optimizer, dtype=dtype)
+        return programs.of_job(load, size or batch, make_optimizer, dtype=dtype, parallel=parallel)
 
-    return measured(program, name, batch, setting, variants=_lower_precision(program, batch, setting, dtype))
+    variants = _lower_precision(program, batch, setting, dtype)
+    return measured(program, name, batch, setting, variants=variants, parallel=parallel)
 
 
 def _lower_precision(
@@ -145,7 +151,7 @@ def _lower_precision(
 
 def measured(
     program: Callable[[int | None], programs.Program], name: str, batch: int | None, setting: Setting,
-    *, variants: Mapping[str, Callable[[], Recording]] | None = None,
+    *, variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
 ) -> Estimate:  # fmt: skip
     """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
 
@@ -161,7 +167,7 @@ def measured(
             trace, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
             traces={batch: recording},
         )  # fmt: skip
-    made = of_recording(recording, name, setting, batch=batch, scaling=scaling, variants=variants)
+    made = of_recording(recording, name, setting, batch=batch, scaling=scaling, variants=variants, parallel=parallel)
     made.fits()
     object.__setattr__(made, "seconds", time.perf_counter() - started)
     return made
@@ -169,12 +175,12 @@ def measured(
 
 def of_recording(
     recording: Recording, name: str, setting: Setting, *, batch: int | None = None, scaling: Scaling | None = None,
-    variants: Mapping[str, Callable[[], Recording]] | None = None,
+    variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
 ) -> Estimate:  # fmt: skip
     """The estimate of what was recorded."""
     return Estimate(
         name, recording, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
-        scaling=scaling, variants=variants or {},
+        parallel=parallel, scaling=scaling, variants=variants or {},
     )  # fmt: skip
 
 
@@ -183,7 +189,7 @@ class _Work:
 
     def __init__(
         self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None,
-        make_optimizer: Any, dtype: str, accumulate: int,
+        make_optimizer: Any, dtype: str, accumulate: int, parallel: Parallel | None,
     ) -> None:  # fmt: skip
         if not callable(build):
             raise RequestError(f"build is a {type(build).__name__}; pass a module or a function that returns one")
@@ -191,6 +197,7 @@ class _Work:
             raise RequestError(f"accumulate={accumulate} is not a positive number")
         self._build, self._inputs, self._loss = build, inputs, loss
         self._make_optimizer, self._dtype, self._accumulate = make_optimizer, dtype, accumulate
+        self._parallel = parallel
         self._by_size = callable(inputs) and _takes_argument(inputs)
         tensors = [] if callable(inputs) else _tensors(inputs)
         if not callable(inputs) and not tensors:
@@ -219,8 +226,9 @@ class _Work:
                 programs.inference(build, make, _call, dtype=chosen)(recorder)
             else:
                 programs.training(
-                    build, make, self._value, self._make_optimizer, dtype=chosen, accumulate=self._accumulate
-                )(recorder)
+                    build, make, self._value, self._make_optimizer, dtype=chosen, accumulate=self._accumulate,
+                    parallel=self._parallel,
+                )(recorder)  # fmt: skip
 
         return run
 
@@ -238,7 +246,9 @@ class _Work:
         if not isinstance(self._loss, nn.Module) and not module.startswith("torch."):
             return programs.loss_of(_call_with(self._loss, model, inputs))
         if isinstance(inputs, dict) or not isinstance(inputs, (list, tuple)) or len(inputs) < 2:
-            raise RequestError("a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs")
+            raise RequestError(
+                "a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs"
+            )
         return self._loss(model(*inputs[:-1]), inputs[-1])
 
 
@@ -264,7 +274,8 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
     required = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+        if parameter.default is parameter.empty
+        and parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
     ]
     return bool(required)
 

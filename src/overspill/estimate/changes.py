@@ -41,7 +41,9 @@ def changes(estimate: Estimate) -> Iterator[Change]:
         yield Change(
             f"batch {estimate.largest_batch} instead of {estimate.batch}, accumulating gradients over "
             f"{-(-(estimate.batch or 0) // estimate.largest_batch)} of them",
-            estimate.scaling.minimum_capacity_bytes(estimate.largest_batch, estimate.outside_bytes) if estimate.scaling else None,
+            estimate.scaling.minimum_capacity_bytes(estimate.largest_batch, estimate.outside_bytes)
+            if estimate.scaling
+            else None,
             True,
         )
     if estimate.gpus:

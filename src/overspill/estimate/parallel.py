@@ -63,9 +63,7 @@ class Parallel:
     def communication(self, device: Device) -> Interval:
         """Bytes that NCCL keeps on each GPU, outside the allocator; HSDP has a communicator for either direction."""
         communicators = 2 if 1 < self.replicas < self.gpus else 1
-        return nccl_bytes(
-            device, self.gpus, nvlink=self.nvlink, communicators=communicators, environment=os.environ
-        )
+        return nccl_bytes(device, self.gpus, nvlink=self.nvlink, communicators=communicators, environment=os.environ)
 
 
 def parallel_of(kind: str | None, gpus: int | None, **options: Any) -> Parallel | None:

@@ -100,5 +100,9 @@ def advice(estimate: Estimate) -> Iterator[str]:
     yield "what would help, cheapest first:"
     for change in estimate.changes:
         verdict = "" if change.fits is None else " and fits" if change.fits else ", not enough by itself"
-        needs = "" if change.minimum_capacity_bytes is None else f": needs {format_bytes(change.minimum_capacity_bytes)}{verdict}"
+        needs = (
+            ""
+            if change.minimum_capacity_bytes is None
+            else f": needs {format_bytes(change.minimum_capacity_bytes)}{verdict}"
+        )
         yield f"  - {change.what}{needs}"

@@ -22,6 +22,7 @@ from .parallel import Parallel
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
+
 def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> nn.Module:
     """`module`, on the device and wrapped, inside a capture. Raises RequestError where it cannot be wrapped.
 
