@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types install bench clean
+.PHONY: demo test lint types install bench accuracy definitions clean
 
 demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
@@ -21,6 +21,22 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/cpu_budget.py
+
+# How far estimates are from jobs that were measured on GPUs; the networks' definitions come in the releases that were
+# measured, beside the environment, which has others.
+DEFINITIONS := build/definitions
+accuracy: $(DEFINITIONS)/.ready
+	$(BIN)/python bench/estimate_accuracy.py --json bench/results/estimate_accuracy.json
+
+definitions: $(DEFINITIONS)/.ready
+
+$(DEFINITIONS)/.ready: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(DEFINITIONS)/torchvision \
+	  torchvision==0.28.0 pillow==13.0.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(DEFINITIONS)/transformers \
+	  transformers==4.51.3 tokenizers==0.21.4 huggingface_hub==0.36.2 requests==2.34.2 urllib3==2.8.0 idna==3.20 \
+	  certifi==2026.10.18 charset_normalizer==3.5.2
+	touch $@
 
 install: $(READY)
 

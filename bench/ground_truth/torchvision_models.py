@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .beside import add_directory
 
 _MISSING = (
-    "torchvision is not installed; python -m pip install --no-deps torchvision==0.28.0 pillow --target DIR, "
+    "torchvision is not installed; make definitions, or python -m pip install --no-deps torchvision==0.28.0 pillow --target DIR, "
     "then set OVERSPILL_TORCHVISION=DIR"
 )
 

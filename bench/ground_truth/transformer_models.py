@@ -27,7 +27,7 @@ from .beside import add_directory
 
 MEASURED_WITH = "4.51.3"
 _INSTALL = (
-    f"python -m pip install --no-deps transformers=={MEASURED_WITH} 'tokenizers>=0.21,<0.22' 'huggingface_hub>=0.30,<1' "
+    f"make definitions, or python -m pip install --no-deps transformers=={MEASURED_WITH} 'tokenizers>=0.21,<0.22' 'huggingface_hub>=0.30,<1' "
     "requests urllib3 idna certifi charset_normalizer --target DIR, then set OVERSPILL_TRANSFORMERS=DIR"
 )
 

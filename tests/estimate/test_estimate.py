@@ -62,7 +62,9 @@ def test_weights_gradients_and_state_have_the_bytes_that_they_must(optimizer: st
 
 def test_feature_maps_at_the_peak_of_forward_are_one_a_layer() -> None:
     made = trained()
-    saved = [a for a in made.recording.allocations if a.kind.value == "activation" and a.start >= made.recording.starts[-1]]
+    saved = [
+        a for a in made.recording.allocations if a.kind.value == "activation" and a.start >= made.recording.starts[-1]
+    ]
     # Each Linear saves its input (for the first one that is the batch itself), each ReLU its output.
     assert sum(a.nbytes for a in saved if a.nbytes > 4) == DEEP * FEATURES
 
@@ -241,8 +243,14 @@ def test_convolutions_are_uncertain_and_plain_products_are_not() -> None:
     made = estimate(net, torch.empty(32, 16, 64, 64), mean, "sgd")
     low, high = (made.total.low, made.total.high)
     assert high - low > 32 * 16 * 64 * 64 * 4
-    workspaces = [a for a in made.recording.allocations if a.scratch is not None and a.scratch.family.startswith("conv_")]
-    assert {a.scratch.family for a in workspaces if a.scratch} == {"conv_forward", "conv_backward_data", "conv_backward_weight"}
+    workspaces = [
+        a for a in made.recording.allocations if a.scratch is not None and a.scratch.family.startswith("conv_")
+    ]
+    assert {a.scratch.family for a in workspaces if a.scratch} == {
+        "conv_forward",
+        "conv_backward_data",
+        "conv_backward_weight",
+    }
 
 
 def test_cublas_takes_a_workspace_a_thread_and_more_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +274,9 @@ class Crashing(nn.Linear):
 
 
 def test_control_flow_that_depends_on_data_is_refused_with_its_line() -> None:
-    with pytest.raises(UnsupportedError, match=r"test_estimate\.py:\d+, in forward: `return y if y.sum\(\) > 0 else -y`"):
+    with pytest.raises(
+        UnsupportedError, match=r"test_estimate\.py:\d+, in forward: `return y if y.sum\(\) > 0 else -y`"
+    ):
         estimate(lambda: Branching(8, 8), torch.empty(4, 8))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +27,7 @@ from .common import (
 if TYPE_CHECKING:
     from overspill.estimate import Estimate
     from overspill.estimate.api import Setting
+    from overspill.estimate.script import ScriptRun
 
 Words = Annotated[
     list[str] | None,
@@ -123,17 +123,21 @@ def estimate(
         quiet_torch()
         from overspill.estimate.api import DEFAULT_DEVICE, Setting, of_job
 
+        request: dict[str, Any] = {}
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator, allocator_config)
         if script is not None:
             narrator.now(f"running {script} for {iterations} steps on a GPU that is not there")
-            made = _of_script(script, words or [], iterations, setting, quiet=json)
-            request = {"model": str(script), "batch": None, "optimizer": None, "dtype": None}
+            made, run = _of_script(script, words or [], iterations, setting, quiet=json)
+            for note in run.notes:
+                narrator.line(f"note: {note}")
+            request |= {"model": str(script), "batch": None, "optimizer": ", ".join(run.optimizers) or None, "dtype": None}
+            request |= {"iterations": run.iterations, "trains": run.trains, "notes": list(run.notes)}
         else:
             narrator.now(f"tracing {model}")
             choice = ModelChoice(model, small, image_size, seq_len)
             make_optimizer = None if inference else models.optimizer_named(optimizer)
             made = of_job(choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype, parallel=together)
-            request = {"model": model, "batch": batch, "optimizer": None if inference else optimizer, "dtype": dtype}
+            request |= {"model": model, "batch": batch, "optimizer": None if inference else optimizer, "dtype": dtype}
         request |= {
             "gpus": 1 if together is None else together.gpus,
             "parallel": None if together is None else together.kind,
@@ -157,18 +161,15 @@ def _one_model(words: list[str] | None) -> str:
     return words[0]
 
 
-def _of_script(script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool) -> Estimate:
-    import contextlib
-
+def _of_script(script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool) -> tuple[Estimate, ScriptRun]:
     from overspill.estimate.api import of_recording
     from overspill.estimate.script import record_script
 
-    with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
-        recording = record_script(
-            script, arguments, iterations=iterations, capability=setting.capability,
-            memory_bytes=setting.device.memory_bytes,
-        )  # fmt: skip
-    return of_recording(recording, script.name, setting)
+    run = record_script(
+        script, arguments, iterations=iterations, capability=setting.capability,
+        memory_bytes=setting.device.memory_bytes, output_to_stderr=quiet,
+    )  # fmt: skip
+    return of_recording(run.recording, run.name, setting), run
 
 
 def _answer(request: dict[str, Any], made: Estimate, gpu: str | None) -> dict[str, Any]:

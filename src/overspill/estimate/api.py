@@ -107,10 +107,10 @@ def estimate(
     if inputs is None:
         raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
     work = _Work(build, inputs, loss, make_optimizer, dtype, accumulate, parallel)
-    size = batch or work.batch
+    samples = batch or work.batch
     name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
-    variants = _lower_precision(work.program, size, setting, dtype)
-    return measured(work.program, name, size, setting, variants=variants, parallel=parallel)
+    variants = _lower_precision(work.program, samples, setting, dtype)
+    return measured(work.program, name, samples, setting, variants=variants, parallel=parallel)
 
 
 def of_job(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from overspill.capture.recording import Recording
@@ -21,6 +22,7 @@ from .demand import Demand, demand_of
 from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
+from .snapshot import write_estimate
 from .text import explain
 
 _CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn"})
@@ -189,6 +191,13 @@ class Estimate:
     def changes(self) -> tuple[Change, ...]:
         """What would help the job to fit, cheapest first; empty where it fits."""
         return () if self.fits() else tuple(changes(self))
+
+    def save_snapshot(self, path: str | Path) -> None:
+        """Write the simulated run as a memory snapshot, which https://pytorch.org/memory_viz shows.
+
+        Raises RequestError when the file cannot be written.
+        """
+        write_estimate(path, self)
 
     def explain(self) -> str:
         """The whole answer for a reader, as `overspill estimate` prints it, without colours."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # Estimate itself can write snapshots
 
 
 def write_estimate(path: str | Path, estimate: Estimate, *, capacity_bytes: int | None = None) -> None:
-    """Write the simulated run of `estimate` to `path`, its allocator on a device of `capacity_bytes` (None: unlimited).
+    """Write the run that `estimate` simulates to `path`, or that on a device of `capacity_bytes` for its allocator.
 
     An allocation's frames name the tensor, the layer with the op, and the phase with the iteration. Raises RequestError
     when the file cannot be written.
@@ -28,7 +28,7 @@ def write_estimate(path: str | Path, estimate: Estimate, *, capacity_bytes: int 
         estimate.demand.events,
         allocator=estimate.allocator,
         config=estimate.allocator_config,
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=estimate.replayed.capacity_bytes if capacity_bytes is None else capacity_bytes,
         origins=[_origin(estimate.recording, at) for at in range(len(estimate.recording.allocations))],
         spans=_iterations(estimate.recording, estimate.demand),
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from overspill.core.errors import OutOfMemory
+from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 from overspill.placement.base import SegmentEvent
 from overspill.placement.caching import SMALL_SEGMENT_BYTES
@@ -45,15 +45,22 @@ def replay_snapshot(
     device = next(iter(snapshot.devices), 0) if device is None else device
     settings, notes = config_of(snapshot) if config is None else (config, ())
     recording = recording_of(snapshot, device)
-    start = start_of(recording, settings)
+    start, unsure = start_of(recording, settings)
+    if any(segment.expandable != settings.expandable_segments for segment in start):
+        kinds = ("not expandable", "expandable")[:: -1 if settings.expandable_segments else 1]
+        raise RequestError(f"the settings make segments {kinds[0]}, but the trace begins with some that are {kinds[1]}")
     replayed = _Comparison(recording, start, settings, capacity_bytes)
     replayed.run()
-    return replayed.result(device, (*notes, *recording.notes, *_unknown(start, settings, capacity_bytes)))
+    return replayed.result(device, (*notes, *recording.notes, *_unknown(start, unsure, settings, capacity_bytes)))
 
 
-def _unknown(start: Sequence[StartSegment], config: CachingConfig, capacity_bytes: int | None) -> tuple[str, ...]:
+def _unknown(
+    start: Sequence[StartSegment], unsure: int, config: CachingConfig, capacity_bytes: int | None
+) -> tuple[str, ...]:
     """What the recording does not say."""
     notes = []
+    if unsure:
+        notes.append(f"{unsure} blocks that were live at the start may be up to 1 MiB larger than they are taken to be")
     if start:
         notes.append(
             "the trace begins with memory in use, whose state is derived from the snapshot's segments"
@@ -65,8 +72,6 @@ def _unknown(start: Sequence[StartSegment], config: CachingConfig, capacity_byte
         notes.append(
             "garbage is not collected in the replay: it needs the capacity and per_process_memory_fraction below 1"
         )
-    if len({segment.expandable for segment in start} | {config.expandable_segments}) > 1:
-        notes.append("segments of the other kind (expandable or not) are from other settings, which is not simulated")
     return tuple(notes)
 
 
@@ -143,11 +148,12 @@ class _Comparison:
         if any(e.action in LOSSES for e in group) and not (allocates and self._is_retry(entry, group)):
             self.counts.cache_releases += 1
             self.allocator.empty_cache()
-        if entry is not None and allocates:
-            self._allocate(at, entry)
-        difference = self._exchange_difference(group)
-        if difference is not None:
-            self.found.segments = f"{self._where(at, entry)}: {difference}"
+        failure, elsewhere = self._allocate(at, entry) if entry is not None and allocates else (None, None)
+        difference, misplaced = self._exchange_difference(group)
+        if difference is not None or failure is not None:
+            self.found.segments = f"{self._where(at, entry)}: {difference or failure}"
+        elif misplaced is not None or elsewhere is not None:
+            self.found.placement = self.found.placement or f"{self._where(at, entry)}: {misplaced or elsewhere}"
         if entry is not None and entry.action == "free_completed":
             self.counts.frees += 1
             self.allocator.free(self._addresses.pop(entry.address))
@@ -165,7 +171,8 @@ class _Comparison:
             return False
         return self.allocator.collects_garbage or self.device.used_bytes + gains > self._most_reserved
 
-    def _allocate(self, at: int, entry: Entry) -> None:
+    def _allocate(self, at: int, entry: Entry) -> tuple[str | None, str | None]:
+        """Allocate as `entry` did; how the outcome differs, and how the place does."""
         fails = entry.action == "oom"
         self.device.later_maps = lambda: self._maps(at, entry)
         self.counts.out_of_memory += fails
@@ -173,19 +180,17 @@ class _Comparison:
         try:
             address = self.allocator.allocate(entry.nbytes, self._numbers[entry.stream])
         except OutOfMemory:
-            if fails:
-                self.device.measure(entry.device_free)
-            else:
-                self.found.segments = f"{self._where(at, entry)}: the simulated allocator finds no room"
-            return
+            if not fails:
+                return "the simulated allocator finds no room", None
+            self.device.measure(entry.device_free)
+            return None, None
         if fails:
-            self.found.segments = f"{self._where(at, entry)}: the simulated allocator finds room, at {address:#x}"
-            return
+            return f"the simulated allocator finds room, at {address:#x}", None
         self._addresses[entry.address] = address
-        if address != entry.address:
-            self.found.misplaced += 1
-            if self.found.placement is None:
-                self.found.placement = f"{self._where(at, entry)}: simulated at {address:#x}"
+        if address == entry.address:
+            return None, None
+        self.found.misplaced += 1
+        return None, f"simulated at {address:#x}"
 
     def _maps(self, at: int, entry: Entry) -> Iterator[int]:
         """Where memory is mapped next, in the pool and for the stream of the allocation `entry`, event `at`."""
@@ -196,23 +201,23 @@ class _Comparison:
             if is_map and (later.nbytes <= SMALL_SEGMENT_BYTES) is small:
                 yield later.address
 
-    def _exchange_difference(self, group: list[Entry]) -> str | None:
-        """The first exchange that is not as recorded; given-back segments of another address are misplaced only."""
+    def _exchange_difference(self, group: list[Entry]) -> tuple[str | None, str | None]:
+        """The first exchange that is not as recorded, and the first that is but at another address."""
         done = self.allocator.exchanges[self._before :]
+        misplaced: str | None = None
         for recorded, simulated in zip(group, done, strict=False):
+            text = f"recorded {_exchange(recorded)}, simulated {_exchange(simulated)}"
             expected = (recorded.action, recorded.nbytes, self._numbers[recorded.stream])
             if expected != (simulated.action, simulated.nbytes, simulated.stream):
-                return f"recorded {_exchange(recorded)}, simulated {_exchange(simulated)}"
+                return text, misplaced
             if recorded.address != simulated.address:
                 self.found.misplaced += 1
-                self.found.placement = (
-                    self.found.placement or f"recorded {_exchange(recorded)}, simulated {_exchange(simulated)}"
-                )
+                misplaced = misplaced or text
         if len(group) > len(done):
-            return f"recorded {_exchange(group[len(done)])}, which the simulated allocator does not do"
+            return f"recorded {_exchange(group[len(done)])}, which the simulated allocator does not do", misplaced
         if len(done) > len(group):
-            return f"simulated {_exchange(done[len(group)])}, which was not recorded"
-        return None
+            return f"simulated {_exchange(done[len(group)])}, which was not recorded", misplaced
+        return None, misplaced
 
     def _compare_final_blocks(self) -> None:
         """Compare the blocks of all segments with those that the snapshot holds."""

@@ -40,12 +40,15 @@ class _Live:
     nbytes: int | None
 
 
-def start_of(recording: Recording, config: CachingConfig) -> tuple[StartSegment, ...]:
-    """All segments with their blocks before the first event to replay. Raises RequestError when trace and segments disagree."""
+def start_of(recording: Recording, config: CachingConfig) -> tuple[tuple[StartSegment, ...], int]:
+    """All segments with their blocks before the first event to replay, and how many blocks' ends are not certain.
+
+    Raises RequestError when trace and segments disagree.
+    """
     state = _State(recording, config)
     for at in range(len(recording.trace) - 1, recording.first - 1, -1):
         state.undo(at, recording.trace[at])
-    return state.segments()
+    return state.segments(), state.unsure
 
 
 def live_at(segments: Iterable[StartSegment]) -> list[tuple[int, int, int]]:
@@ -63,7 +66,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
     numbers = stream_numbers(recording)
     rows: list[tuple[int, int, int, int]] = []
     blocks: dict[int, int] = {}
-    for address, nbytes, stream in live_at(start_of(recording, config or CachingConfig())):
+    for address, nbytes, stream in live_at(start_of(recording, config or CachingConfig())[0]):
         blocks[address] = len(rows)
         rows.append((ALLOCATE, len(rows), nbytes, numbers[stream]))
     count = len(rows)
@@ -84,6 +87,7 @@ class _State:
     """What is held and what is live, going back in time."""
 
     def __init__(self, recording: Recording, config: CachingConfig) -> None:
+        self.unsure = 0
         self._config = config
         self._trace, self._first = recording.trace, recording.first
         self._plain: dict[int, tuple[int, int]] = {}
@@ -210,6 +214,7 @@ class _State:
             )
         most = self._config.max_split_bytes
         takes_all = slack and (room - nbytes <= SMALL_BYTES or (most is not None and nbytes >= most))
+        self.unsure += slack and not takes_all
         return room if takes_all else nbytes
 
     def _find_ends(self, addresses: list[int]) -> None:

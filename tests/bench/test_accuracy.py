@@ -1,0 +1,27 @@
+"""Estimates stay as good as they are claimed to be, on jobs that were measured on GPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEFINITIONS = ROOT / "build" / "definitions" / ".ready"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEFINITIONS.exists(), reason="needs the networks' definitions: make definitions")
+def test_the_measured_jobs_are_estimated_within_the_limits(tmp_path: Path) -> None:
+    found = tmp_path / "accuracy.json"
+    command = [sys.executable, ROOT / "bench" / "estimate_accuracy.py", "--only", "xmem", "--json", found]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(found.read_text())["rows"]
+    errors = sorted(abs(row["error"]) for row in rows if row["error"] is not None)
+    assert len(rows) == 58
+    assert errors[len(errors) // 2] <= 0.03
+    assert sum(errors) / len(errors) <= 0.05
+    assert errors[-1] <= 0.15
+    assert all(row["verdict_right"] for row in rows)

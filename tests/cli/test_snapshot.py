@@ -1,0 +1,88 @@
+"""`overspill snapshot`: equal is 0, different is 1, no snapshot is 2, each in one line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import Overspill
+
+from overspill.placement import ALLOCATE, FREE, CachingConfig, Events
+from overspill.placement.snapshot import write_snapshot
+
+MIB = 1 << 20
+EVENTS = Events.from_rows(
+    [(ALLOCATE, 0, 3 * MIB, 0), (ALLOCATE, 1, 100, 0), (FREE, 0, 0, 0), (ALLOCATE, 2, 30 * MIB, 0)]
+)
+KEYS = {
+    "file", "device", "devices", "events", "compared", "allocations", "frees", "segment_events", "live_at_start",
+    "segment_events_equal", "placements_equal", "final_blocks_equal", "equal", "misplaced", "difference", "notes",
+    "peak_requested_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "least_capacity_bytes",
+    "capacity_above_bytes", "out_of_memory", "retries", "cache_releases", "left_out", "config",
+    "reserved_at_start_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """A snapshot in the current directory, of expandable segments."""
+    path = tmp_path / "run.pickle"
+    write_snapshot(path, EVENTS, config=CachingConfig(expandable_segments=True))
+    return path
+
+
+def test_an_equal_snapshot_is_told_so(overspill: Overspill, snapshot: Path) -> None:
+    done = overspill("snapshot run.pickle")
+    assert (done.code, done.err) == (0, "")
+    for words in ("8 of 8 replayed", "3 allocations, 1 frees", "expandable_segments:True", "3 compared: equal"):
+        assert words in done.out
+    answer = overspill("snapshot run.pickle --json").answer
+    assert answer.keys() == KEYS
+    assert (answer["equal"], answer["difference"], answer["config"]) == (True, None, "expandable_segments:True")
+    assert answer["peak_requested_bytes"] == 30 * MIB + 100
+
+
+def test_a_different_one_has_exit_code_1_and_the_first_difference(overspill: Overspill, snapshot: Path) -> None:
+    done = overspill("snapshot run.pickle --json --allocator-config max_split_size_mb:40")
+    assert done.code == 1
+    assert done.answer["segment_events_equal"] is False
+    assert done.answer["config"] == "max_split_size_mb:40"
+    assert "the simulated allocator does otherwise than the recorded one: event 1 of 8, alloc of 3.0 MiB" in done.error
+    assert "different" in overspill("snapshot run.pickle --allocator-config max_split_size_mb:40").out
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("", "Missing argument 'FILE.pickle'"),
+        ("absent.pickle", "cannot read absent.pickle: No such file"),
+        ("evil.pickle", "could run code: it asks for"),
+        ("nets.py", "is not a whole pickle"),
+        ("run.pickle --device 3", "holds no events of device 3; devices with events: 0"),
+        ("run.pickle --device -1", "'--device'"),
+        ("run.pickle --capacity much", "'much' is not a size"),
+        ("run.pickle --allocator-config expandable_segment:True", "did you mean 'expandable_segments'?"),
+    ],
+)
+def test_a_wrong_request_is_one_line_with_exit_code_2(
+    overspill: Overspill, snapshot: Path, command: str, said: str
+) -> None:
+    class Evil:
+        def __reduce__(self) -> object:
+            return os.system, ("touch mark",)
+
+    Path("evil.pickle").write_bytes(pickle.dumps(Evil()))
+    done = overspill(*f"snapshot {command} --json".split())
+    assert done.code == 2
+    assert said in done.error
+    assert done.answer["exit_code"] == 2
+    assert not Path("mark").exists()
+
+
+def test_help_names_the_options(overspill: Overspill) -> None:
+    assert "snapshot" in overspill("--help").out
+    done = overspill("snapshot --help")
+    for option in ("--allocator-config", "--capacity", "--device", "--json"):
+        assert option in done.out
