@@ -1,4 +1,4 @@
-"""Prints the README's table of costs from `bench/results/cpu_budget.json`.
+"""Prints the README's tables: costs from `bench/results/cpu_budget.json`, accuracy from `…/estimate_accuracy.json`.
 
 python bench/readme_table.py
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 from overspill.core.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results" / "cpu_budget.json"
+RESULTS = Path(__file__).parent / "results"
 
 
-def main() -> None:
-    """Print one row for each case."""
-    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"]
+def costs() -> None:
+    """Print one row for each case of a step under a budget."""
+    rows: list[dict[str, Any]] = json.loads((RESULTS / "cpu_budget.json").read_text())["rows"]
     print("| job | budget | store | plan / unmanaged | moved a step | measured step time over plain |")
     print("|---|---|---|---|---|---|")
     for row in rows:
@@ -30,5 +30,17 @@ def main() -> None:
         print(f"{case} {peak} | {format_bytes(row['offloaded_bytes'])} | {measured} |")
 
 
+def accuracy() -> None:
+    """Print one row for each group of estimates."""
+    found = json.loads((RESULTS / "estimate_accuracy.json").read_text())
+    print("| estimates of | jobs | median error | mean | 90 % below | largest | bias |")
+    print("|---|---|---|---|---|---|---|")
+    for row in found["summaries"]:
+        shares = " | ".join(f"{row[name]:.1%}" for name in ("median", "mean", "percentile_90", "largest", "bias"))
+        print(f"| {row['rows']} | {row['count']} | {shares} |")
+
+
 if __name__ == "__main__":
-    main()
+    accuracy()
+    print()
+    costs()

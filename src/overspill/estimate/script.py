@@ -10,7 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-import overspill
 from overspill.capture.eager import unsupported
 from overspill.capture.iterations import Enough, Iterations
 from overspill.capture.process_state import kept_process
@@ -35,7 +34,7 @@ from overspill.core.units import format_bytes
 from .programs import ITERATIONS
 
 _NO_ANSWER = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-_OURS = str(Path(overspill.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _LIBRARIES = (_OURS, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _MISSING = ("not compiled with CUDA", "no CUDA-capable device", "has no attribute '_cuda", "has no attribute '_nccl")
 
