@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import linecache
 import math
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .fake import FastFakeMode
 
 aten = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 _MODE = FastFakeMode.__torch_dispatch__.__code__.co_filename
 _SCALAR = aten._local_scalar_dense.default
 _ANSWER = "_overspill_answer"  # on a fake tensor: the truth value that all its elements have
@@ -120,17 +123,37 @@ _LBFGS = sys.modules["torch.optim.lbfgs"].__file__  # torch.optim deletes the na
 _PROGRESS = ("ys >", "abs(gtd_new) <=", "bracket_f[0] <= bracket_f[-1]")
 
 
+# (files below torch, function or all) -> how it decides.
+_ANSWERS = {
+    ("optim/", ""): False,  # the larger of a known bound and a norm is the bound; an average has not begun
+    ("nn/functional.py", "gaussian_nll_loss"): False,  # no variance is negative
+    ("nn/modules/transformer.py", "_detect_is_causal_mask"): True,  # a square mask is the causal one
+    ("distributions/", ""): True,  # parameters are valid
+}
+
+
 def goes_on(frame: FrameType | None) -> bool | None:
-    """How torch's LBFGS decides at the line of `frame` where it has not converged yet; None for all other code."""
-    if frame is None or frame.f_code.co_filename != _LBFGS:
+    """How torch's own code decides at the line of `frame` where nothing is wrong and nothing has converged.
+
+    None for all other code.
+    """
+    if frame is None:
         return None
+    if frame.f_code.co_filename != _LBFGS:
+        file = frame.f_code.co_filename.removeprefix(_TORCH)
+        found = [
+            answer
+            for (where, name), answer in _ANSWERS.items()
+            if file.startswith(where) and name in {"", frame.f_code.co_name}
+        ]
+        return found[0] if found and file != frame.f_code.co_filename else None
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return any(question in line for question in _PROGRESS)
 
 
 def _for_lbfgs() -> bool:
     """Whether the op that runs now was called by LBFGS, and not by the closure that it calls."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in {__file__, _MODE}:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == _LBFGS

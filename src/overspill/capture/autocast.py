@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-_HALF = {torch.float16, torch.bfloat16}
+from .fake import tensors_in
+
 _KEY = "AutocastCPU"
 _FLASH = "_scaled_dot_product_flash_attention"
 
@@ -144,8 +145,7 @@ def _appending(op: Any, with_dtype: Any) -> Callable[..., Any]:
 
 def _promoting(op: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        found: list[torch.dtype] = []
-        _each((args, *kwargs.values()), lambda tensor: (found.append(tensor.dtype), tensor)[1])
+        found = {tensor.dtype for tensor in tensors_in(kwargs.values(), tensors_in(args, []))}
         widest = torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cpu")
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:

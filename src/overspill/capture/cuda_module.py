@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from .recorder import Recorder
-
 
 _POOL = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPool: streams of one priority; then they are handed out again
 
@@ -23,7 +22,7 @@ class _Stream:
         self.device = torch.device("cuda", 0)
         self.cuda_stream = 0
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -36,10 +35,6 @@ class _Stream:
     def query(self) -> bool:
         """Everything is done at once."""
         return True
-
-    def is_capturing(self) -> bool:
-        """No graph is recorded."""
-        return False
 
     def elapsed_time(self, _: Any) -> float:
         """A millisecond, whatever was done: programs divide by it."""
@@ -58,7 +53,7 @@ class _Stream:
 class _Generator(torch.Generator):
     """A generator of the host, whatever device it is asked for."""
 
-    def __new__(cls, device: Any = None) -> _Generator:
+    def __new__(cls, device: Any = None) -> Self:
         del device
         return super().__new__(cls)
 
@@ -91,7 +86,7 @@ class CudaFunctions:
 
         class Stream(_Stream):
             def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-                super().__init__()
+                super().__init__(device)
                 priority = min(0, max(-1, priority))
                 self.cuda_stream = 1 - _POOL * priority + next(made[priority]) % _POOL
                 streams[self.cuda_stream] = self
@@ -107,6 +102,7 @@ class CudaFunctions:
 
         answers: dict[str, Any] = {
             "is_available": constant(True),
+            "is_current_stream_capturing": constant(False),
             "is_initialized": constant(False),  # where it is true, torch asks the driver
             "device_count": constant(1),
             "current_device": constant(0),
@@ -150,10 +146,13 @@ class CudaFunctions:
         }
         del accelerator["get_device_capability"]  # says other things there than in torch.cuda
         found += [
-            (torch.accelerator, name, answer) for name, answer in accelerator.items() if hasattr(torch.accelerator, name)
+            (torch.accelerator, name, answer)
+            for name, answer in accelerator.items()
+            if hasattr(torch.accelerator, name)
         ]
         found += [
             (torch.backends.cudnn, "is_available", constant(True)),
+            (torch.backends.cudnn, "is_acceptable", constant(True)),
             (torch, "Generator", _Generator),
             (torch, "compile", lambda model=None, *_, **__: model if model is not None else (lambda f: f)),
         ]

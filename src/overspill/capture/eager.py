@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -14,7 +15,8 @@ from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 
 from .recorder import Recorder
 from .recording import Recording
-from .virtual_gpu import VirtualGpu, user_line
+from .unknown import user_line
+from .virtual_gpu import VirtualGpu
 
 
 def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0)) -> Recording:
@@ -30,6 +32,8 @@ def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] =
             raise
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise unsupported(error) from error
+        except NotImplementedError as error:
+            raise UnsupportedError(_told(error)) from error
         except Exception as error:  # whatever the user's code raises is theirs to read in one line
             raise _failed(error) from error
         return gpu.recorder.recording()
@@ -45,13 +49,14 @@ def unsupported(error: BaseException) -> UnsupportedError:
 
 def _failed(error: Exception) -> RequestError:
     """What to tell of a program that raised `error`."""
-    return RequestError(f"{_line_of(error)} raised {type(error).__name__}: {' '.join(str(error).split())}")
+    return RequestError(_told(error))
+
+
+def _told(error: Exception) -> str:
+    return f"{_line_of(error)} raised {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _line_of(error: BaseException) -> str:
     """The user's line that `error` comes from."""
-    innermost = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        innermost, traceback = traceback.tb_frame, traceback.tb_next
-    return user_line(innermost)
+    lines = dict(walk_tb(error.__traceback__))
+    return user_line(next(reversed(lines), None), lines)

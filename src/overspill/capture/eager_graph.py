@@ -47,4 +47,3 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
     )  # fmt: skip
     left = tuple(ids[p] for p in touched if not tensors[ids[p]].persistent and recording.allocations[p].end >= end)
     return Graph(name, tuple(tensors), ops, left)
-

@@ -15,9 +15,10 @@ from torch.nn.modules import module as module_hooks
 
 from overspill.core import Phase
 
+from .patching import patched
 from .recorder import Recorder
 from .recording import Recording
-from .virtual_gpu import optimizer_hooks, patched
+from .virtual_gpu import optimizer_hooks
 
 # So many steps may one optimizer take in a round before those that took none are no longer waited for. The critic of a
 # GAN takes five or so to one of the generator.
@@ -111,11 +112,11 @@ class Iterations:
     # Calls of models
 
     def _enter(self, module: nn.Module) -> None:
+        if self.recording is not None:  # it went on, having caught everything
+            self._stop()
         self._depth += 1
         if self._depth > 1 or self._recorder.phase is not Phase.FORWARD:
             return
-        if self.recording is not None:
-            self._stop()
         parameters = list(module.parameters())
         if not parameters:  # a loss, a metric, a transform of images
             return

@@ -11,6 +11,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,23 +82,18 @@ def _signals() -> Iterator[Restore]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         handler = signal.getsignal(number)
         if handler is not None:
-            yield lambda number=number, handler=handler: signal.signal(number, handler)
+            yield partial(signal.signal, number, handler)
 
 
 def _random_numbers() -> Iterator[Restore]:
-    for get, put in (
-        (random.getstate, random.setstate),
-        (np.random.get_state, np.random.set_state),
-        (torch.get_rng_state, torch.set_rng_state),
-    ):
-        state = get()
-        yield lambda put=put, state=state: put(state)
+    yield partial(random.setstate, random.getstate())
+    yield partial(np.random.set_state, np.random.get_state(legacy=False))  # noqa: NPY002 - it is what scripts seed
+    yield partial(torch.set_rng_state, torch.get_rng_state())
 
 
 def _torch_settings() -> Iterator[Restore]:
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    device = None if context is None else context.device
-    yield lambda: torch.set_default_device(device)
+    yield partial(torch.set_default_device, None if context is None else context.device)
     for get, put in (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -109,19 +105,17 @@ def _torch_settings() -> Iterator[Restore]:
         (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
         (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     ):
-        value = get()
-        yield lambda put=put, value=value: put(value)
+        yield partial(put, get())
     for owner, names in (
         (torch.backends.cudnn, ("benchmark", "deterministic", "allow_tf32", "enabled")),
         (torch.backends.cuda.matmul, ("allow_tf32",)),
     ):
         for name in names:
-            yield lambda owner=owner, name=name, value=getattr(owner, name): setattr(owner, name, value)
+            yield partial(setattr, owner, name, getattr(owner, name))
 
 
 def _autocast() -> Iterator[Restore]:
     for device in ("cpu", "cuda"):
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        yield lambda device=device, enabled=enabled: torch.set_autocast_enabled(device, enabled)
-        yield lambda device=device, dtype=dtype: torch.set_autocast_dtype(device, dtype)
+        yield partial(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device))
+        yield partial(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))
     yield torch.clear_autocast_cache

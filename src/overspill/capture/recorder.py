@@ -17,6 +17,7 @@ from overspill.core import Phase, TensorKind
 from overspill.costs.scratch import Scratch
 
 from . import retarget
+from .engine import in_place
 from .fake import tensors_in
 from .recording import Allocation, RecordedOp, Recording
 
@@ -118,6 +119,9 @@ class Recorder:
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """The result of an op, and what it did to device memory."""
+        instead = in_place(func, args, self._made_by)
+        if instead is not None:
+            func, compute = instead, lambda args, _: args[0]
         inputs = tensors_in(kwargs.values(), tensors_in(args, []))
         reads: list[int] = []
         for tensor in inputs:
@@ -126,11 +130,7 @@ class Recorder:
                 if found is not None and found not in reads:
                     reads.append(found)
         device = kwargs.get("device")
-        placed = self._placement
-        if device is not None and placed is None:
-            placed = device.type == "cuda"
-        if self._communicating and self._placement is None and not inputs and _is_floating(kwargs.get("dtype")):
-            placed = True  # a bucket that C++ asks for on the device of the parameters, which it takes for the CPU
+        placed = self._placed(device, kwargs.get("dtype"), made_from_nothing=not inputs)
         if device is not None and device.type != "cpu":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         on_device = placed if placed is not None else bool(reads)
@@ -145,11 +145,23 @@ class Recorder:
         self._record(func, args, kwargs, reads, result)
         return result
 
+    def _made_by(self, tensor: torch.Tensor) -> int | None:
+        position = self._live.get(tensor.untyped_storage()._cdata)
+        return None if position is None else self._lives[position].node
+
+    def _placed(self, device: Any, dtype: torch.dtype | None, *, made_from_nothing: bool) -> bool | None:
+        """True: on the device, False: on the host, None: where the inputs are."""
+        if self._placement is not None:
+            return self._placement
+        if self._communicating and made_from_nothing and _is_floating(dtype):
+            return True  # a bucket that C++ asks for on the device of the parameters, which it takes for the CPU
+        return None if device is None else device.type == "cuda"
+
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], reads: list[int], result: Any) -> None:
         layer, phase, node = self._where()
         op = len(self._ops)
         name = func._schema.name.partition("::")[2]
-        if name in _GEMM and phase is not Phase.UPDATE:
+        if name in _GEMM:
             self._library_handle("gemm_handle", layer, phase, op)
         writes = [self._live[key] for key in _mutated(func, args, kwargs) if key in self._live]
         scratch = retarget.SCRATCH.get(func)
@@ -165,8 +177,11 @@ class Recorder:
                 if came and self._lives[known].kind is None:
                     self._lives[known].kind = TensorKind.INPUT
                 writes.append(known)
-            elif known not in reads:
-                writes.append(known)
+            else:
+                self.resized(storage)
+                known = self._live[key]
+                if known not in reads:
+                    writes.append(known)
             for after, request in wanted:
                 if after == position:
                     self._scratch(request, layer, phase, op)

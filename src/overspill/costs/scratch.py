@@ -70,8 +70,8 @@ def elastic(scratch: Scratch) -> bool:
 def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software) -> Interval:
     """How much a library takes for `scratch` on a GPU of this compute capability."""
     sizes, item = scratch.sizes, _ITEM_BYTES.get(scratch.dtype, 4)
-    if scratch.family == "floats":
-        return _exactly(4 * sizes[0])
+    if scratch.family in {"floats", "bytes"}:
+        return _exactly(sizes[0] * (4 if scratch.family == "floats" else 1))
     if scratch.family == "gemm_handle":
         blas = cublas_workspace_bytes(compute_capability, software.environment, software.torch_version)
         return _exactly(blas.own_bytes)
@@ -80,10 +80,8 @@ def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software)
         wanted = Lifetime.CALL if scratch.family == "lt_call" else Lifetime.KEPT
         return _exactly(lt.own_bytes if lt.lifetime is wanted else 0)
     if scratch.family == "sort":
-        # cub::DeviceRadixSort with double buffers: keys and int64 positions, sorted and unsorted.
-        return Interval(sizes[0] * 8, sizes[0] * (sizes[1] + 8), 2 * sizes[0] * (sizes[1] + 8))
-    if scratch.family == "embedding_backward":
-        return _embedding_backward(*sizes, item)
+        besides, pairs = sizes  # cub sorts few pairs within a block, more with as much memory as they take
+        return Interval(besides, besides + pairs, besides + pairs)
     if scratch.family.startswith("conv_"):
         return _convolution(scratch.family, Convolution(*sizes), scratch.dtype, item, compute_capability)
     raise ValueError(f"unknown scratch {scratch.family!r}")
@@ -91,19 +89,6 @@ def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software)
 
 def _exactly(nbytes: int) -> Interval:
     return Interval(nbytes, nbytes, nbytes)
-
-
-def _embedding_backward(indices: int, width: int, rows: int, item: int) -> Interval:
-    """Sorted indices and positions, and sums of runs of at most 10 equal indices, in float.
-
-    EmbeddingBackwardKernel.cu, `embedding_backward_cuda_kernel`, NROWS_PER_THREAD: there is a partial sum for each
-    distinct index and one more for each further ten of the same. How many are distinct depends on the data: at least
-    one, at most all of them.
-    """
-    sorting = 4 * 8 * indices
-    fewest, most = indices // 10 + 1, min(indices, rows + indices // 10)
-    likely = min(most, indices // 2 + indices // 10)  # running text repeats about half of its tokens in a batch
-    return Interval(*(sorting + 4 * width * sums for sums in (fewest, max(fewest, likely), max(fewest, most))))
 
 
 def _convolution(family: str, conv: Convolution, dtype: str, item: int, compute_capability: str) -> Interval:

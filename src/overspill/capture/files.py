@@ -1,0 +1,111 @@
+"""Checkpoints of a program on the virtual GPU: real values are read and written, unknown ones are not."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from .patching import Patches
+
+
+def file_patches() -> Patches:
+    """(owner, name, replacement) of what reads and writes files of tensors."""
+    return [(torch, "save", _save(torch.save)), (torch, "load", _load(torch.load))]
+
+
+class _FoundFake(Exception):
+    pass
+
+
+class _Search(pickle.Pickler):
+    """Walks through all that pickle would write, and stops at the first tensor without values."""
+
+    def persistent_id(self, found: Any) -> str | None:
+        """Raises _FoundFake for a fake tensor; other tensors are not looked into."""
+        if isinstance(found, FakeTensor):
+            raise _FoundFake
+        return "tensor" if isinstance(found, (torch.Tensor, torch.UntypedStorage)) else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _holds_fakes(value: Any) -> bool:
+    try:
+        _Search(_Nowhere()).dump(value)
+    except _FoundFake:
+        return True
+    except Exception:  # noqa: BLE001 - what pickle does not take is torch.save's to complain about
+        return False
+    return False
+
+
+def _save(save: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.save` that leaves files alone where it has no values to write, and says so the first time."""
+    said = False
+
+    def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal said
+        if not _holds_fakes(obj):
+            save(obj, f, *args, **kwargs)
+        elif not said:
+            said = True
+            print("overspill: torch.save writes nothing during an estimate: nothing was computed", file=sys.stderr)  # noqa: T201
+
+    return write
+
+
+def _load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.load` of real values, which then go to the virtual GPU where the file or `map_location` says so."""
+    signature = inspect.signature(load)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        asked = given.arguments.get("map_location")
+        on_device: set[int] = set()
+
+        def place(storage: Any, location: str) -> Any:
+            if callable(asked):
+                place_to = asked(storage, location)
+                location = location if place_to is None else "cpu"
+            elif isinstance(asked, dict):
+                location = asked.get(location, location)
+            elif asked is not None:
+                location = str(asked)
+            if location.startswith("cuda"):
+                on_device.add(storage._cdata)
+            return storage
+
+        if str(asked) == "meta":
+            return load(*args, **kwargs)
+        given.arguments["map_location"] = place
+        with unset_fake_temporarily():
+            loaded = load(*given.args, **given.kwargs)
+        return _moved(loaded, on_device) if on_device else loaded
+
+    return read
+
+
+def _moved(value: Any, on_device: set[int]) -> Any:
+    """`value` with the tensors on the storages of `on_device` on the GPU, in containers and modules."""
+    if isinstance(value, nn.Module):
+        return value._apply(lambda tensor: _moved(tensor, on_device))
+    if isinstance(value, torch.Tensor):
+        there = isinstance(value, FakeTensor) or value.untyped_storage()._cdata in on_device
+        return value.cuda() if there else value
+    if isinstance(value, dict):
+        for name in value:
+            value[name] = _moved(value[name], on_device)
+    if type(value) in {list, tuple}:
+        return type(value)(_moved(item, on_device) for item in value)
+    return value
