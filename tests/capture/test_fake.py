@@ -176,13 +176,13 @@ def test_integers_floats_and_booleans_of_one_value_are_different_arguments() -> 
 UNARY = (torch.relu, torch.exp, torch.neg, lambda a: a.sum(), lambda a: a.mean(-1, keepdim=True), lambda a: a.flatten())
 BINARY = (torch.add, torch.mul, torch.maximum, torch.sub)
 VIEWS = (
-    lambda a: a.transpose(0, -1),
-    lambda a: a.unsqueeze(1),
-    lambda a: a[..., ::2],
-    lambda a: a.flip(0),
+    lambda a: a.transpose(0, -1) if a.dim() else a,
+    lambda a: a.unsqueeze(0),
+    lambda a: a[..., ::2] if a.dim() else a,
+    lambda a: a.flip(0) if a.dim() else a,
     lambda a: a.squeeze(),
-    lambda a: a.narrow(0, 0, max(0, a.shape[0] - 1)),
-    lambda a: a.movedim(0, -1),
+    lambda a: a.narrow(0, 0, max(0, a.shape[0] - 1)) if a.dim() else a,
+    lambda a: a.movedim(0, -1) if a.dim() else a,
 )
 dtypes = st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 shapes = st.lists(st.integers(0, 5), min_size=1, max_size=4)

@@ -33,7 +33,7 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
     if instead is None or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return None
     node = torch._C._current_autograd_node()
-    if node is None or not _called_by_engine():
+    if node is None or not called_by_engine():
         return None
     if func is aten.index_put.default:
         return instead if node.name() == "IndexBackward0" else None
@@ -48,7 +48,7 @@ def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> A
     return None
 
 
-def _called_by_engine() -> bool:
+def called_by_engine() -> bool:
     """Whether C++ dispatches: no Python of a hook or of a function's own backward lies between it and the engine."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):

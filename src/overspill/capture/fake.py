@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._mode_utils import no_dispatch
 
 from .retarget import COMPOSITES, FAKES
+from .shapes import SHAPES, Shapes, contiguous_stride
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -136,6 +138,8 @@ class FastFakeMode(FakeTensorMode):
         try:
             key = (func, _keys(args, tensors), tuple((name, _key(kwargs[name], tensors)) for name in sorted(kwargs)))
             known = _MEMORY.get(key, ...)
+            if known is ... and func in SHAPES and (foretold := _foretold(SHAPES[func](*args, **kwargs))) is not None:
+                known = _MEMORY[key] = foretold
         except _Uncacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if known is ...:
@@ -164,6 +168,14 @@ class FastFakeMode(FakeTensorMode):
                 storage = tensors[output.source].untyped_storage()
                 meta.set_(storage, output.offset, output.shape, output.stride)
         return self.wrap(meta)
+
+    def like(self, data: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the host like the real one `data`; the short way where that is all of a plain storage."""
+        plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device == _CPU
+        if not plain or data.is_conj() or data.is_neg() or data.untyped_storage().nbytes() != data.nbytes:
+            return self.from_tensor(data, static_shapes=True)
+        with no_dispatch():
+            return self.wrap(torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=_META))
 
     def wrap(self, meta: torch.Tensor) -> FakeTensor:
         """`meta` as a fake tensor of the host: what `FakeTensor(self, meta, cpu)` returns, in a fifth of the time."""
@@ -195,6 +207,14 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
     if isinstance(value, _PLAIN):
         return (type(value), value)
     raise _Uncacheable
+
+
+def _foretold(shapes: Shapes | None) -> Any:
+    """What to remember of an op whose outputs have these shapes, in float32 and in the default order."""
+    if shapes is None:
+        return None
+    made = [None if shape is None else _Fresh(shape, contiguous_stride(shape), torch.float32) for shape in shapes]
+    return made[0] if len(made) == 1 else (tuple, tuple(made))
 
 
 def _describe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> Any:

@@ -17,7 +17,7 @@ from overspill.core import Phase, TensorKind
 from overspill.costs.scratch import Scratch
 
 from . import retarget
-from .engine import in_place
+from .engine import called_by_engine, in_place
 from .fake import tensors_in
 from .recording import Allocation, RecordedOp, Recording
 
@@ -155,7 +155,11 @@ class Recorder:
             return self._placement
         if self._communicating and made_from_nothing and _is_floating(dtype):
             return True  # a bucket that C++ asks for on the device of the parameters, which it takes for the CPU
-        return None if device is None else device.type == "cuda"
+        if device is None or device.type == "cuda":
+            return None if device is None else True
+        if self.phase is Phase.BACKWARD and called_by_engine():
+            return None  # autograd's own formulas take all tensors for the CPU's
+        return False
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], reads: list[int], result: Any) -> None:
         layer, phase, node = self._where()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.core.errors import UnsupportedError
@@ -85,7 +84,13 @@ class TensorMethods:
             options["memory_format"] = memory_format
         if here == there:
             return self._to(tensor, **options)
-        with self._recorder.placing(on_device=there):
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _Crossing.apply(tensor, self, there, options)
+        return self.copied(tensor, on_device=there, **options)
+
+    def copied(self, tensor: Tensor, *, on_device: bool, **options: Any) -> Tensor:
+        """A copy of `tensor` on the other side."""
+        with self._recorder.placing(on_device=on_device):
             return self._to(tensor, CPU, **options)
 
     def _moved_uninitialized(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,22 +100,30 @@ class TensorMethods:
         tensor.__class__ = result.__class__ = kind
         return result
 
-    def _fake_of(self, data: Tensor) -> Tensor:
-        """A fake tensor like `data`; the short way where it is all of a plain storage."""
-        plain = type(data) is Tensor and data.layout is torch.strided and data.device.type == "cpu"
-        if not plain or data.is_conj() or data.is_neg() or data.untyped_storage().nbytes() != data.nbytes:
-            return self._mode.from_tensor(data, static_shapes=True)
-        with no_dispatch():
-            return self._mode.wrap(torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta"))
-
     def _parameter(self, cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
         """`nn.Parameter(data)` with fake data: a model on the host then takes no memory, however large."""
         if data is not None and not isinstance(data, FakeTensor) and not is_traceable_wrapper_subclass(data):
-            data = self._fake_of(data.detach())
+            data = self._mode.like(data.detach())
         made = self._new_parameter(cls, data, requires_grad)
         if cls is not nn.Parameter and type(made) is FakeTensor:
             made.__class__ = cls if issubclass(cls, FakeTensor) else fake_class(cls)
         return made
+
+
+class _Crossing(torch.autograd.Function):
+    """A move between host and device. To autograd itself both are the CPU, so that it would move no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, methods: TensorMethods, there: bool, options: dict[str, Any]) -> Tensor:
+        """The copy."""
+        ctx.back = methods, not there, tensor.dtype
+        return methods.copied(tensor, on_device=there, **options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient where the tensor was."""
+        methods, there, dtype = ctx.back
+        return methods.copied(grad, on_device=there, dtype=dtype, copy=True), None, None, None
 
 
 def _parse_to(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from overspill.core.errors import RequestError
 
+from .fake import FastFakeMode
 from .patching import Patches, patched
 from .recorder import Recorder
 
@@ -203,8 +204,17 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
                 own.grad.data = fn(own.grad)
     for key, buffer in self._buffers.items():
         if buffer is not None:
-            self._buffers[key] = fn(buffer)
+            self._buffers[key] = _applied_to_buffer(buffer, fn)
     return self
+
+
+def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """`fn(buffer)`; what it moves to the device is a fake tensor from the start, whose value nothing keeps track of."""
+    if isinstance(buffer, FakeTensor) or type(buffer) is not Tensor:
+        return fn(buffer)
+    mode: FastFakeMode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    applied = fn(mode.like(buffer))
+    return applied if applied.device.type == "cuda" else fn(buffer)
 
 
 def _trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:

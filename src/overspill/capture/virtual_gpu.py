@@ -7,6 +7,7 @@ printed and averaged but not decided upon.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,7 @@ class VirtualGpu:
             raise RequestError("a recording is under way in this process; torch is replaced for one at a time")
         with ExitStack() as stack:
             stack.callback(_ONE_AT_A_TIME.release)
+            stack.enter_context(_collecting_only_what_is_new())
             stack.enter_context(retargeted(self._capability))
             stack.enter_context(factories())
             stack.enter_context(patched(TensorMethods(self.recorder, self._mode).replacements()))
@@ -122,6 +124,19 @@ def _hooks(recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _collecting_only_what_is_new() -> Iterator[None]:
+    """The garbage collector looks at what is made inside alone, not each time at all that torch has imported."""
+    if gc.get_freeze_count():  # the program does so itself
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

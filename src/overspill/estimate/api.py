@@ -30,6 +30,8 @@ from .parallel import Parallel
 from .scaling import Scaling
 
 DEFAULT_DEVICE = "a100-80gb"
+# The program at a batch size (None: it has none), and optionally another `dtype` or number of `iterations`.
+MakeProgram = Callable[..., programs.Program]
 
 
 @dataclass(frozen=True)
@@ -127,15 +129,17 @@ def of_job(
     if batch < 1:
         raise RequestError(f"batch {batch} is not a positive number")
 
-    def program(size: int | None, dtype: str = dtype) -> programs.Program:
-        return programs.of_job(load, size or batch, make_optimizer, dtype=dtype, parallel=parallel)
+    def program(size: int | None, dtype: str = dtype, iterations: int = programs.ITERATIONS) -> programs.Program:
+        return programs.of_job(
+            load, size or batch, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel
+        )
 
     variants = _lower_precision(program, batch, setting, dtype)
     return measured(program, name, batch, setting, variants=variants, parallel=parallel)
 
 
 def _lower_precision(
-    program: Callable[..., programs.Program], batch: int | None, setting: Setting, dtype: str
+    program: MakeProgram, batch: int | None, setting: Setting, dtype: str
 ) -> dict[str, Callable[[], Recording]]:
     """The job in mixed precision and in bfloat16, where it is in float32 and the GPU can."""
     if dtype != "float32" or setting.capability < (7, 0):
@@ -150,13 +154,14 @@ def _lower_precision(
 
 
 def measured(
-    program: Callable[[int | None], programs.Program], name: str, batch: int | None, setting: Setting,
+    program: MakeProgram, name: str, batch: int | None, setting: Setting,
     *, variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
 ) -> Estimate:  # fmt: skip
     """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
 
-    def trace(size: int | None) -> Recording:
-        return record(program(size), capability=setting.capability)
+    def trace(size: int | None, iterations: int | None = None) -> Recording:
+        made = program(size, iterations=iterations or programs.ITERATIONS)
+        return record(made, capability=setting.capability)
 
     FastFakeMode()  # what torch imports for it is not part of the estimate's time
     started = time.perf_counter()
@@ -206,7 +211,9 @@ class _Work:
         # A batch size, if the inputs have one, is the first dimension of the first tensor.
         self.batch: int | None = first.shape[0] if first is not None and first.dim() else None
 
-    def program(self, size: int | None, dtype: str | None = None) -> programs.Program:
+    def program(
+        self, size: int | None, dtype: str | None = None, iterations: int = programs.ITERATIONS
+    ) -> programs.Program:
         """The loop at batch size `size`."""
 
         chosen = dtype or self._dtype
@@ -223,11 +230,11 @@ class _Work:
                 return self._make_inputs(size)
 
             if self._loss is None and self._make_optimizer is None:
-                programs.inference(build, make, _call, dtype=chosen)(recorder)
+                programs.inference(build, make, _call, dtype=chosen, iterations=iterations)(recorder)
             else:
                 programs.training(
-                    build, make, self._value, self._make_optimizer, dtype=chosen, accumulate=self._accumulate,
-                    parallel=self._parallel,
+                    build, make, self._value, self._make_optimizer, dtype=chosen, iterations=iterations,
+                    accumulate=self._accumulate, parallel=self._parallel,
                 )(recorder)  # fmt: skip
 
         return run

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +19,9 @@ _GONE = -1
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Allocations of a recording by position: when they start and end, their bytes, which may fail, their streams.
+    """Allocations of a recording by position: when they start and end, their bytes, their streams.
+
+    `scratch` are those that a library asks for, `elastic` those of them that may fail.
 
     Times are events of the recording; `count` is how many it has.
     """
@@ -26,6 +29,7 @@ class Demand:
     start: NDArray[np.int64]
     end: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    scratch: NDArray[np.bool_]
     elastic: NDArray[np.bool_]
     stream: NDArray[np.int32]
     count: int
@@ -62,10 +66,42 @@ class Demand:
             and np.array_equal(self.nbytes > 0, other.nbytes > 0)
         )
 
+    def confirmed_by(self, probe: Demand, starts: Sequence[int]) -> Demand | None:
+        """This demand, if `probe`, a recording of the first iteration alone, asks for the same; None if it does not.
+
+        Starts, sizes and ends must be equal up to the last allocation before the second of `starts`; what is freed
+        after it, where the probe ends, proves nothing. Scratch may differ, since some of it grows in steps: its sizes
+        are then the probe's, in the later iterations too, where the same libraries are asked for the same.
+        """
+        until = starts[1] if len(starts) > 1 else self.count
+        count = int(np.searchsorted(self.start, until))
+        if not count or len(probe.start) < count:
+            return None
+        last = self.start[count - 1]
+        tensors = ~self.scratch[:count]
+        if not (
+            np.array_equal(self.start[:count], probe.start[:count])
+            and np.array_equal(self.scratch[:count], probe.scratch[:count])
+            and np.array_equal(self.nbytes[:count][tensors], probe.nbytes[:count][tensors])
+            and np.array_equal(np.minimum(self.end[:count], last), np.minimum(probe.end[:count], last))
+        ):
+            return None
+        sizes = self.nbytes.copy()
+        sizes[:count] = probe.nbytes[:count]
+        # Scratch that ends at once is a call's; the rest is a handle's, and is not taken again.
+        calls = self.scratch & (self.end == self.start + 1)
+        asked = probe.nbytes[:count][calls[:count] & (self.start[:count] >= starts[0])]
+        for begin, end in zip(starts[1:], [*starts[2:], self.count], strict=True):
+            again = np.flatnonzero(calls & (self.start >= begin) & (self.start < end))
+            if len(again) != len(asked):
+                return None
+            sizes[again] = asked
+        return replace(self, nbytes=sizes)
+
     def between(self, other: Demand, share: float) -> Demand:
         """The demand `share` of the way from this one to `other`, which has the same shape; beyond 1 it goes on."""
         sizes = self.nbytes + np.rint((other.nbytes - self.nbytes) * share).astype(np.int64)
-        return Demand(self.start, self.end, np.maximum(sizes, 0), self.elastic, self.stream, self.count)
+        return replace(self, nbytes=np.maximum(sizes, 0))
 
 
 def demand_of(recording: Recording, device: Device, software: Software, *, choose: str = "central") -> Demand:
@@ -82,6 +118,7 @@ def demand_of(recording: Recording, device: Device, software: Software, *, choos
         np.fromiter((a.start for a in allocations), dtype=np.int64, count=len(allocations)),
         np.fromiter((a.end for a in allocations), dtype=np.int64, count=len(allocations)),
         nbytes,
+        np.fromiter((a.scratch is not None for a in allocations), dtype=np.bool_, count=len(allocations)),
         may_fail,
         np.fromiter((a.stream for a in allocations), dtype=np.int32, count=len(allocations)),
         recording.events,

@@ -15,13 +15,17 @@ from overspill.placement.replay import minimum_capacity, replay
 from .demand import Demand, demand_of
 
 _LARGEST = 1 << 24
+_REACH = 16  # how far above the border luck is looked for: so many batches, or this share of them
 
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Traces a job at any batch size, on demand; `traces` are shared between devices."""
+    """Traces a job at any batch size, on demand; `traces` are shared between devices.
 
-    trace: Callable[[int], Recording]
+    `trace(batch, iterations)` records that many iterations at a batch size, None: as many as an estimate takes.
+    """
+
+    trace: Callable[[int, int | None], Recording]
     device: Device
     batch: int
     allocator: str = "pytorch"
@@ -36,12 +40,27 @@ class Scaling:
     def recording(self, batch: int) -> Recording:
         """The job's recording at `batch`."""
         if batch not in self.traces:
-            self.traces[batch] = self.trace(batch)
+            self.traces[batch] = self.trace(batch, None)
         return self.traces[batch]
 
     def demand(self, batch: int) -> Demand:
         """What the job asks for at `batch`, from its trace."""
         return demand_of(self.recording(batch), self.device, self.software)
+
+    def verified(self, batch: int, pair: tuple[int, int]) -> Demand:
+        """What the job asks for at `batch`: interpolated between the traces of `pair`, and confirmed by a trace.
+
+        One iteration is traced anew. Where everything in it, the first update included, has the sizes and times that
+        were interpolated, so have the later iterations, which do the same again; else `batch` is traced in full.
+        """
+        if batch in self.traces or pair[0] == pair[1]:
+            return self.demand(batch)
+        small, large = (self.demand(size) for size in pair)
+        if not small.same_shape(large):
+            return self.demand(batch)
+        expected = small.between(large, (batch - pair[0]) / (pair[1] - pair[0]))
+        probe = demand_of(self.trace(batch, 1), self.device, self.software)
+        return expected.confirmed_by(probe, self.traces[pair[0]].starts) or self.demand(batch)
 
     def fits(self, demand: Demand, outside_bytes: int) -> bool:
         """Whether `demand` is served on the device, of whose memory `outside_bytes` are taken."""
@@ -56,17 +75,17 @@ class Scaling:
         return minimum_capacity(self.demand(batch).events, self.allocator, self.allocator_config) + outside_bytes
 
     def largest_batch(self, outside_bytes: int) -> int:
-        """The largest batch that fits, with the next one failing; both are traced. 0 when not even one sample fits.
+        """The largest batch that fits, with the next one failing; both are verified. 0 when not even one sample fits.
 
         Between two traces of the same shape every size is taken to grow evenly, which finds a candidate in
-        milliseconds; the candidate and its successor are then traced, and where a trace disagrees, it becomes one of
-        the two that the next candidate is found between.
+        milliseconds; a trace of the candidate and one of its successor confirm their sizes. Where one does not, it is
+        traced in full, and becomes one of the two that the next candidate is found between.
         """
         fits: dict[int, bool] = {}
 
         def traced(batch: int) -> bool:
             if batch not in fits:
-                fits[batch] = self.fits(self.demand(batch), outside_bytes)
+                fits[batch] = self.fits(self.verified(batch, pair), outside_bytes)
             return fits[batch]
 
         low, high = 0, _LARGEST  # the largest known to fit, the smallest known not to
@@ -84,7 +103,23 @@ class Scaling:
                     step *= 2
             near = sorted(self.traces, key=lambda batch: min(abs(batch - low), abs(batch - high)))[:2]
             pair = (min(near), max(near))
+            if high - low == 1:
+                low, high = self._beyond(pair, low, high, outside_bytes, traced)
         return low
+
+    def _beyond(
+        self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]
+    ) -> tuple[int, int]:
+        """The bracket moved up where a batch somewhat larger fits after all: the cache's luck is not monotone."""
+        small, large = (self.demand(batch) for batch in pair)
+        if pair[0] == pair[1] or not small.same_shape(large):
+            return low, high
+        reach = max(_REACH, low // _REACH)
+        for batch in range(high + reach, high, -max(1, reach // _REACH)):
+            share = (batch - pair[0]) / (pair[1] - pair[0])
+            if self.fits(small.between(large, share), outside_bytes) and traced(batch):
+                return batch, _LARGEST
+        return low, high
 
     def _candidate(self, pair: tuple[int, int], low: int, high: int, outside_bytes: int) -> int:
         """The batch in (low, high) that the two traces of `pair` say is the largest to fit, or the next to it."""
