@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,13 +72,21 @@ def _predict(
     return estimate, time.perf_counter() - started
 
 
+def _run_xmem(row: jobs.Row, recorder: Recorder) -> None:
+    jobs.run(row, "cuda", jobs.ITERATIONS, recorder.start_iteration)
+
+
+def _run_dnnmem(row: dnnmem.Row, recorder: Recorder) -> None:
+    dnnmem.run(row, "cuda", started=recorder.start_iteration)
+
+
 def _xmem(path: Path, models: str) -> Iterable[Result]:
     for row in jobs.load(path):
         if models not in row.model:
             continue
         gpu = _XMEM_GPUS[row.gpu]
         estimate, seconds = _predict(
-            lambda recorder, row=row: jobs.run(row, "cuda", jobs.ITERATIONS, recorder.start_iteration),
+            partial(_run_xmem, row),
             gpu, _XMEM_SOFTWARE, row.total_gpu_memory_bytes,
         )  # fmt: skip
         predicted = estimate.peak_reserved_bytes + estimate.kernels.central
@@ -93,12 +102,7 @@ def _dnnmem(models: str) -> Iterable[Result]:
     for row in dnnmem.load("PyTorch"):
         if models not in row.model:
             continue
-        estimate, seconds = _predict(
-            lambda recorder, row=row: dnnmem.run(row, "cuda", started=recorder.start_iteration),
-            "p40",
-            _DNNMEM_SOFTWARE,
-            None,
-        )
+        estimate, seconds = _predict(partial(_run_dnnmem, row), "p40", _DNNMEM_SOFTWARE, None)
         measured, others = row.real_bytes, {}
         if measured is not None and row.estimated_gb is not None and row.real_gb is not None:
             others["DNNMem"] = row.estimated_gb / row.real_gb - 1

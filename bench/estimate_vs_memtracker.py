@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,27 @@ from overspill.devices import load_device
 from overspill.estimate import Estimate
 
 _GPUS = {"NVIDIA GeForce RTX 3060": "rtx3060", "NVIDIA GeForce RTX 4060": "rtx4060"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One job: what was measured, and what either tool says in how many seconds; errors are shares of the measured."""
+
+    job: str
+    measured_bytes: int
+    overspill_bytes: int
+    memtracker_bytes: int
+    overspill_seconds: float
+    memtracker_seconds: float
+
+    def error(self, tool: str) -> float:
+        """By how much `tool` is off."""
+        predicted = self.overspill_bytes if tool == "overspill" else self.memtracker_bytes
+        return predicted / self.measured_bytes - 1
+
+    def seconds(self, tool: str) -> float:
+        """How long `tool` took."""
+        return self.overspill_seconds if tool == "overspill" else self.memtracker_seconds
 
 
 def overspill(row: jobs.Row) -> tuple[int, float]:
@@ -66,36 +88,31 @@ def main(
     rows = [row for row in jobs.load() if not row.real_oom and models in row.model]
     if not all_rows:
         rows = list({row.model: row for row in rows}.values())
-    results = []
+    results: list[Result] = []
     for row in rows:
         memtracker_bytes, memtracker_seconds = memtracker(row)
         overspill_bytes, overspill_seconds = overspill(row)
-        results.append({
-            "job": f"{row.model} {row.optimizer} {row.batch_size}",
-            "measured_bytes": row.ground_bytes,
-            "overspill_bytes": overspill_bytes, "memtracker_bytes": memtracker_bytes,
-            "overspill_error": overspill_bytes / row.ground_bytes - 1,
-            "memtracker_error": memtracker_bytes / row.ground_bytes - 1,
-            "overspill_seconds": overspill_seconds, "memtracker_seconds": memtracker_seconds,
-        })  # fmt: skip
-        last = results[-1]
+        result = Result(
+            f"{row.model} {row.optimizer} {row.batch_size}", row.ground_bytes, overspill_bytes, memtracker_bytes,
+            overspill_seconds, memtracker_seconds,
+        )  # fmt: skip
+        results.append(result)
         print(
-            f"{last['job']:36} measured {format_bytes(row.ground_bytes):>9}  overspill {last['overspill_error']:+7.1%} "
-            f"{overspill_seconds:5.1f} s   MemTracker {last['memtracker_error']:+7.1%} {memtracker_seconds:5.1f} s",
+            f"{result.job:36} measured {format_bytes(row.ground_bytes):>9}  overspill {result.error('overspill'):+7.1%} "
+            f"{overspill_seconds:5.1f} s   MemTracker {result.error('memtracker'):+7.1%} {memtracker_seconds:5.1f} s",
             flush=True,
         )
     for tool in ("overspill", "memtracker"):
-        errors = [abs(result[f"{tool}_error"]) for result in results]
-        seconds = [result[f"{tool}_seconds"] for result in results]
+        errors = [abs(result.error(tool)) for result in results]
         print(
             f"{tool}: median error {statistics.median(errors):.1%}, mean {statistics.mean(errors):.1%}, "
-            f"largest {max(errors):.1%}; median {statistics.median(seconds):.2f} s"
+            f"largest {max(errors):.1%}; median {statistics.median(result.seconds(tool) for result in results):.2f} s"
         )
-    worse = [r["job"] for r in results if abs(r["overspill_error"]) > abs(r["memtracker_error"])]
-    ratio = statistics.median(r["overspill_seconds"] / r["memtracker_seconds"] for r in results)
+    worse = [result.job for result in results if abs(result.error("overspill")) > abs(result.error("memtracker"))]
+    ratio = statistics.median(result.overspill_seconds / result.memtracker_seconds for result in results)
     print(f"less accurate than MemTracker on {len(worse)} of {len(results)} {worse}; time ratio {ratio:.2f}")
     if json_file is not None:
-        json_file.write_text(json.dumps(results, indent=1) + "\n")
+        json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 if __name__ == "__main__":

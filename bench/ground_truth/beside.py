@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-
 DEFINITIONS = Path(__file__).parents[2] / "build" / "definitions"
 """Where `make definitions` puts the packages; used where the environment variable is not set."""
 

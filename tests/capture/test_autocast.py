@@ -37,7 +37,9 @@ def cuda(*shape: int, dtype: torch.dtype = FLOAT, grad: bool = False) -> Tensor:
 
 
 def test_every_op_with_a_rule_for_cuda_has_it_here() -> None:
-    there = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")}
+    there = {
+        name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    }
     named = {name for name in there if not name.lower().endswith(("dimname", "dimnamelist")) and "names_" not in name}
     only_cudnn = {"cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"}  # no fake tensor reaches them
     here = {*autocast.LOWER, *autocast.FLOAT32, *autocast.WITH_DTYPE, *autocast.APPEND_DTYPE, *autocast.PROMOTE}
@@ -185,8 +187,8 @@ def test_keeps_the_dtype_it_is_given(gpu: VirtualGpu, op: str, dtype: torch.dtyp
 @pytest.mark.parametrize(
     "op",
     [
-        lambda a, b: torch.dot(a, b),
-        lambda a, b: torch.atan2(a, b),
+        torch.dot,
+        torch.atan2,
         lambda a, b: torch.addcmul(a, a, b),
         lambda a, b: torch.tensordot(a, b, dims=1),
         lambda a, b: a.scatter_add(0, torch.zeros(3, dtype=torch.int64, device="cuda"), b),
@@ -221,7 +223,7 @@ def test_reductions_into_float32_make_no_copy_of_their_input() -> None:
             x.norm()
             F.log_softmax(x, 0)
 
-    assert all(op.name not in {"_to_copy"} for op in record(program).ops)
+    assert "_to_copy" not in [op.name for op in record(program).ops]
 
 
 # --- Casts of weights -------------------------------------------------------------------------------------------------

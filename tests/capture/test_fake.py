@@ -30,9 +30,8 @@ class _Forgetful(dict[Any, Any]):
 
 
 @pytest.fixture(autouse=True)
-def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "_MEMORY", {})
-    yield
 
 
 def description(result: Any, inputs: list[Tensor]) -> list[Any]:
@@ -189,7 +188,14 @@ shapes = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 
 
 @settings(max_examples=150, deadline=None)
-@given(shapes, dtypes, dtypes, st.lists(st.sampled_from(VIEWS), max_size=3), st.sampled_from(UNARY), st.sampled_from(BINARY))
+@given(
+    shapes,
+    dtypes,
+    dtypes,
+    st.lists(st.sampled_from(VIEWS), max_size=3),
+    st.sampled_from(UNARY),
+    st.sampled_from(BINARY),
+)
 def test_random_chains_of_views_and_ops_agree(
     shape: list[int], dtype: torch.dtype, other: torch.dtype, views: list[Any], unary: Any, binary: Any
 ) -> None:
@@ -238,7 +244,12 @@ def recorded(model: str, optimizer: str, dtype: str = "float32") -> Recording:
 
 @pytest.mark.parametrize(
     ("model", "optimizer"),
-    [*(("resnet18", name) for name in optimizer_names()), ("gpt2", "adamw"), ("unet", "momentum"), ("bert-base", "adam")],
+    [
+        *(("resnet18", name) for name in optimizer_names()),
+        ("gpt2", "adamw"),
+        ("unet", "momentum"),
+        ("bert-base", "adam"),
+    ],
 )
 def test_a_recorded_training_is_the_same_without_memory(
     model: str, optimizer: str, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,19 @@ def run(program: Callable[[], Any], capability: tuple[int, int] = (8, 0)) -> Rec
 
 
 def names(recording: Recording, phase: Phase | None = None) -> list[str]:
-    views = {"view", "expand", "t", "transpose", "slice", "detach", "unsqueeze", "squeeze", "select", "_unsafe_view", "alias"}
+    views = {
+        "view",
+        "expand",
+        "t",
+        "transpose",
+        "slice",
+        "detach",
+        "unsqueeze",
+        "squeeze",
+        "select",
+        "_unsafe_view",
+        "alias",
+    }
     return [op.name for op in recording.ops if op.name not in views and phase in {None, op.phase}]
 
 
@@ -107,6 +119,20 @@ def test_softmax_of_float16_into_float32_makes_no_copy() -> None:
         brain = run(lambda f=function, x=x: f(x(torch.bfloat16), 1, dtype=torch.float32))
         assert "_to_copy" in names(brain)
         assert brain.peak_requested_bytes == 1000 * (2 + 4 + 4)
+
+
+@row(aten.linear.default)
+def test_a_linear_layers_bias_is_added_in_place_where_it_is_an_op_of_its_own() -> None:
+    """Linear.cpp, `linear`: contiguous inputs take one op; others a product, whose result the bias is added to."""
+
+    def ops(make: Callable[[], Tensor], **options: Any) -> list[str]:
+        found = names(run(lambda: nn.Linear(16, 8, **options).cuda()(make())))
+        return [name for name in found if name in {"mm", "addmm", "add", "add_", "bmm"}]
+
+    assert ops(lambda: cuda(2, 3, 16)) == ops(lambda: cuda(2, 3, 5, 16)) == ops(lambda: cuda(16)) == ["addmm"]
+    assert ops(lambda: cuda(3, 2, 16).transpose(0, 1)) == ["mm", "add_"]
+    assert ops(lambda: cuda(2, 16, 3, 5).permute(0, 2, 3, 1)) == ["mm", "add_"]
+    assert ops(lambda: cuda(3, 2, 16).transpose(0, 1), bias=False) == ["mm"]
 
 
 H, T, W = 4, 64, 32
@@ -285,7 +311,11 @@ def recurrent(kind: type[nn.RNNBase], **options: Any) -> Recording:
         directions = 2 if options.get("bidirectional") else 1
         width = options.get("proj_size") or 16
         assert out.shape == (5, 3, width * directions)
-        assert hidden.shape == (options.get("num_layers", 1) * directions, 5 if options.get("batch_first") else 3, width)
+        assert hidden.shape == (
+            options.get("num_layers", 1) * directions,
+            5 if options.get("batch_first") else 3,
+            width,
+        )
         (out.sum() + hidden.sum()).backward()
         assert all(weight.grad.shape == weight.shape for weight in layer.parameters())
         assert x.grad.shape == x.shape
@@ -467,7 +497,9 @@ def test_fused_optimizers_take_nothing_and_compute_nothing() -> None:
 # --- SCRATCH ----------------------------------------------------------------------------------------------------------
 
 
-def convolution(kind: type[nn.Module], *arguments: Any, size: tuple[int, ...], layout: Any = None, **options: Any) -> Recording:
+def convolution(
+    kind: type[nn.Module], *arguments: Any, size: tuple[int, ...], layout: Any = None, **options: Any
+) -> Recording:
     def program() -> None:
         layer = kind(*arguments, **options).cuda()
         x = cuda(*size)
@@ -494,7 +526,9 @@ def test_a_convolution_has_a_workspace_each_way(case: str) -> None:
     assert [s.family for s in found] == ["conv_forward", "conv_backward_data", "conv_backward_weight"]
     taps, dimensions = 3 ** (len(size) - 2), len(size) - 2
     outside = 2 * 16 * 7**dimensions
-    assert all(s.sizes == (2 * 8 * 9**dimensions, 8 * 16 * taps, outside, 2, 8, 16, 1, taps, 1, 0, dimensions) for s in found)
+    assert all(
+        s.sizes == (2 * 8 * 9**dimensions, 8 * 16 * taps, outside, 2, 8, 16, 1, taps, 1, 0, dimensions) for s in found
+    )
     assert {s.dtype for s in found} == {"float32"}
 
 
@@ -527,7 +561,9 @@ def test_one_image_without_a_batch_is_a_batch_of_one() -> None:
 def test_the_first_layer_needs_no_gradient_of_its_input() -> None:
     found = scratches(run(lambda: nn.Conv2d(8, 16, 3).cuda()(cuda(2, 8, 9, 9)).sum().backward()))
     assert [s.family for s in found] == ["conv_forward", "conv_backward_weight"]
-    frozen = scratches(run(lambda: nn.Conv2d(8, 4, 3).cuda().requires_grad_(False)(cuda(2, 8, 9, 9, grad=True)).sum().backward()))
+    frozen = scratches(
+        run(lambda: nn.Conv2d(8, 4, 3).cuda().requires_grad_(False)(cuda(2, 8, 9, 9, grad=True)).sum().backward())
+    )
     assert [s.family for s in frozen] == ["conv_forward", "conv_backward_data"]
 
 
@@ -546,12 +582,12 @@ def test_flash_attention_with_shared_keys_makes_their_gradients_for_every_head()
 
 @row(aten._scaled_dot_product_efficient_attention_backward.default)
 def test_efficient_attention_accumulates_half_gradients_in_float() -> None:
-    """attention_backward.cu: `delta`, and for half inputs accumulators of all three gradients."""
-    rows, values = 2 * H * T, 3 * 2 * H * T * W
+    """attention_backward.cu: `delta`, from a product in float inputs; for half ones accumulators of all gradients."""
+    rows, values = 2 * H * T, 2 * H * T * W
     full = run(lambda: F.scaled_dot_product_attention(*qkv(torch.float32)).sum().backward())
-    assert taken(full) == [4 * rows]
+    assert taken(full) == [4 * values, 4 * 2 * rows]
     half = run(lambda: F.scaled_dot_product_attention(*qkv()).sum().backward(), (7, 5))
-    assert taken(half, "7.5") == [4 * (rows + values)]
+    assert taken(half, "7.5") == [4 * (rows + 3 * values)]
 
 
 @row(aten._safe_softmax.default)
@@ -728,7 +764,12 @@ def test_an_update_that_multiplies_matrices_uses_the_programs_own_handle() -> No
 
 
 def test_every_family_of_scratch_is_known_to_the_cost_model() -> None:
-    sizes = {"conv_forward": (1,) * 11, "conv_backward_data": (1,) * 11, "conv_backward_weight": (1,) * 11, "sort": (8, 16)}
+    sizes = {
+        "conv_forward": (1,) * 11,
+        "conv_backward_data": (1,) * 11,
+        "conv_backward_weight": (1,) * 11,
+        "sort": (8, 16),
+    }
     for family in ("floats", "bytes", "gemm_handle", "lt_call", "lt_handle", *sizes):
         interval = scratch_bytes(Scratch(family, sizes.get(family, (3,)), "float32"), "8.0", Software())
         assert 0 <= interval.low <= interval.central <= interval.high

@@ -62,7 +62,15 @@ def test_convolutions(
     same(aten.convolution.default, x, w, bias, *rest)
     y = aten.convolution.default(x.to("meta"), w.to("meta"), None, *rest)
     grad = torch.empty(y.shape)
-    same(aten.convolution_backward.default, grad, x, w, [outside * groups] if biased else [0], *rest, [True, True, biased])
+    same(
+        aten.convolution_backward.default,
+        grad,
+        x,
+        w,
+        [outside * groups] if biased else [0],
+        *rest,
+        [True, True, biased],
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,9 +104,7 @@ def test_the_plain_cases_are_answered_at_all() -> None:
 def test_a_recording_is_the_same_without_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded() -> Recording:
         fake._MEMORY.clear()
-        return record(
-            of_job(lambda: models.load(name, small=True), 3, models.optimizer_named("sgd"), dtype="float32")
-        )
+        return record(of_job(lambda: models.load(name, small=True), 3, models.optimizer_named("sgd"), dtype="float32"))
 
     with_them = recorded()
     monkeypatch.setattr(fake, "SHAPES", {})

@@ -165,13 +165,18 @@ def math_attention(
 
 
 def efficient_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
-    """transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: row sums `delta`, and float
-    accumulators for the gradients of half-precision inputs.
+    """transformers/cuda/attention_backward.cu, `_efficient_attention_backward`: `delta`, the row sums of
+    `grad_out * out`. In half precision the kernel computes them, and has float accumulators for the gradients; in
+    float32 the product is made first, then its sums, then their transposed copy.
     """
     query, key, value = args[1:4]
     rows = prod(query.shape[:-1])
-    accumulators = 0 if query.dtype is torch.float32 else query.numel() + key.numel() + value.numel()
-    return [(2, Scratch("floats", (rows + accumulators,), "float32"))]
+    if query.dtype is torch.float32:
+        return [
+            (2, Scratch("floats", (rows * value.shape[-1],), "float32")),
+            (2, Scratch("floats", (2 * rows,), "float32")),
+        ]
+    return [(2, Scratch("floats", (rows + query.numel() + key.numel() + value.numel(),), "float32"))]
 
 
 def flash_backward(args: Any, kwargs: Any, result: Any) -> Wanted:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
 
-from .retarget import COMPOSITES, FAKES
+from .retarget import COMPOSITES, FAKES, composed
 from .shapes import SHAPES, Shapes, contiguous_stride
 
 _CPU = torch.device("cpu")
@@ -80,13 +80,12 @@ def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @cache
-def _composed(func: Any) -> Callable[..., Any] | None:
+def _composition(func: Any) -> Callable[..., Any] | None:
     """What `func` is made of, if it is no op of its own on a GPU."""
     if func in COMPOSITES:
         return COMPOSITES[func]
-    if func in FAKES or not func._can_decompose():
-        return None
-    return func.decompose
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return partial(composed, func) if composite and func not in FAKES else None
 
 
 class FastFakeMode(FakeTensorMode):
@@ -101,7 +100,9 @@ class FastFakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False
         self._observe = observe
-        self._pattern: dict[str, Any] | None = None  # the attributes of a fake tensor of this mode that is nothing special
+        self._pattern: dict[str, Any] | None = (
+            None  # the attributes of a fake tensor of this mode that is nothing special
+        )
         self.computing = False
 
     @property
@@ -123,10 +124,10 @@ class FastFakeMode(FakeTensorMode):
                 return NotImplemented  # a DTensor's own dispatch runs the op on what it wraps
         if self.computing or self._observe is None:
             return self._fake(func, types, args, kwargs)
-        composed = _composed(func)
-        if composed is not None:  # comes this far only in inference mode, where autograd does not take it first
+        composition = _composition(func)
+        if composition is not None:  # comes this far only in inference mode, where autograd does not take it first
             with self:
-                return composed(*args, **kwargs)
+                return composition(*args, **kwargs)
         self.computing = True
         try:
             return self._observe(func, args, kwargs, lambda a, k: self._fake(func, types, a, k))

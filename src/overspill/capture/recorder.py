@@ -68,7 +68,7 @@ class Recorder:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._boundaries: list[int] = [-1]
         self._boundary_layers: list[str] = [""]
-        self._parameters: dict[int, str] = {}
+        self._parameters: dict[tuple[int, int], str] = {}  # by storage, and where in it
         self._parameter_elements = 0
         self._handles: set[tuple[str, int]] = set()
         self.live_bytes = 0
@@ -170,32 +170,31 @@ class Recorder:
         writes = [self._live[key] for key in _mutated(func, args, kwargs) if key in self._live]
         scratch = retarget.SCRATCH.get(func)
         wanted = scratch(args, kwargs, result) if scratch is not None else ()
-        outputs = tensors_in(result if isinstance(result, (list, tuple)) else (result,), [])
+        found = tensors_in(result if isinstance(result, (list, tuple)) else (result,), [])
+        outputs = [output for output in found if isinstance(output, FakeTensor)]  # others are real ones of the host
+        from_host = not reads and not self._modules and bool(args) and phase is Phase.FORWARD
         for position, output in enumerate(outputs):
-            storage = output.untyped_storage()
-            key = storage._cdata
-            known = self._live.get(key)
-            if known is None:
-                known = self._birth(storage, key, storage.nbytes(), layer, phase, op, node)
-                came = not reads and not self._modules and args and phase is Phase.FORWARD  # from the host
-                if came and self._lives[known].kind is None:
-                    self._lives[known].kind = TensorKind.INPUT
+            known = self._output(output.untyped_storage(), layer, phase, op, node, from_host=from_host)
+            if known not in reads:
                 writes.append(known)
-            else:
-                self.resized(storage)
-                known = self._live[key]
-                if known not in reads:
-                    writes.append(known)
             for after, request in wanted:
-                if after == position:
+                if min(after, len(outputs) - 1) == position:
                     self._scratch(request, layer, phase, op)
-        for after, request in wanted:
-            if after >= len(outputs):
-                self._scratch(request, layer, phase, op)
         for read in reads:
             if self._lives[read].node != node:
                 self._lives[read].outlives = True
         self._ops.append(RecordedOp(name, layer, phase, self.iteration, tuple(reads), tuple(dict.fromkeys(writes))))
+
+    def _output(self, storage: Any, layer: str, phase: Phase, op: int, node: int | None, *, from_host: bool) -> int:
+        """The position of an output's storage among the allocations, which is new or may have grown."""
+        key = storage._cdata
+        if key in self._live:
+            self.resized(storage)
+            return self._live[key]
+        made = self._birth(storage, key, storage.nbytes(), layer, phase, op, node)
+        if from_host and self._lives[made].kind is None:
+            self._lives[made].kind = TensorKind.INPUT
+        return made
 
     def _where(self) -> tuple[str, Phase, int | None]:
         """Layer, phase and autograd node of the op that runs now."""
@@ -208,7 +207,7 @@ class Recorder:
         if self._modules:  # a checkpointed layer, run again inside backward
             return self._modules[-1], phase, None
         if node.name() == _ACCUMULATE_GRAD:
-            name = self._parameters.get(node.variable.untyped_storage()._cdata, "")
+            name = self._parameters.get(_place(node.variable), "")
             return name.rpartition(".")[0], phase, -1
         number = node._sequence_nr()
         return self._boundary_layers[bisect_right(self._boundaries, number) - 1], phase, number
@@ -221,7 +220,7 @@ class Recorder:
             life.kind = TensorKind.COMMUNICATION
         self._lives.append(life)
         self._live[key] = position
-        self._watch[position] = weakref.ref(storage, lambda _, key=key, position=position: self._death(key, position))
+        self._watch[position] = weakref.ref(storage, lambda _: self._death(key, position))
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return position
@@ -310,7 +309,7 @@ class Recorder:
         """Say of every parameter and buffer of `root` what it is."""
         for name, parameter in root.named_parameters():
             if self.mark(parameter, TensorKind.PARAMETER, name):
-                key = _local(parameter).untyped_storage()._cdata
+                key = _place(parameter)
                 if key not in self._parameters:
                     self._parameter_elements += parameter.numel()
                 self._parameters[key] = name
@@ -334,7 +333,7 @@ class Recorder:
         """An optimizer starts its step over `parameters`."""
         self._updating = True
         for parameter in parameters:
-            name = self._parameters.get(_local(parameter).untyped_storage()._cdata, "")
+            name = self._parameters.get(_place(parameter), "")
             self.mark(parameter, TensorKind.PARAMETER)
             self.mark(parameter.grad, TensorKind.GRADIENT, name)
 
@@ -414,6 +413,12 @@ def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life
 def _local(tensor: Any) -> Any:
     """The shard of a DTensor that this GPU holds; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """The storage of `tensor`, and where in it: several parameters may share one."""
+    tensor = _local(tensor)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _is_floating(dtype: torch.dtype | None) -> bool:

@@ -30,6 +30,11 @@ from .attention import CAPABILITY, Wanted
 aten = torch.ops.aten
 
 
+def composed(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the composite op is made of in C++; torch's Python decompositions are for compilers."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 # --- COMPOSITES -------------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +65,7 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, ep
     """aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`: one kernel, except for other dtypes and layouts."""
     other_layout = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     if other_layout or x.is_complex() or (weight is not None and weight.dtype is not x.dtype):
-        return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
+        return composed(aten.rms_norm.default, x, normalized_shape, weight, eps)
     return _FusedRmsNorm.apply(x, list(normalized_shape), weight, eps)
 
 
@@ -111,7 +116,15 @@ def _ctc_loss(
     return aten.ctc_loss.IntList(log_probs, targets, *known, blank, reduction, zero_infinity)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """aten/src/ATen/native/Linear.cpp, `linear`: where bias and product are no single op, it is added in place."""
+    if bias is None or x.dim() <= 2 or x.is_contiguous():
+        return composed(aten.linear.default, x, weight, bias)
+    return torch.matmul(x, weight.t()).add_(bias)
+
+
 COMPOSITES: dict[Any, Callable[..., Any]] = {
+    aten.linear.default: _linear,
     aten.dropout.default: _dropout,
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _log_softmax,
@@ -141,22 +154,22 @@ def retargeted(capability: tuple[int, int]) -> Iterator[None]:
     token = CAPABILITY.set(capability)
     library = torch.library.Library("aten", "IMPL")
     try:
-        for op, composed in COMPOSITES.items():
-            library.impl(op, _for_fakes(op, composed), "AutogradCPU")
+        for op, row in COMPOSITES.items():
+            library.impl(op, _for_fakes(op, row), "AutogradCPU")
         yield
     finally:
         library._destroy()
         CAPABILITY.reset(token)
 
 
-def _for_fakes(op: Any, composed: Callable[..., Any]) -> Callable[..., Any]:
-    """`composed`, but for real tensors of the host, which compose as ever."""
+def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:
+    """`row`, but for real tensors of the host, which compose as ever."""
 
-    @wraps(composed)
+    @wraps(row)
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(first, Tensor) and not isinstance(first, FakeTensor):
-            return op.decompose(first, *args, **kwargs)
-        return composed(first, *args, **kwargs)
+            return composed(op, first, *args, **kwargs)
+        return row(first, *args, **kwargs)
 
     return run
 

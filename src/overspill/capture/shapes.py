@@ -23,7 +23,11 @@ def _plain(*tensors: Tensor | None) -> bool:
     """Whether all are float32, and lie in an order that is the default one and no other."""
     return all(
         t is None
-        or (t.dtype is torch.float32 and t.is_contiguous() and (t.dim() < 3 or (t.shape[1] > 1 and max(t.shape[2:]) > 1)))
+        or (
+            t.dtype is torch.float32
+            and t.is_contiguous()
+            and (t.dim() < 3 or (t.shape[1] > 1 and max(t.shape[2:]) > 1))
+        )
         for t in tensors
     )
 
@@ -35,7 +39,13 @@ def _convolution(
     del output_padding
     spatial = x.dim() - 2
     lengths = {len(stride), len(padding), len(dilation)}
-    if transposed or x.dim() != w.dim() or lengths != {spatial} or not _plain(x, bias) or x.shape[1] != w.shape[1] * groups:
+    if (
+        transposed
+        or x.dim() != w.dim()
+        or lengths != {spatial}
+        or not _plain(x, bias)
+        or x.shape[1] != w.shape[1] * groups
+    ):
         return None
     size = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1
@@ -72,7 +82,12 @@ def _batch_norm_backward(
     save_mean: Tensor | None, save_invstd: Tensor | None, training: bool, eps: float, mask: Sequence[bool],
 ) -> Shapes | None:  # fmt: skip
     del eps
-    if not training or x.dim() < 3 or weight is None or not _plain(grad, x, weight, mean, variance, save_mean, save_invstd):
+    if (
+        not training
+        or x.dim() < 3
+        or weight is None
+        or not _plain(grad, x, weight, mean, variance, save_mean, save_invstd)
+    ):
         return None
     shapes = (tuple(x.shape), (x.shape[1],), (x.shape[1],))
     return tuple(shape if wanted else None for shape, wanted in zip(shapes, mask, strict=True))

@@ -48,6 +48,7 @@ class TensorMethods:
         return [
             (FakeTensor, "device", property(device)),
             (FakeTensor, "is_cuda", property(lambda tensor: not mode.computing and recorder.on_device(tensor))),
+            (FakeTensor, "is_cpu", property(lambda tensor: tensor.device.type == "cpu")),
             (Tensor, "to", to),
             (Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, GPU)),
             (Tensor, "cpu", lambda tensor, *_, **__: moved(tensor, CPU)),

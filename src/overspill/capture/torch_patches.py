@@ -237,15 +237,18 @@ def _scatter(_: nn.DataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> t
 
 
 def _flatten(recorder: Recorder) -> Callable[..., None]:
-    """torch/nn/modules/rnn.py, `flatten_parameters`: all weights are copied to one buffer, and the old ones freed.
-
-    Here the old ones stay and the buffer goes, which takes as much.
-    """
+    """torch/nn/modules/rnn.py, `flatten_parameters`: all weights are copied to one buffer, of which they become views."""
 
     def flatten_parameters(module: nn.RNNBase) -> None:
         weights = [weight for weight in module._flat_weights if isinstance(weight, FakeTensor)]
         there = weights and all(recorder.on_device(weight) and weight.is_floating_point() for weight in weights)
-        if there and torch.backends.cudnn.enabled:
-            torch.empty(sum(weight.numel() for weight in weights), dtype=weights[0].dtype, device=GPU)
+        if not there or not torch.backends.cudnn.enabled:
+            return
+        with torch.no_grad():
+            buffer, start = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=GPU), 0
+            for weight in weights:
+                piece = buffer[start : start + weight.numel()].view(weight.shape)
+                weight.data = piece.copy_(weight)
+                start += weight.numel()
 
     return flatten_parameters

@@ -41,7 +41,9 @@ Budget = Annotated[
     ),
 ]
 PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
-OptimizerName = Annotated[str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")]
+OptimizerName = Annotated[
+    str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")
+]
 Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
 ImageSize = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)

@@ -130,8 +130,8 @@ def estimate(
             made, run = _of_script(script, words or [], iterations, setting, quiet=json)
             for note in run.notes:
                 narrator.line(f"note: {note}")
-            request |= {"model": str(script), "batch": None, "optimizer": ", ".join(run.optimizers) or None, "dtype": None}
-            request |= {"iterations": run.iterations, "trains": run.trains, "notes": list(run.notes)}
+            request |= {"model": str(script), "batch": None, "optimizer": ", ".join(run.optimizers) or None}
+            request |= {"dtype": None, "iterations": run.iterations, "trains": run.trains, "notes": list(run.notes)}
         else:
             narrator.now(f"tracing {model}")
             choice = ModelChoice(model, small, image_size, seq_len)
@@ -161,7 +161,9 @@ def _one_model(words: list[str] | None) -> str:
     return words[0]
 
 
-def _of_script(script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool) -> tuple[Estimate, ScriptRun]:
+def _of_script(
+    script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool
+) -> tuple[Estimate, ScriptRun]:
     from overspill.estimate.api import of_recording
     from overspill.estimate.script import record_script
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,10 +148,11 @@ def _lower_precision(
     choices = {"amp": "mixed precision: torch.autocast in float16, with a GradScaler"}
     if setting.capability >= (8, 0):
         choices["bfloat16"] = "the whole model in bfloat16"
-    return {
-        what: lambda other=other: record(program(batch, dtype=other), capability=setting.capability)
-        for other, what in choices.items()
-    }
+
+    def recorded(other: str) -> Recording:
+        return record(program(batch, dtype=other), capability=setting.capability)
+
+    return {what: partial(recorded, other) for other, what in choices.items()}
 
 
 def measured(
@@ -215,7 +217,6 @@ class _Work:
         self, size: int | None, dtype: str | None = None, iterations: int = programs.ITERATIONS
     ) -> programs.Program:
         """The loop at batch size `size`."""
-
         chosen = dtype or self._dtype
 
         def run(recorder: Recorder) -> None:

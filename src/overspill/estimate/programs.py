@@ -23,7 +23,7 @@ Program = Callable[[Recorder], None]
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-class _OutputIsThere(Exception):  # noqa: N818 - it ends a forward that has all it wanted
+class _OutputIsThere(Exception):
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.output = output
