@@ -31,7 +31,7 @@ from overspill.capture.recorder import Recorder
 from overspill.core.units import format_bytes
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
-from overspill.estimate import Estimate
+from overspill.estimation import Estimate
 
 _XMEM_SOFTWARE = Software("2.6", "12.4", {})
 # PyTorch 1.2 had one 4 MiB workspace a cuBLAS handle, which this environment variable stands for.

@@ -27,7 +27,7 @@ from overspill.capture.fake import FastFakeMode
 from overspill.core.units import format_bytes
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
-from overspill.estimate import Estimate
+from overspill.estimation import Estimate
 
 _GPUS = {"NVIDIA GeForce RTX 3060": "rtx3060", "NVIDIA GeForce RTX 4060": "rtx4060"}
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from overspill.core.units import format_bytes
-from overspill.estimate.api import Setting, of_recording
-from overspill.estimate.script import record_script
+from overspill.estimation.api import Setting, of_recording
+from overspill.estimation.script import record_script
 
 SCRIPT = Path(__file__).with_name("train_digits.py")
 for batch in (256, 1024, 4096):

@@ -19,7 +19,7 @@ ORDER = (
     ("simulate",),
     ("policies",),
     ("placement",),
-    ("estimate",),
+    ("estimation",),
     ("runtime",),
     ("report",),
     ("cli",),

@@ -19,7 +19,7 @@ from .core.errors import InfeasibleBudget, OverspillError, RequestError, StoreEr
 
 if TYPE_CHECKING:
     from .devices import load_device
-    from .estimate.api import estimate
+    from .estimation.api import estimate
     from .runtime.compile import compile  # noqa: A004
 
 __version__ = "0.1.0"
@@ -36,7 +36,7 @@ __all__ = [
 
 _LAZY = {
     "compile": "overspill.runtime.compile",
-    "estimate": "overspill.estimate.api",
+    "estimate": "overspill.estimation.api",
     "load_device": "overspill.devices",
 }
 

@@ -9,7 +9,7 @@ from overspill.capture.recording import Recording
 from overspill.core import Graph, Phase, TensorKind
 from overspill.core.errors import RequestError
 from overspill.devices import load_device
-from overspill.estimate.programs import of_job
+from overspill.estimation.programs import of_job
 from overspill.policies.planning import make_plan
 from overspill.runtime.session import Options
 from overspill.runtime.training import Training, preview

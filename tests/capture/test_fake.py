@@ -16,7 +16,7 @@ from overspill.capture import fake
 from overspill.capture.eager import record
 from overspill.capture.fake import FastFakeMode, tensors_in
 from overspill.capture.recording import Recording
-from overspill.estimate.programs import of_job
+from overspill.estimation.programs import of_job
 from overspill.models import load, optimizer_named, optimizer_names
 
 F = torch.nn.functional

@@ -17,7 +17,7 @@ from overspill.capture.eager import record
 from overspill.capture.recorder import Recorder
 from overspill.capture.recording import Recording
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
-from overspill.estimate.programs import of_job
+from overspill.estimation.programs import of_job
 from overspill.models import load, optimizer_named
 
 

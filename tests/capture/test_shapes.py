@@ -14,7 +14,7 @@ from overspill import models
 from overspill.capture import fake, shapes
 from overspill.capture.eager import record
 from overspill.capture.recording import Recording
-from overspill.estimate.programs import of_job
+from overspill.estimation.programs import of_job
 
 aten = torch.ops.aten
 TORCH = FakeTensorMode(allow_non_fake_inputs=True)

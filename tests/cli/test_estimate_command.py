@@ -6,7 +6,7 @@ import pytest
 from tests.cli.commands import Overspill
 
 from overspill.devices import load_device
-from overspill.estimate.peak import CATEGORIES
+from overspill.estimation.peak import CATEGORIES
 
 KEYS = {
     "model", "batch", "optimizer", "gpu", "peak_requested_bytes", "peak_allocated_bytes", "peak_reserved_bytes",

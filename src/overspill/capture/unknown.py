@@ -46,7 +46,7 @@ class UnknownNumber(float):
             return answer
         raise data_dependent()
 
-    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __int__ = __index__ = _decides  # type: ignore[assignment]
+    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __int__ = __index__ = _decides
     __hash__ = float.__hash__
 
 

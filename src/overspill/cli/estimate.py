@@ -9,7 +9,7 @@ import typer
 
 from overspill import models
 from overspill.core.errors import RequestError
-from overspill.estimate.parallel import parallel_of
+from overspill.estimation.parallel import parallel_of
 
 from .common import (
     AsJson,
@@ -25,9 +25,9 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from overspill.estimate import Estimate
-    from overspill.estimate.api import Setting
-    from overspill.estimate.script import ScriptRun
+    from overspill.estimation import Estimate
+    from overspill.estimation.api import Setting
+    from overspill.estimation.script import ScriptRun
 
 Words = Annotated[
     list[str] | None,
@@ -121,7 +121,7 @@ def estimate(
         )
     with narrate() as narrator:
         quiet_torch()
-        from overspill.estimate.api import DEFAULT_DEVICE, Setting, of_job
+        from overspill.estimation.api import DEFAULT_DEVICE, Setting, of_job
 
         request: dict[str, Any] = {}
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator, allocator_config)
@@ -164,8 +164,8 @@ def _one_model(words: list[str] | None) -> str:
 def _of_script(
     script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool
 ) -> tuple[Estimate, ScriptRun]:
-    from overspill.estimate.api import of_recording
-    from overspill.estimate.script import record_script
+    from overspill.estimation.api import of_recording
+    from overspill.estimation.script import record_script
 
     run = record_script(
         script, arguments, iterations=iterations, capability=setting.capability,

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from overspill.core.units import format_bytes
-from overspill.estimate import Estimate
-from overspill.estimate.text import bars, figures, lines, moment
+from overspill.estimation import Estimate
+from overspill.estimation.text import bars, figures, lines, moment
 
 _BAR = "█▏▎▍▌▋▊▉"
 

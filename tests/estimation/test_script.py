@@ -22,8 +22,8 @@ from overspill.capture.recording import Recording
 from overspill.capture.virtual_gpu import VirtualGpu
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
-from overspill.estimate import programs
-from overspill.estimate.script import ScriptRun, record_script
+from overspill.estimation import programs
+from overspill.estimation.script import ScriptRun, record_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MODEL = """
@@ -379,7 +379,7 @@ def test_a_process_of_torchrun_is_one_of_its_group(write: Callable[..., str], mo
 def test_what_it_prints_can_go_to_standard_error_also_that_of_children(write: Callable[..., str]) -> None:
     write("import os\nprint('said')\nos.system('echo child')\n" + TRAINING)
     program = (
-        "from overspill.estimate.script import record_script\n"
+        "from overspill.estimation.script import record_script\n"
         "record_script('train.py', output_to_stderr=True)\nprint('{}')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

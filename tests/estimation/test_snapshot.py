@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from overspill.estimate.api import estimate
-from overspill.estimate.estimate import Estimate
-from overspill.estimate.peak import CATEGORIES
-from overspill.estimate.snapshot import write_estimate
+from overspill.estimation.api import estimate
+from overspill.estimation.estimate import Estimate
+from overspill.estimation.peak import CATEGORIES
+from overspill.estimation.snapshot import write_estimate
 from overspill.placement.snapshot import read_snapshot, replay_snapshot
 
 MIB = 1 << 20

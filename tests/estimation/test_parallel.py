@@ -13,9 +13,9 @@ from overspill.core.errors import RequestError
 from overspill.costs.interval import NOTHING
 from overspill.costs.nccl import nccl_bytes
 from overspill.devices import load_device
-from overspill.estimate import Estimate, programs
-from overspill.estimate.parallel import Parallel, parallel_of
-from overspill.estimate.wrappers import repeated_blocks
+from overspill.estimation import Estimate, programs
+from overspill.estimation.parallel import Parallel, parallel_of
+from overspill.estimation.wrappers import repeated_blocks
 
 A100 = load_device("a100-80gb")
 WIDTH, LAYERS = 256, 8

@@ -13,9 +13,9 @@ from torch import nn
 from overspill.core import Device
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
-from overspill.estimate.api import estimate
-from overspill.estimate.estimate import Estimate, survives
-from overspill.estimate.peak import CATEGORIES
+from overspill.estimation.api import estimate
+from overspill.estimation.estimate import Estimate, survives
+from overspill.estimation.peak import CATEGORIES
 
 WIDE, DEEP, BATCH = 256, 4, 64
 WEIGHTS = DEEP * (WIDE * WIDE + WIDE) * 4
@@ -112,6 +112,16 @@ def test_accumulation_runs_several_batches_a_step_and_keeps_one_set_of_gradients
     forwards = [sum(op.name == "addmm" and op.iteration == 1 for op in made.recording.ops) for made in (once, twice)]
     assert forwards == [DEEP, 2 * DEEP]
     assert twice.peak_requested_bytes < once.peak_requested_bytes + WEIGHTS + 2 * FEATURES
+
+
+def test_overspill_estimate_stays_a_function() -> None:
+    import overspill
+    import overspill.estimation.api
+
+    for _ in range(2):
+        made = overspill.estimate(mlp, torch.empty(BATCH, WIDE), mean, "sgd", device="t4")
+        assert made.fits()
+        assert made.recording == trained().recording
 
 
 def test_the_model_given_is_left_as_it_was() -> None:
