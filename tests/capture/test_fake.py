@@ -16,6 +16,7 @@ from overspill.capture import fake
 from overspill.capture.eager import record
 from overspill.capture.fake import FastFakeMode, tensors_in
 from overspill.capture.recording import Recording
+from overspill.core.errors import UnsupportedError
 from overspill.estimation.programs import of_job
 from overspill.models import load, optimizer_named, optimizer_names
 
@@ -277,6 +278,20 @@ def test_the_memory_is_cleared_when_it_is_full(monkeypatch: pytest.MonkeyPatch) 
         for size in range(40):
             torch.empty(size) + 1
             assert len(fake._MEMORY) <= 10
+
+
+@pytest.mark.parametrize("rows", [4, 1 << 20])
+def test_an_op_whose_shapes_torch_only_computes_runs_for_real_if_it_is_small(rows: int) -> None:
+    def program(_: Any) -> None:
+        scores = torch.zeros(rows, 128, device="cuda", requires_grad=True)
+        F.multi_margin_loss(scores, torch.zeros(rows, dtype=torch.int64, device="cuda")).backward()
+        assert scores.grad.shape == scores.shape
+
+    if rows == 4:
+        record(program)
+    else:
+        with pytest.raises(UnsupportedError, match=r"multi_margin_loss.* without computing it"):
+            record(program)
 
 
 def test_the_memory_holds_no_tensors() -> None:

@@ -595,6 +595,33 @@ def test_the_safe_softmax_makes_the_plain_one_and_a_mask() -> None:
     assert taken(run(lambda: _math(torch.float32))) == [2 * H * T * T * (4 + 1)]
 
 
+@row(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fast_path_of_encoders_has_its_parts_inside(norm_first: bool) -> None:
+    """transformer.cpp: queries, keys, values, their attention and its projection; or the hidden values."""
+
+    def inside(hidden: int, *, masked: bool = False) -> list[int]:
+        def program() -> None:
+            layer = nn.TransformerEncoderLayer(16, 4, hidden, batch_first=True, norm_first=norm_first).cuda().eval()
+            mask = torch.zeros(20, 20, device="cuda") if masked else None
+            with torch.no_grad():
+                layer(cuda(2, 20, 16), src_mask=mask)
+
+        return taken(run(program))
+
+    unit, norm = 4 * 2 * 20 * 16, int(norm_first)
+    assert inside(8) == [(5 + norm) * unit]
+    assert inside(160) == [(2 + norm + 10) * unit]
+    assert inside(8, masked=True) == [norm * unit + 3 * unit + 2 * (4 * 2 * 4 * 20 * 20)]
+
+    def attend() -> None:
+        x = cuda(2, 20, 16)
+        with torch.no_grad():
+            nn.MultiheadAttention(16, 4, batch_first=True).cuda().eval()(x, x, x, need_weights=False)
+
+    assert taken(run(attend)) == [5 * unit]
+
+
 @row(aten.embedding_dense_backward.default)
 def test_an_embeddings_backward_sorts_many_indices_and_sums_runs_of_them() -> None:
     """Embedding.cu: 3072 indices are few. EmbeddingBackwardKernel.cu: a row a run, and one more each further ten."""

@@ -196,3 +196,31 @@ def flash_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
 def safe_softmax(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     """attention.cpp, `_safe_softmax`: the plain softmax, and a byte a value for which of them are masked."""
     return [(0, Scratch("bytes", (result.numel() * (result.element_size() + 1),), ""))]
+
+
+def fast_attention(args: Any, kwargs: Any, result: Any) -> Wanted:
+    """transformers/cuda/attention.cu, `native_multi_head_attention_cuda`, the path of inference."""
+    return [(9, Scratch("bytes", (_inside_attention(args[0], args[4], mask=args[9] if len(args) > 9 else None),), ""))]
+
+
+def fast_encoder_layer(args: Any, kwargs: Any, result: Any) -> Wanted:
+    """aten/src/ATen/native/transformers/transformer.cpp, `transformer_encoder_layer_forward`.
+
+    Attention on the normalised input, then the hidden values and the output of the two layers behind it, beside what
+    is added to them.
+    """
+    x, heads, norm_first, hidden = args[0], args[2], int(args[8]), args[14].shape[0]
+    unit = x.numel() * x.element_size()
+    mask = args[18] if len(args) > 18 else kwargs.get("mask")
+    feed_forward = (2 + norm_first) * unit + unit // x.shape[-1] * hidden
+    attention_ = norm_first * unit + _inside_attention(x, heads, mask=mask)
+    return [(0, Scratch("bytes", (max(attention_, feed_forward),), ""))]
+
+
+def _inside_attention(x: Tensor, heads: int, *, mask: Tensor | None) -> int:
+    """Queries, keys and values, what fused attention makes of them, and its projection; with a mask, scores twice."""
+    unit = x.numel() * x.element_size()
+    if mask is None:
+        return 5 * unit
+    scores = x.shape[0] * heads * x.shape[1] * x.shape[1] * x.element_size()
+    return max(6 * unit, 3 * unit + 2 * scores)

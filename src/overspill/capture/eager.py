@@ -42,6 +42,8 @@ def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] =
 def unsupported(error: BaseException) -> UnsupportedError:
     """What to tell of an op that has no answer without values."""
     op = getattr(error, "func", error)
+    if isinstance(error, UnsupportedOperatorException):
+        return UnsupportedError(f"{_line_of(error)} runs `{op}`, for which torch tells no shapes without computing it")
     return UnsupportedError(
         f"{_line_of(error)} runs `{op}`, whose result depends on values that an estimate does not compute"
     )

@@ -67,6 +67,14 @@ _Output = _Fresh | _View | _Same | None
 # What ops return, by op and arguments, for all modes of this process: the next batch size asks much the same again.
 _MEMORY: dict[tuple[Any, ...], Any] = {}
 _MOST_REMEMBERED = 1 << 18
+_LITTLE = 1 << 28  # bytes that an op may really read to find its shapes
+
+
+def _remember(key: tuple[Any, ...], answer: Any) -> Any:
+    if len(_MEMORY) >= _MOST_REMEMBERED:
+        _MEMORY.clear()
+    _MEMORY[key] = answer
+    return answer
 
 
 def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,6 +112,11 @@ class FastFakeMode(FakeTensorMode):
             None  # the attributes of a fake tensor of this mode that is nothing special
         )
         self.computing = False
+        self._reads_little = True
+
+    def can_run_unsafe_fallback(self, func: Any) -> bool:
+        """Whether torch may run `func` for real, on zeros, where it has no other way to find its shapes."""
+        return self._reads_little and super().can_run_unsafe_fallback(func)
 
     @property
     def avoid_device_init(self) -> bool:
@@ -140,14 +153,13 @@ class FastFakeMode(FakeTensorMode):
             key = (func, _keys(args, tensors), tuple((name, _key(kwargs[name], tensors)) for name in sorted(kwargs)))
             known = _MEMORY.get(key, ...)
             if known is ... and func in SHAPES and (foretold := _foretold(SHAPES[func](*args, **kwargs))) is not None:
-                known = _MEMORY[key] = foretold
+                known = _remember(key, foretold)
         except _Uncacheable:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if known is ...:
+            self._reads_little = sum(tensor.numel() * tensor.element_size() for tensor in tensors) < _LITTLE
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            if len(_MEMORY) >= _MOST_REMEMBERED:
-                _MEMORY.clear()
-            _MEMORY[key] = _describe(func, result, tensors)
+            _remember(key, _describe(func, result, tensors))
             return result
         if known is _Uncacheable or torch.is_inference_mode_enabled():  # whose views torch makes in its own way
             return super().__torch_dispatch__(func, types, args, kwargs)

@@ -118,9 +118,14 @@ def _ctc_loss(
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """aten/src/ATen/native/Linear.cpp, `linear`: where bias and product are no single op, it is added in place."""
-    if bias is None or x.dim() <= 2 or x.is_contiguous():
+    if x.dim() <= 2 or x.is_contiguous():
         return composed(aten.linear.default, x, weight, bias)
-    return torch.matmul(x, weight.t()).add_(bias)
+    if torch.is_inference_mode_enabled() and weight.requires_grad:
+        # LinearAlgebra.cpp, `should_fold`: as for weights that want gradients, which fake views of them forget here.
+        out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    else:
+        out = torch.matmul(x, weight.t())
+    return out if bias is None else out.add_(bias)
 
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {
@@ -244,6 +249,8 @@ SCRATCH: dict[Any, Callable[[Any, Any, Any], Wanted]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: attention.efficient_backward,
     aten._scaled_dot_product_flash_attention_backward.default: attention.flash_backward,
     aten._safe_softmax.default: attention.safe_softmax,
+    aten._native_multi_head_attention.default: attention.fast_attention,
+    aten._transformer_encoder_layer_fwd.default: attention.fast_encoder_layer,
     aten.embedding_dense_backward.default: workspaces.embedding_backward,
     aten._embedding_bag_backward.default: workspaces.embedding_bag_backward,
     aten.sort.default: workspaces.sort,

@@ -44,7 +44,8 @@ class VirtualGpu:
     """A context in which `cuda` exists and is written down.
 
     The host works for real (it reads files, shuffles and counts), except that parameters are always fake, and
-    everything inside `recorder.fabricating()`. `capability` is the GPU's.
+    everything inside `recorder.fabricating()`. `capability` is the GPU's. What is replaced of torch is replaced for the
+    whole process, so there is one at a time; its program runs in one thread, and others keep to the host meanwhile.
     """
 
     def __init__(self, *, capability: tuple[int, int] = (8, 0), memory_bytes: int = 1 << 40) -> None:
