@@ -1,6 +1,7 @@
 """Estimates stay as good as they are claimed to be, on jobs that were measured on GPUs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,23 @@ ROOT = Path(__file__).parents[2]
 DEFINITIONS = ROOT / "build" / "definitions" / ".ready"
 
 
+needs_definitions = pytest.mark.skipif(
+    not DEFINITIONS.exists(), reason="needs the networks' definitions: make definitions"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not DEFINITIONS.exists(), reason="needs the networks' definitions: make definitions")
+@needs_definitions
+def test_the_jobs_run_with_the_releases_that_were_measured() -> None:
+    file = Path(__file__).with_name("test_ground_truth_jobs.py")
+    environment = os.environ | {"OVERSPILL_GROUND_TRUTH_ALONE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", file]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+@needs_definitions
 def test_the_measured_jobs_are_estimated_within_the_limits(tmp_path: Path) -> None:
     found = tmp_path / "accuracy.json"
     command = [sys.executable, ROOT / "bench" / "estimate_accuracy.py", "--only", "xmem", "--json", found]
