@@ -29,6 +29,7 @@ from rich.table import Table
 from overspill.capture.eager import record
 from overspill.capture.recorder import Recorder
 from overspill.core.units import format_bytes
+from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimation import Estimate
@@ -65,8 +66,7 @@ def _predict(
     if memory_bytes is not None:
         device = replace(device, memory_bytes=memory_bytes)
     started = time.perf_counter()
-    major, minor = (int(part) for part in device.compute_capability.split("."))
-    recording = record(job, capability=(major, minor))
+    recording = record(job, capability=capability_of(device.compute_capability))
     estimate = Estimate("", recording, device, software=software)
     estimate.fits()
     return estimate, time.perf_counter() - started

@@ -15,6 +15,8 @@ from math import inf
 
 from overspill.core.errors import RequestError
 
+from .capability import capability_of
+
 _KIB = 1 << 10
 # parseChosenWorkspaceSize: `:4096:2:16:8` spelled out, and `4096 * 8 * 1024` for the architectures that want more.
 _USUAL = 4096 * _KIB * 2 + 16 * _KIB * 8
@@ -61,7 +63,7 @@ def cublas_workspace_bytes(
     `environment` is that of the job, `{}` by default. Every `:KiB:count` in CUBLAS_WORKSPACE_CONFIG adds to the sum,
     wherever it stands; with none in it PyTorch warns and takes the default. `:0:0` means no block.
     """
-    major, minor = _capability(compute_capability)
+    major, minor = capability_of(compute_capability)
     release = _release(torch_version)
     large = major in {9, 10, 12} if release >= _LARGE_ON_BLACKWELL else (major, minor) == (9, 0)
     nbytes = _LARGE if large else _USUAL
@@ -116,13 +118,6 @@ def _stoi(text: str) -> int:
     match = re.match(r"\s*([+-]?\d+)", text)
     number = int(match.group(1)) if match else _LT_DEFAULT_KIB
     return number if -_INT_MAX - 1 <= number <= _INT_MAX else _LT_DEFAULT_KIB
-
-
-def _capability(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)\.(\d)", text)
-    if match is None:
-        raise RequestError(f"{text!r} is not a compute capability; write it as 8.6")
-    return int(match.group(1)), int(match.group(2))
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .blas_workspace import Lifetime, cublas_workspace_bytes, cublaslt_workspace_bytes
+from .capability import capability_of
 from .interval import NOTHING, Interval
 
 _MIB = 1 << 20
@@ -106,12 +107,13 @@ def _convolution(family: str, conv: Convolution, dtype: str, item: int, compute_
     copies = x + w + y
     if conv.groups == conv.channels_in > 1 and dtype == "float32":  # depthwise: PyTorch's own kernel
         return NOTHING
-    tensor_cores = compute_capability >= "8.0" or (compute_capability >= "7.0" and dtype != "float32")
+    capability = capability_of(compute_capability)
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype != "float32")
     winograd = min(16 * conv.channels_in * conv.channels_out // conv.groups * item, copies)
     if not tensor_cores or conv.channels_last or conv.groups > 1 or conv.channels_in <= 4 or conv.kernel == 1:
         return Interval(0, 0, copies)
     if family == "conv_forward":
-        writes_any_layout = compute_capability not in {"8.0", "9.0"}
+        writes_any_layout = capability not in {(8, 0), (9, 0)}
         return Interval(0, x + w if writes_any_layout else copies, copies)
     if family == "conv_backward_data":
         return Interval(0, winograd, copies)

@@ -20,6 +20,7 @@ from overspill.capture.recorder import Recorder
 from overspill.capture.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import RequestError
+from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.placement.caching_config import CachingConfig
@@ -68,8 +69,7 @@ class Setting:
     @property
     def capability(self) -> tuple[int, int]:
         """The device's compute capability; what PyTorch still supports where the device has none."""
-        major, _, minor = (self.device.compute_capability or "8.0").partition(".")
-        return int(major), int(minor)
+        return capability_of(self.device.compute_capability or "8.0")
 
 
 def estimate(
