@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overspill.capture.recording import Recording
 from overspill.core import Device
+from overspill.core.errors import OutOfMemory
 from overspill.costs.scratch import Software, elastic, scratch_bytes
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
+from overspill.placement.replay import replay
 
 _GONE = -1
 
@@ -123,3 +126,14 @@ def demand_of(recording: Recording, device: Device, software: Software, *, choos
         np.fromiter((a.stream for a in allocations), dtype=np.int32, count=len(allocations)),
         recording.events,
     )
+
+
+def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str, config: Any) -> bool:
+    """Whether `demand` can be served on `device`, of whose memory `outside_bytes` are taken."""
+    capacity = device.memory_bytes - outside_bytes
+    if capacity <= 0:
+        return False
+    try:
+        return replay(demand.events, allocator, capacity_bytes=capacity, config=config).fits
+    except OutOfMemory:
+        return False

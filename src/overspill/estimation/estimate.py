@@ -10,7 +10,6 @@ from typing import Any
 
 from overspill.capture.recording import Recording
 from overspill.core import Device
-from overspill.core.errors import OutOfMemory
 from overspill.costs import Interval, context_bytes, kernel_image_bytes
 from overspill.costs.interval import NOTHING
 from overspill.costs.scratch import Software
@@ -18,7 +17,7 @@ from overspill.devices import device_names, load_device
 from overspill.placement.replay import Replay, minimum_capacity, replay
 
 from .changes import Change, changes
-from .demand import Demand, demand_of
+from .demand import Demand, demand_of, survives
 from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
@@ -202,14 +201,3 @@ class Estimate:
     def explain(self) -> str:
         """The whole answer for a reader, as `overspill estimate` prints it, without colours."""
         return explain(self)
-
-
-def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str, config: Any) -> bool:
-    """Whether `demand` can be served on `device`, of whose memory `outside_bytes` are taken."""
-    capacity = device.memory_bytes - outside_bytes
-    if capacity <= 0:
-        return False
-    try:
-        return replay(demand.events, allocator, capacity_bytes=capacity, config=config).fits
-    except OutOfMemory:
-        return False

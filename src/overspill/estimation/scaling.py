@@ -10,9 +10,9 @@ from overspill.capture.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs.scratch import Software
-from overspill.placement.replay import minimum_capacity, replay
+from overspill.placement.replay import minimum_capacity
 
-from .demand import Demand, demand_of
+from .demand import Demand, demand_of, survives
 
 _LARGEST = 1 << 24
 _REACH = 16  # how far above the border luck is looked for: so many batches, or this share of them
@@ -53,22 +53,27 @@ class Scaling:
         One iteration is traced anew. Where everything in it, the first update included, has the sizes and times that
         were interpolated, so have the later iterations, which do the same again; else `batch` is traced in full.
         """
-        if batch in self.traces or pair[0] == pair[1]:
+        expected = None if batch in self.traces else self._interpolation(pair)
+        if expected is None:
             return self.demand(batch)
-        small, large = (self.demand(size) for size in pair)
-        if not small.same_shape(large):
-            return self.demand(batch)
-        expected = small.between(large, (batch - pair[0]) / (pair[1] - pair[0]))
         probe = demand_of(self.trace(batch, 1), self.device, self.software)
-        return expected.confirmed_by(probe, self.traces[pair[0]].starts) or self.demand(batch)
+        return expected(batch).confirmed_by(probe, self.traces[pair[0]].starts) or self.demand(batch)
+
+    def _interpolation(self, pair: tuple[int, int]) -> Callable[[int], Demand] | None:
+        """The demand at any batch size on the line through the traces of `pair`; None where they make no line."""
+        if pair[0] == pair[1]:
+            return None
+        try:
+            small, large = (self.demand(batch) for batch in pair)
+        except OverspillError:
+            return None
+        if not small.same_shape(large):
+            return None
+        return lambda batch: small.between(large, (batch - pair[0]) / (pair[1] - pair[0]))
 
     def fits(self, demand: Demand, outside_bytes: int) -> bool:
         """Whether `demand` is served on the device, of whose memory `outside_bytes` are taken."""
-        capacity = self.device.memory_bytes - outside_bytes
-        return (
-            capacity > 0
-            and replay(demand.events, self.allocator, capacity_bytes=capacity, config=self.allocator_config).fits
-        )
+        return survives(demand, self.device, outside_bytes, self.allocator, self.allocator_config)
 
     def minimum_capacity_bytes(self, batch: int, outside_bytes: int) -> int:
         """The smallest device memory that the job survives on at `batch`."""
@@ -111,13 +116,12 @@ class Scaling:
         self, pair: tuple[int, int], low: int, high: int, outside_bytes: int, traced: Callable[[int], bool]
     ) -> tuple[int, int]:
         """The bracket moved up where a batch somewhat larger fits after all: the cache's luck is not monotone."""
-        small, large = (self.demand(batch) for batch in pair)
-        if pair[0] == pair[1] or not small.same_shape(large):
+        expected = self._interpolation(pair)
+        if expected is None:
             return low, high
         reach = max(_REACH, low // _REACH)
         for batch in range(high + reach, high, -max(1, reach // _REACH)):
-            share = (batch - pair[0]) / (pair[1] - pair[0])
-            if self.fits(small.between(large, share), outside_bytes) and traced(batch):
+            if self.fits(expected(batch), outside_bytes) and traced(batch):
                 return batch, _LARGEST
         return low, high
 
@@ -125,15 +129,12 @@ class Scaling:
         """The batch in (low, high) that the two traces of `pair` say is the largest to fit, or the next to it."""
         fallback = 2 * low if high == _LARGEST and low else max(1, (low + high) // 2 if high < _LARGEST else self.batch)
         fallback = min(max(fallback, low + 1), high - 1)
-        try:
-            small, large = (self.demand(batch) for batch in pair)
-        except OverspillError:
-            return fallback
-        if pair[0] == pair[1] or not small.same_shape(large):
+        expected = self._interpolation(pair)
+        if expected is None:
             return fallback
 
         def holds(batch: int) -> bool:
-            return self.fits(small.between(large, (batch - pair[0]) / (pair[1] - pair[0])), outside_bytes)
+            return self.fits(expected(batch), outside_bytes)
 
         bottom, top = low, low + 1
         while top < high and holds(top):
