@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -46,8 +46,8 @@ class _Life:
 class Recorder:
     """Births and deaths of device storages, the ops that touch them, and the layer and phase of each op.
 
-    A storage is on the device when it was made from one that is, or asked for there; `place` and `host` decide for
-    the ops inside them. Everything else belongs to the host and is not counted.
+    A storage is on the device when it was made from one that is, or asked for there; `placing` decides for the
+    ops inside it. Everything else belongs to the host and is not counted.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,6 @@ class Recorder:
         self._placement: bool | None = None  # True: on the device, False: on the host, None: where its inputs are
         self._communicating = False
         self.stream = 0  # the CUDA stream that the program is on; 0 is the default one
-        self.iteration = 0
         self._starts: list[int] = []
         self._updating = False
         self._modules: list[str] = []
@@ -81,32 +80,26 @@ class Recorder:
         tensor = _local(tensor)
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._live
 
-    @contextmanager
-    def placing(self, *, on_device: bool) -> Iterator[None]:
+    def placing(self, *, on_device: bool) -> AbstractContextManager[None]:
         """What is made inside is on the device, or on the host, whatever it is made from."""
-        before, self._placement = self._placement, on_device
-        try:
-            yield
-        finally:
-            self._placement = before
+        return self._while(_placement=on_device)
 
-    @contextmanager
-    def fabricating(self) -> Iterator[None]:
+    def fabricating(self) -> AbstractContextManager[None]:
         """Tensors that the host makes inside are fake: they take no memory and no time, whatever their size."""
-        before, self._fabricating = self._fabricating, True
-        try:
-            yield
-        finally:
-            self._fabricating = before
+        return self._while(_fabricating=True)
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """What is made inside are buffers of collectives; floating ones made from nothing are on the device too."""
+        return self._while(_communicating=True)
 
     @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """What is made inside are buffers of collectives; floating ones made from nothing are on the device too."""
-        before, self._communicating = self._communicating, True
+    def _while(self, **state: bool) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
         try:
             yield
         finally:
-            self._communicating = before
+            vars(self).update(before)
 
     @property
     def phase(self) -> Phase:
@@ -183,7 +176,8 @@ class Recorder:
         for read in reads:
             if self._lives[read].node != node:
                 self._lives[read].outlives = True
-        self._ops.append(RecordedOp(name, layer, phase, self.iteration, tuple(reads), tuple(dict.fromkeys(writes))))
+        iteration = max(len(self._starts) - 1, 0)  # construction is counted to the first
+        self._ops.append(RecordedOp(name, layer, phase, iteration, tuple(reads), tuple(dict.fromkeys(writes))))
 
     def _output(self, storage: Any, layer: str, phase: Phase, op: int, node: int | None, *, from_host: bool) -> int:
         """The position of an output's storage among the allocations, which is new or may have grown."""
@@ -270,7 +264,6 @@ class Recorder:
     def start_iteration(self) -> None:
         """The next step begins here."""
         self._starts.append(self._clock)
-        self.iteration = len(self._starts) - 1
 
     def enter(self, module: nn.Module) -> None:
         """`module`'s forward begins."""
