@@ -69,7 +69,7 @@ def test_kinds(graph: Graph) -> None:
     steps = 4 * len(parameters)
     assert graph.bytes_of(TensorKind.OPTIMIZER_STATE) == 2 * sum(t.nbytes for t in parameters) + steps
     assert {t.name for t in graph.tensors if t.kind is TensorKind.BUFFER} == {
-        "model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked",
+        "model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked", "random state",
     }  # fmt: skip
     convolved = graph.tensors[op(graph, "convolution").writes[0]]
     assert convolved.kind is TensorKind.ACTIVATION, "batch norm's backward reads it"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.simulate.graphs import Build, schedule
 
-from overspill.core import Graph, Phase, Schedule, TensorKind, Verb
+from overspill.core import Algorithm, Graph, Instruction, Phase, Schedule, Tensor, TensorKind, Verb
 from overspill.core.errors import InvalidSchedule
 from overspill.simulate import check
 
@@ -138,8 +140,77 @@ def test_offloading_twice_at_once_is_refused(graph: Graph) -> None:
     assert "leaving, not present" in refused(graph, schedule((RUN, 0), (OUT, A), (OUT, A)))
 
 
-def test_an_op_out_of_order_is_refused(graph: Graph) -> None:
-    assert "out of order" in refused(graph, schedule((RUN, 1)))
+def two_branches(*, in_place: bool) -> Graph:
+    """op0 makes a; op1 makes b from a; op2 makes c from a, or updates a; op3 is backward."""
+    build = Build()
+    a, b, c = build.tensor(10), build.tensor(10), build.tensor(10)
+    build.op([], [a])
+    build.op([a], [b])
+    build.op([a], [a if in_place else c])
+    build.op([a, b], [c] if in_place else [], Phase.BACKWARD)
+    return build.graph([a, b, c])
+
+
+def test_ops_that_do_not_touch_may_change_places() -> None:
+    assert check(two_branches(in_place=False), schedule((RUN, 0), (RUN, 2), (RUN, 1), (RUN, 3))).peak_bytes == 30
+
+
+def test_an_op_that_would_see_a_later_value_is_refused() -> None:
+    reason = refused(two_branches(in_place=True), schedule((RUN, 0), (RUN, 2), (RUN, 1), (RUN, 3)))
+    assert "out of order: what it reads or writes is not as" in reason
+
+
+def test_an_op_of_a_phase_that_is_over_is_refused() -> None:
+    reason = refused(two_branches(in_place=False), schedule((RUN, 0), (RUN, 1), (RUN, 3), (RUN, 2)))
+    assert "belongs to the forward phase, which is over" in reason
+
+
+class TestWhatLivesInTheStore:
+    """A persistent tensor that may move: read, then updated; in the store between steps."""
+
+    @pytest.fixture
+    def graph(self) -> Graph:
+        build = Build()
+        build.tensors.append(Tensor(0, 100, TensorKind.PARAMETER, "w", (25,), "float32", persistent=True, movable=True))
+        y = build.tensor(10)
+        build.op([0], [y])
+        build.op([y, 0], [0], Phase.UPDATE)
+        return build.graph([y])
+
+    def at_home(self, *instructions: tuple[Verb, int]) -> Schedule:
+        return replace(schedule(*instructions), stored=(0,))
+
+    def test_it_comes_for_its_uses_and_goes_back_updated(self, graph: Graph) -> None:
+        fetch, leave = ((BACK, 0), (BACK_DONE, 0)), ((OUT, 0), (OUT_DONE, 0), (FREE, 0))
+        assert check(graph, self.at_home(*fetch, (RUN, 0), (RUN, 1), *leave)).peak_bytes == 110
+        away = self.at_home(*fetch, (RUN, 0), (FREE, 0), *fetch, (RUN, 1), *leave)
+        assert check(graph, away).peak_bytes == 110
+
+    def test_it_can_not_be_freed_before_the_store_has_its_last_value(self, graph: Graph) -> None:
+        made = self.at_home((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1), (FREE, 0))
+        assert "the store does not hold it as it is now" in refused(graph, made)
+
+    def test_it_must_end_where_it_began(self, graph: Graph) -> None:
+        made = self.at_home((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1))
+        assert "the store ends with w from before its last update" in refused(graph, made)
+        made = self.at_home((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1), (OUT, 0), (OUT_DONE, 0))
+        assert "w ends present, not absent" in refused(graph, made)
+
+    def test_what_may_not_move_can_not_live_there(self) -> None:
+        build = Build()
+        build.tensor(1, TensorKind.PARAMETER, "w", persistent=True)
+        assert "can not be in the store between steps" in refused(build.graph(), replace(schedule(), stored=(0,)))
+
+
+def test_an_algorithm_takes_its_own_workspace_and_must_exist() -> None:
+    build = Build()
+    build.op([], [build.tensor(1)], workspace_bytes=50)
+    graph = build.graph([0])
+    menu = (Algorithm("winograd", 50), Algorithm("implicit gemm", 7, 2.0))
+    graph = replace(graph, ops=(replace(graph.ops[0], algorithms=menu),))
+    runs = [Schedule("by hand", (Instruction(RUN, 0, algorithm),)) for algorithm in (0, 1, 2)]
+    assert [check(graph, made).peak_bytes for made in runs[:2]] == [51, 8]
+    assert "the op has no algorithm 2" in refused(graph, runs[2])
 
 
 def test_an_op_run_twice_is_refused(graph: Graph) -> None:

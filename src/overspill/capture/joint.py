@@ -61,6 +61,16 @@ class JointGraph:
         }
 
     @cached_property
+    def gradients(self) -> dict[fx.Node, fx.Node]:
+        """Primals that get a gradient, and the backward output that is it."""
+        by_desc = {repr(p.meta.get("desc")): p for p in self.primals}
+        return {
+            by_desc[repr(desc.grad_of)]: value
+            for desc, value in zip(self.backward_descs, self.backward_outputs, strict=True)
+            if type(desc).__name__ == "GradAOTOutput" and isinstance(value, fx.Node)
+        }
+
+    @cached_property
     def mutated_storages(self) -> frozenset[StorageKey]:
         """Storages of inputs that the step updates, after forward or by a mutating node of the graph."""
         nodes = set(self.write_backs)

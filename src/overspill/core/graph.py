@@ -56,6 +56,7 @@ class Tensor:
 
     `persistent`: there before the first op and after the last one (parameters, buffers, optimizer state, inputs).
     `movable`: the schedule may take it off the device between uses; false for what the caller holds a reference to.
+    What is both is at home in the store as well: a schedule may keep it there from one step to the next.
     """
 
     id: int
@@ -69,8 +70,20 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Algorithm:
+    """One way to carry out an op: takes `workspace_bytes` while it runs, and `slowdown` times the op's shortest time."""
+
+    name: str
+    workspace_bytes: int
+    slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
 class Op:
     """One operation: reads tensors, writes tensors, takes `workspace_bytes` more while it runs.
+
+    `algorithms` are the ways to carry it out among which a schedule may choose, the fastest first, whose workspace
+    `workspace_bytes` then is; empty where there is no choice.
 
     A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` say what a
     recomputation needs and makes; they are narrower than `reads` and `writes` where the op also updates a state, as
@@ -90,6 +103,15 @@ class Op:
     recomputable: bool = False
     recompute_reads: tuple[int, ...] = ()
     recompute_writes: tuple[int, ...] = ()
+    algorithms: tuple[Algorithm, ...] = ()
+
+    def workspace_of(self, algorithm: int) -> int:
+        """Workspace in bytes under algorithm number `algorithm`. Raises IndexError where there is none."""
+        return self.algorithms[algorithm].workspace_bytes if algorithm else self.workspace_bytes
+
+    def slowdown_of(self, algorithm: int) -> float:
+        """Time under algorithm number `algorithm` over the shortest. Raises IndexError where there is none."""
+        return self.algorithms[algorithm].slowdown if algorithm else 1.0
 
 
 @dataclass(frozen=True)

@@ -24,19 +24,29 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True)
 class Instruction:
-    """A verb and its target: an op id for Run and Recompute, a tensor id for the others."""
+    """A verb and its target: an op id for Run and Recompute, a tensor id for the others.
+
+    `algorithm` says which of the op's algorithms Run and Recompute take; 0 is the fastest.
+    """
 
     verb: Verb
     target: int
+    algorithm: int = 0
 
 
 @dataclass(frozen=True)
 class Schedule(Saved):
-    """What to do in one step, in order, as `policy` planned it under `budget_bytes` (None: no budget)."""
+    """What to do in one step, in order, as `policy` planned it under `budget_bytes` (None: no budget).
+
+    When compute waits for a transfer is a property of the schedule, and what the papers differ in: an Await at the
+    end of every layer (vDNN, Fig. 9), where the memory is needed or the copy is done (Dymem, §3.2.1), or at the end
+    of a phase. `stored` are the persistent tensors that are in the store, and not on the device, between two steps.
+    """
 
     policy: str
     instructions: tuple[Instruction, ...]
     budget_bytes: int | None = None
+    stored: tuple[int, ...] = ()
 
     @cached_property
     def counts(self) -> Counter[Verb]:

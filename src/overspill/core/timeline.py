@@ -42,17 +42,33 @@ class Stall:
 
 @dataclass(frozen=True)
 class Timeline(Saved):
-    """One step on the clock. `live_bytes[i]` is the most that was on the device during instruction `i`."""
+    """One step on the clock.
+
+    `live_bytes[i]` is the most that was on the device during instruction `i`, and `clock_seconds[i]` the time on the
+    compute stream when it had been carried out.
+    """
 
     events: tuple[Event, ...]
     stalls: tuple[Stall, ...]
     live_bytes: tuple[int, ...]
     step_seconds: float
+    clock_seconds: tuple[float, ...] = ()
 
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes that were on the device at once."""
         return max(self.live_bytes, default=0)
+
+    @cached_property
+    def average_bytes(self) -> float:
+        """Bytes on the device on average over the time of the step."""
+        if not self.step_seconds:
+            return float(self.peak_bytes)
+        begun, held = 0.0, 0.0
+        for nbytes, ended in zip(self.live_bytes, self.clock_seconds, strict=True):
+            held += nbytes * (ended - begun)
+            begun = ended
+        return held / self.step_seconds
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -69,7 +85,31 @@ class Timeline(Saved):
         """Seconds in which either copy stream moved bytes, directions added up."""
         return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is not Stream.COMPUTE), 0.0)
 
-    @property
+    @cached_property
     def overlapped_seconds(self) -> float:
-        """Transfer seconds that compute hid."""
-        return max(0.0, self.transfer_seconds - self.exposed_transfer_seconds)
+        """Seconds in which ops ran and at least one copy stream moved bytes (Dymem Fig. 14's overlapped time)."""
+        overlapped, transfers = 0.0, self._transfer_spans
+        first = 0
+        for event in self.events:
+            if event.stream is not Stream.COMPUTE:
+                continue
+            while first < len(transfers) and transfers[first][1] <= event.start_seconds:
+                first += 1
+            for start, end in transfers[first:]:
+                if start >= event.end_seconds:
+                    break
+                overlapped += min(end, event.end_seconds) - max(start, event.start_seconds)
+        return overlapped
+
+    @cached_property
+    def _transfer_spans(self) -> list[tuple[float, float]]:
+        """When any copy stream was busy: disjoint spans in order."""
+        spans: list[tuple[float, float]] = []
+        for start, end in sorted(
+            (e.start_seconds, e.end_seconds) for e in self.events if e.stream is not Stream.COMPUTE
+        ):
+            if spans and start <= spans[-1][1]:
+                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+            else:
+                spans.append((start, end))
+        return spans

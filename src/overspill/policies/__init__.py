@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from overspill.core.errors import RequestError
 
 from .auto import Auto
+from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
 from .checkpoint import Checkpoint
 from .in_core import InCore, Liveness
@@ -18,9 +19,9 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_named(name: str) -> Policy:
-    """The policy registered as `name`. Raises RequestError with the names that exist."""
+    """The policy registered as `name`, or as `name` without `:m`. Raises RequestError with the names that exist."""
     try:
-        return POLICIES[name]()
+        return POLICIES[name.removesuffix(MEMORY_OPTIMAL)](memory_optimal=name.endswith(MEMORY_OPTIMAL))
     except KeyError:
         close = get_close_matches(name, POLICIES, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."

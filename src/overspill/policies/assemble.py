@@ -15,7 +15,8 @@ from .program import Gap, Program, Step
 class Transfer:
     """One trip of `gap`'s tensor to the store and back; every field names the step before which it happens.
 
-    gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end.
+    gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end;
+    in a gap that wraps, the way back comes at the start of the step and the way out at its end.
     """
 
     gap: Gap
@@ -33,16 +34,19 @@ def assemble(
     held: Collection[int] = (),
 ) -> Schedule:
     """The Schedule that runs `program` with `transfers`; tensors `held` are freed at the end of backward, not before."""
-    return Schedule(policy, tuple(_Assembly(program, transfers, frozenset(held)).instructions()), budget_bytes)
+    assembly = _Assembly(program, transfers, frozenset(held))
+    return Schedule(policy, tuple(assembly.instructions()), budget_bytes, tuple(sorted(assembly.at_home)))
 
 
 class _Assembly:
     def __init__(self, program: Program, transfers: Iterable[Transfer], held: frozenset[int]) -> None:
         self.program = program
         self.tensors = program.graph.tensors
-        self.present = {t.id for t in self.tensors if t.persistent}
-        self.sent: set[int] = set()
-        self.stored: set[int] = set()
+        transfers = list(transfers)
+        self.at_home = frozenset(t.gap.tensor for t in transfers if t.gap.wraps)
+        self.present = {t.id for t in self.tensors if t.persistent} - self.at_home
+        self.stored = set(self.at_home)  # tensors of which the store has a copy, or is getting one
+        self.leaving: set[int] = set()
         self.offloads: dict[int, list[Transfer]] = defaultdict(list)
         self.releases: dict[int, list[Transfer]] = defaultdict(list)
         self.prefetches: dict[int, list[Transfer]] = defaultdict(list)
@@ -82,12 +86,13 @@ class _Assembly:
 
     def _before(self, position: int) -> Iterable[Instruction]:
         for transfer in self.offloads[position]:
-            if (tensor := transfer.gap.tensor) not in self.sent:  # a second trip finds its copy in the store
-                self.sent.add(tensor)
+            if (tensor := transfer.gap.tensor) not in self.stored:  # a second trip finds its copy in the store
+                self.stored.add(tensor)
+                self.leaving.add(tensor)
                 yield Instruction(Verb.OFFLOAD, tensor)
         for transfer in self.releases[position]:
-            if (tensor := transfer.gap.tensor) not in self.stored:
-                self.stored.add(tensor)
+            if (tensor := transfer.gap.tensor) in self.leaving:
+                self.leaving.remove(tensor)
                 yield Instruction(Verb.AWAIT_OFFLOAD, tensor)
             yield self._free(tensor)
         for transfer in self.prefetches[position]:
@@ -97,14 +102,15 @@ class _Assembly:
             yield Instruction(Verb.AWAIT_PREFETCH, transfer.gap.tensor)
 
     def _run(self, step: Step) -> Iterable[Instruction]:
-        op = self.program.op(step)
+        op, algorithm = self.program.op(step), self.program.algorithm(step)
         if not step.recompute:
             self.present.update(op.writes)
-            yield Instruction(Verb.RUN, op.id)
+            self.stored.difference_update(op.writes)  # what the store has of them is out of date
+            yield Instruction(Verb.RUN, op.id, algorithm)
             return
         extra = [t for t in op.recompute_writes if t not in self.present and t not in step.makes]
         self.present.update(op.recompute_writes)
-        yield Instruction(Verb.RECOMPUTE, op.id)
+        yield Instruction(Verb.RECOMPUTE, op.id, algorithm)
         for tensor in extra:
             yield self._free(tensor)
 

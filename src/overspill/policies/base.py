@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 from overspill.core import Device, Graph, Schedule, Tensor
 from overspill.costs import MeasuredTimes, op_seconds
 
+from .algorithms import folded, folded_seconds, memory_optimal, unfolded
 from .program import Gap, Program
 
+MEMORY_OPTIMAL = ":m"
+"""Behind a policy's name: with memory-optimal algorithms."""
 SMALLEST_MOVE_BYTES = 1024
 """Smaller tensors stay: a transfer's fixed cost outweighs so little."""
 
@@ -25,6 +29,10 @@ class Policy(ABC):
     plans_for_budget: ClassVar[bool] = False
     """Whether the policy adapts to the budget; the others make one schedule, which fits or does not."""
 
+    def __init__(self, *, memory_optimal: bool = False) -> None:
+        """`memory_optimal`: every op takes its algorithm of least workspace, the papers' "(m)", not its fastest, "(p)"."""
+        self.memory_optimal = memory_optimal
+
     def plan(
         self, graph: Graph, device: Device, budget_bytes: int | None = None, times: MeasuredTimes | None = None
     ) -> Schedule:
@@ -34,11 +42,16 @@ class Policy(ABC):
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget of {budget_bytes} bytes")
-        return self._plan(graph, device, budget_bytes, op_seconds(graph, device, times))
+        seconds = op_seconds(graph, device, times)
+        if not self.memory_optimal:
+            return self._plan(graph, device, budget_bytes, seconds)
+        choice = memory_optimal(graph)
+        made = self._plan(folded(graph, choice), device, budget_bytes, folded_seconds(graph, choice, seconds))
+        return replace(unfolded(made, choice), policy=f"{self.name}{MEMORY_OPTIMAL}")
 
     @abstractmethod
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        """The schedule; `seconds[i]` is what op `i` takes."""
+        """The schedule; `seconds[i]` is what op `i` takes with its fastest algorithm."""
 
 
 def may_move(tensor: Tensor) -> bool:
@@ -52,22 +65,31 @@ def may_leave(program: Program, gap: Gap) -> bool:
     Forward and backward are two graphs, so a tensor that leaves in forward must be gone by its end, and one that is
     read in backward comes back no sooner than its start.
     """
-    return not gap.remade and gap.end - gap.start > 1 and may_move(program.graph.tensors[gap.tensor])
+    away = gap.end - gap.start + (program.length if gap.wraps else 0)
+    return not gap.remade and away > 1 and may_move(program.graph.tensors[gap.tensor])
 
 
 def earliest_return(program: Program, gap: Gap) -> int:
     """The first step before which `gap`'s tensor may be prefetched: not in forward if it is needed in backward."""
     boundary = program.end_of_forward
+    if gap.wraps:
+        return 0
     return max(gap.start + 1, boundary if gap.end >= boundary else 0)
 
 
 def latest_release(program: Program, gap: Gap) -> int:
     """The last step before which `gap`'s tensor may be released: not after forward if it leaves in forward."""
     boundary = program.end_of_forward
+    if gap.wraps:
+        return program.length
     return min(gap.end, boundary) if gap.start < boundary else gap.end
 
 
 def saved_gaps(program: Program) -> dict[int, Gap]:
     """For each movable saved tensor, the gap between its last use in forward and its first in backward."""
     boundary = program.end_of_forward
-    return {g.tensor: g for g in program.gaps if g.start < boundary <= g.end and may_leave(program, g)}
+    return {
+        g.tensor: g
+        for g in program.gaps
+        if g.start < boundary <= g.end and may_leave(program, g) and not program.graph.tensors[g.tensor].persistent
+    }

@@ -31,7 +31,7 @@ def floor_of(program: Program) -> Floor:
         return Floor(graph.persistent_bytes, "persistent tensors")
     position = int(np.argmax(live))
     step = program.steps[position]
-    away = {gap.tensor for gap in absent if gap.start < position < gap.end}
+    away = {gap.tensor for gap in absent if gap.covers(position)}
     there = [
         tensor.id
         for tensor in graph.tensors
@@ -67,7 +67,8 @@ def _persistent(graph: Graph) -> str:
         "inputs": TensorKind.INPUT,
     }
     held = {
-        word: sum(t.nbytes for t in graph.tensors if t.persistent and t.kind is kind) for word, kind in kinds.items()
+        word: sum(t.nbytes for t in graph.tensors if t.persistent and not t.movable and t.kind is kind)
+        for word, kind in kinds.items()
     }
     return " + ".join(f"{word} {format_bytes(nbytes)}" for word, nbytes in held.items() if nbytes)
 

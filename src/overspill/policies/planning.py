@@ -103,7 +103,7 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
             present.update(t for t in graph.ops[target].writes if not graph.tensors[t].persistent)
         elif instruction.verb is Verb.FREE:
             present.discard(target)
-        elif instruction.verb is Verb.PREFETCH:
+        elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
             present.add(target)
     return sum(graph.tensors[t].nbytes for t in present)
 

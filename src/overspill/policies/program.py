@@ -11,9 +11,10 @@ in which its device copy is not needed:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Gap:
     """`tensor` is touched at the steps `start` and `end` and at none between.
 
     `remade`: at `end` a recomputation makes it anew, so it is dropped at `start` and nothing need be stored.
+    A gap that `wraps` runs from a persistent tensor's last touch, over the end of the step, to its first in the next.
     """
 
     tensor: int
@@ -44,15 +46,30 @@ class Gap:
     end: int
     remade: bool = False
 
+    @property
+    def wraps(self) -> bool:
+        """Whether the gap contains the boundary between two steps."""
+        return self.end <= self.start
+
+    def covers(self, position: int) -> bool:
+        """Whether `position` lies strictly inside."""
+        if self.wraps:
+            return position > self.start or position < self.end
+        return self.start < position < self.end
+
 
 class Program:
     """The steps of `graph` when the tensors `recompute` are dropped after forward and made again where backward needs them.
 
     Whatever such a recomputation reads and is gone by then is recomputed as well; what cannot be is kept for it.
+    `algorithms` gives the number of the algorithm for ops that do not take their fastest.
     """
 
-    def __init__(self, graph: Graph, recompute: Collection[int] = ()) -> None:
+    def __init__(
+        self, graph: Graph, recompute: Collection[int] = (), algorithms: Mapping[int, int] | None = None
+    ) -> None:
         self.graph = graph
+        self.algorithms = dict(algorithms or {})
         self.steps = tuple(_Recomputations(graph, frozenset(recompute)).steps())
         self.length = len(self.steps)
         touches: list[list[int]] = [[] for _ in graph.tensors]
@@ -78,13 +95,22 @@ class Program:
         op = self.op(step)
         return (op.recompute_reads, step.makes) if step.recompute else (op.reads, op.writes)
 
+    def algorithm(self, step: Step) -> int:
+        """The number of the algorithm that the op of `step` takes."""
+        return self.algorithms.get(step.op, 0)
+
+    def durations(self, seconds: Sequence[float]) -> NDArray[np.float64]:
+        """Seconds that each step takes, where op `i` takes `seconds[i]` with its fastest algorithm."""
+        return np.array([seconds[s.op] * self.op(s).slowdown_of(self.algorithm(s)) for s in self.steps])
+
     def transient_bytes(self, step: Step) -> int:
         """Bytes that `step` needs only while it runs: workspace, and recomputed outputs that nobody wants again."""
         op = self.op(step)
+        workspace_bytes = op.workspace_of(self.algorithm(step))
         if not step.recompute:
-            return op.workspace_bytes
+            return workspace_bytes
         unwanted = set(op.recompute_writes) - set(step.makes)
-        return op.workspace_bytes + sum(self.graph.tensors[t].nbytes for t in unwanted)
+        return workspace_bytes + sum(self.graph.tensors[t].nbytes for t in unwanted)
 
     @cached_property
     def end_of_forward(self) -> int:
@@ -102,13 +128,17 @@ class Program:
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
-        """All gaps of all tensors that are not persistent, by tensor and start."""
-        return tuple(
-            Gap(tensor.id, start, end, remade=end in set(self.births[tensor.id][1:]))
-            for tensor in self.graph.tensors
-            if not tensor.persistent
-            for start, end in zip(self.touches[tensor.id], self.touches[tensor.id][1:], strict=False)
-        )
+        """All gaps of all tensors that are not persistent, or that move though they are, by tensor and start."""
+        found = []
+        for tensor in self.graph.tensors:
+            touches = self.touches[tensor.id]
+            if tensor.persistent and not tensor.movable:
+                continue
+            remade = set() if tensor.persistent else set(self.births[tensor.id][1:])
+            found += [Gap(tensor.id, start, end, end in remade) for start, end in pairwise(touches)]
+            if tensor.persistent and touches:
+                found.append(Gap(tensor.id, touches[-1], touches[0]))
+        return tuple(found)
 
     def live_bytes(self, absent: Collection[Gap] = ()) -> Positions:
         """Bytes on the device during each step, where tensors are away in the gaps `absent` and wherever they are remade."""
@@ -124,6 +154,8 @@ class Program:
         for gap in {*absent, *(gap for gap in self.gaps if gap.remade)}:
             change[gap.start + 1] -= self.graph.tensors[gap.tensor].nbytes
             change[gap.end] += self.graph.tensors[gap.tensor].nbytes
+            if gap.wraps:
+                change[0] -= self.graph.tensors[gap.tensor].nbytes
         live: Positions = np.cumsum(change[: self.length])
         return live + np.array([self.transient_bytes(step) for step in self.steps], dtype=np.int64)
 

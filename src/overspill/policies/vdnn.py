@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 
-from overspill.core import Device, Graph, LayerType, Phase, Schedule
+from overspill.core import Device, Graph, LayerType, Schedule
 
 from .assemble import Transfer, assemble
-from .base import Policy, earliest_return, latest_release, saved_gaps
-from .program import Gap, Program
-
-
-@dataclass
-class _Layer:
-    """A forward layer: its steps, and the gaps of the input feature maps X that it was the last to read."""
-
-    name: str
-    type: LayerType
-    forward_end: int
-    backward: tuple[int, int] | None = None  # [first, last] backward step
-    offloaded: list[Gap] = field(default_factory=list)
-    prefetched: bool = False
+from .base import Policy, earliest_return, latest_release
+from .layers import Layer, layers_of
+from .program import Program
 
 
 class VdnnAll(Policy):
@@ -41,15 +30,9 @@ class VdnnAll(Policy):
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
         program = Program(graph)
-        layers = _layers(program)
-        position = {layer.name: index for index, layer in enumerate(layers)}
-        for gap in saved_gaps(program).values():
-            # The reader that was last decides (Refcnt, Fig. 3); what a layer made and read itself is not its input.
-            reader = layers[position[program.op(program.steps[gap.start]).layer]]
-            maker = graph.ops[graph.producer[gap.tensor]].layer
-            if reader.name != maker and self._offloads_layer(reader.type):
-                reader.offloaded.append(gap)
-        return assemble(program, _transfers(program, layers), self.name, budget_bytes)
+        layers = layers_of(program)
+        offloading = [index for index, layer in enumerate(layers) if layer.inputs and self._offloads_layer(layer.type)]
+        return assemble(program, _transfers(program, layers, offloading), self.name, budget_bytes)
 
 
 class VdnnConv(VdnnAll):
@@ -63,50 +46,34 @@ class VdnnConv(VdnnAll):
         return layer is LayerType.CONV
 
 
-def _layers(program: Program) -> list[_Layer]:
-    """The layers in forward order; a layer that is called several times ends with its last call."""
-    layers: dict[str, _Layer] = {}
-    for position, step in enumerate(program.steps):
-        op = program.op(step)
-        if op.phase is Phase.FORWARD:
-            layer = layers.setdefault(op.layer, _Layer(op.layer, op.layer_type, position))
-            layer.forward_end = position
-            if op.layer_type is LayerType.CONV:
-                layer.type = LayerType.CONV
-        elif op.phase is Phase.BACKWARD and (found := layers.get(op.layer)) is not None:
-            first = found.backward[0] if found.backward else position
-            found.backward = (first, position)
-    return list(layers.values())
-
-
-def _transfers(program: Program, layers: list[_Layer]) -> list[Transfer]:
-    """Transfers of all offloaded inputs, prefetched as Fig. 10 finds them."""
+def _transfers(program: Program, layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
+    """Transfers of the inputs of the layers `offloading`, prefetched as Fig. 10 finds them."""
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
+    waiting = set(offloading)
     in_backward = sorted(
         (i for i, layer in enumerate(layers) if layer.backward), key=lambda i: layers[i].backward or (0, 0)
     )
     for current in in_backward:
-        found = _find_prefetch_layer(layers, current)
+        found = _find_prefetch_layer(layers, current, waiting)
         first, last = layers[current].backward or (0, 0)
         if found is not None:
+            waiting.remove(found)
             started[found] = (first, last + 1)
     transfers = []
-    for index, layer in enumerate(layers):
-        for gap in layer.offloaded:
-            release = min(max(layer.forward_end, gap.start) + 1, latest_release(program, gap))
+    for index in offloading:
+        for gap in layers[index].inputs:
+            release = min(max(layers[index].forward[1], gap.start) + 1, latest_release(program, gap))
             issue, arrive = started.get(index, (gap.end, gap.end))
             prefetch = min(max(issue, earliest_return(program, gap), release), gap.end)
             transfers.append(Transfer(gap, gap.start, release, prefetch, min(max(arrive, prefetch), gap.end)))
     return transfers
 
 
-def _find_prefetch_layer(layers: list[_Layer], current: int) -> int | None:
+def _find_prefetch_layer(layers: Sequence[Layer], current: int, waiting: Collection[int]) -> int | None:
     """Fig. 10's findPrefetchLayer: the closest earlier layer to prefetch, searching no further than the next CONV."""
     for index in range(current - 1, -1, -1):
-        layer = layers[index]
-        if layer.offloaded and not layer.prefetched:
-            layer.prefetched = True
+        if index in waiting:
             return index
-        if layer.type is LayerType.CONV:
+        if layers[index].type is LayerType.CONV:
             return None
     return None

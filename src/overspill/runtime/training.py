@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, StoreError
 from overspill.costs import MeasuredTimes
 from overspill.models import Job, check_optimizer, optimizer_named
@@ -90,6 +91,11 @@ def preview(training: Training, options: Options) -> Plan:
     raise OverspillError(
         f"{step.model.__class__.__name__} gave no graph that could be planned; does its loss need gradients?"
     )
+
+
+def step_graph(training: Training, device: str | Device, *, state_moves: bool = False) -> Graph:
+    """The Graph of one step of a job, captured on fake tensors, for any policy to plan on `device`."""
+    return preview(training, Options("1024TiB", "liveness", device=device, state_moves=state_moves)).graph
 
 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:

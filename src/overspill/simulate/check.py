@@ -5,6 +5,7 @@ Each tensor's device copy is in one of four states, and its store copy is valid 
     ABSENT ──Run/Recompute that writes it──▶ PRESENT ──Offload──▶ LEAVING ──AwaitOffload──▶ PRESENT (and stored)
     ABSENT ──Prefetch (if stored)──▶ ARRIVING ──AwaitPrefetch──▶ PRESENT ──Free──▶ ABSENT
 
+A persistent tensor starts PRESENT, or where the schedule says so in the store; it is freed only when the store has it.
 A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but can
 not be read. This file shares no code with the policies or with the clocked machine.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from overspill.core import Graph, Instruction, Op, Schedule, Tensor, Verb
+from overspill.core import Graph, Instruction, Op, Phase, Schedule, Tensor, Verb
 from overspill.core.errors import InvalidSchedule
 
 
@@ -36,7 +37,7 @@ class CheckResult:
 
 def check(graph: Graph, schedule: Schedule) -> CheckResult:
     """The peak of `schedule` on `graph`; raises InvalidSchedule when it breaks any rule or its own budget."""
-    machine = _Machine(graph)
+    machine = _Machine(graph, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
         try:
             machine.execute(instruction, index)
@@ -55,21 +56,42 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
 
 def _live_at(graph: Graph, schedule: Schedule, index: int) -> tuple[int, ...]:
     """The tensors on the device during instruction `index`, found by running up to it again."""
-    machine = _Machine(graph)
+    machine = _Machine(graph, schedule.stored)
     for position, instruction in enumerate(schedule.instructions[: index + 1]):
         machine.execute(instruction, position)
     return tuple(t for t, state in enumerate(machine.state) if state is not _State.ABSENT)
 
 
+_PHASES = tuple(Phase)
+
+
+def _versions_in_order(graph: Graph) -> list[tuple[int, ...]]:
+    """For each op, how often what it reads and writes has been written before, when ops run in the graph's order."""
+    version = [0] * len(graph.tensors)
+    seen = []
+    for op in graph.ops:
+        seen.append(tuple(version[t] for t in op.reads + op.writes))
+        for tensor in op.writes:
+            version[tensor] += 1
+    return seen
+
+
 class _Machine:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, at_home: tuple[int, ...]) -> None:
         self.graph = graph
         self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
         self.stored: dict[int, int] = {}  # tensor -> the version that the store holds
         self.version = [0] * len(graph.tensors)
         self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read and make
-        self.next_op = 0
+        self.phase = 0
+        self.seen = _versions_in_order(graph)
         self.live_bytes = graph.persistent_bytes
+        for tensor in at_home:
+            if not (graph.tensors[tensor].persistent and graph.tensors[tensor].movable):
+                raise InvalidSchedule(f"{graph.tensors[tensor].name} can not be in the store between steps")
+            self.state[tensor] = _State.ABSENT
+            self.stored[tensor] = 0
+            self.live_bytes -= graph.tensors[tensor].nbytes
         self.peak_bytes = 0
         self.peak_instruction = -1
         self._note_peak(0, -1)
@@ -79,9 +101,9 @@ class _Machine:
         self._find(instruction)
         match instruction.verb:
             case Verb.RUN:
-                self._run(self.graph.ops[instruction.target], index)
+                self._run(self.graph.ops[instruction.target], instruction.algorithm, index)
             case Verb.RECOMPUTE:
-                self._recompute(self.graph.ops[instruction.target], index)
+                self._recompute(self.graph.ops[instruction.target], instruction.algorithm, index)
             case Verb.OFFLOAD:
                 self._move(instruction.target, _State.PRESENT, _State.LEAVING)
             case Verb.AWAIT_OFFLOAD:
@@ -95,16 +117,20 @@ class _Machine:
             case Verb.AWAIT_PREFETCH:
                 self._move(instruction.target, _State.ARRIVING, _State.PRESENT)
             case Verb.FREE:
-                if self.graph.tensors[instruction.target].persistent:
-                    raise InvalidSchedule("the tensor belongs to the caller")
+                self._may_free(self.graph.tensors[instruction.target])
                 self._move(instruction.target, _State.PRESENT, _State.ABSENT)
                 self.live_bytes -= self.graph.tensors[instruction.target].nbytes
 
     def finish(self, schedule: Schedule) -> None:
         """Raise unless every op ran and the step ended with exactly what must be there."""
-        if self.next_op != len(self.graph.ops):
-            raise InvalidSchedule(f"{schedule.policy}: op {self.graph.ops[self.next_op].name} never ran")
+        if missing := next((op for op in self.graph.ops if op.id not in self.ran), None):
+            raise InvalidSchedule(f"{schedule.policy}: op {missing.name} never ran")
+        for tensor in schedule.stored:
+            if self.stored[tensor] != self.version[tensor]:
+                name = self.graph.tensors[tensor].name
+                raise InvalidSchedule(f"{schedule.policy}: the store ends with {name} from before its last update")
         wanted = {t.id for t in self.graph.tensors if t.persistent} | set(self.graph.outputs)
+        wanted -= set(schedule.stored)
         for tensor, state in enumerate(self.state):
             expected = _State.PRESENT if tensor in wanted else _State.ABSENT
             if state is not expected:
@@ -113,10 +139,27 @@ class _Machine:
                     f"{schedule.policy}: {name} ends {state.name.lower()}, not {expected.name.lower()}"
                 )
 
-    def _run(self, op: Op, index: int) -> None:
-        if op.id != self.next_op:
-            raise InvalidSchedule(f"op {op.id} is out of order; op {self.next_op} is next")
+    def _may_free(self, tensor: Tensor) -> None:
+        if not tensor.persistent:
+            return
+        if not tensor.movable:
+            raise InvalidSchedule("the tensor belongs to the caller")
+        if self.stored.get(tensor.id) != self.version[tensor.id]:
+            raise InvalidSchedule("the tensor outlives the step and the store does not hold it as it is now")
+
+    def _run(self, op: Op, algorithm: int, index: int) -> None:
+        """Ops may run in another order than the graph's where none can tell: each sees what it would see there."""
+        phase = _PHASES.index(op.phase)
+        if op.id in self.ran:
+            raise InvalidSchedule(f"op {op.id} is out of order: it ran before")
+        if phase < self.phase:
+            raise InvalidSchedule(f"op {op.id} is out of order: it belongs to the {op.phase} phase, which is over")
+        self.phase = phase
         self._need(op.reads)
+        if tuple(self.version[t] for t in op.reads + op.writes) != self.seen[op.id]:
+            raise InvalidSchedule(
+                f"op {op.id} is out of order: what it reads or writes is not as the graph has it there"
+            )
         for tensor in op.writes:
             if self.state[tensor] is _State.ABSENT:
                 self.state[tensor] = _State.PRESENT
@@ -125,10 +168,9 @@ class _Machine:
                 raise InvalidSchedule(f"writes {self.graph.tensors[tensor].name} while it is in transfer")
             self.version[tensor] += 1
         self.ran[op.id] = self._versions(op)
-        self._note_peak(op.workspace_bytes, index)
-        self.next_op += 1
+        self._note_peak(self._workspace(op, algorithm), index)
 
-    def _recompute(self, op: Op, index: int) -> None:
+    def _recompute(self, op: Op, algorithm: int, index: int) -> None:
         if not op.recomputable:
             raise InvalidSchedule("the op may not be recomputed")
         if op.id not in self.ran:
@@ -143,7 +185,14 @@ class _Machine:
                 self._allocate(tensor, index)
             else:
                 again += self.graph.tensors[tensor].nbytes  # made a second time and dropped at once
-        self._note_peak(op.workspace_bytes + again, index)
+        self._note_peak(self._workspace(op, algorithm) + again, index)
+
+    def _workspace(self, op: Op, algorithm: int) -> int:
+        if algorithm == 0:
+            return op.workspace_bytes
+        if not 0 < algorithm < len(op.algorithms):
+            raise InvalidSchedule(f"the op has no algorithm {algorithm}")
+        return op.algorithms[algorithm].workspace_bytes
 
     def _versions(self, op: Op) -> tuple[int, ...]:
         return tuple(self.version[t] for t in op.recompute_reads + op.recompute_writes)

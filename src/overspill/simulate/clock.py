@@ -13,14 +13,14 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
     Transfers of one direction follow one another; on a half-duplex link both directions do. A transfer starts when it
     is issued or when the link is free. While one runs, ops take longer by the device's `transfer_compute_share`.
     """
-    clock = _Clock(graph, device, seconds)
+    clock = _Clock(graph, device, seconds, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
         clock.step(index, instruction)
-    return Timeline(tuple(clock.events), tuple(clock.stalls), tuple(clock.live), clock.now)
+    return Timeline(tuple(clock.events), tuple(clock.stalls), tuple(clock.live), clock.now, tuple(clock.times))
 
 
 class _Clock:
-    def __init__(self, graph: Graph, device: Device, seconds: Sequence[float]) -> None:
+    def __init__(self, graph: Graph, device: Device, seconds: Sequence[float], stored: tuple[int, ...]) -> None:
         self.graph = graph
         self.device = device
         self.seconds = seconds
@@ -28,11 +28,12 @@ class _Clock:
         self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
-        self.present = {t.id for t in graph.tensors if t.persistent}
-        self.bytes = graph.persistent_bytes
+        self.present = {t.id for t in graph.tensors if t.persistent} - set(stored)
+        self.bytes = graph.persistent_bytes - sum(graph.tensors[t].nbytes for t in stored)
         self.events: list[Event] = []
         self.stalls: list[Stall] = []
         self.live: list[int] = []
+        self.times: list[float] = []
 
     def step(self, index: int, instruction: Instruction) -> None:
         """Advance the clock over one instruction."""
@@ -54,6 +55,7 @@ class _Clock:
             self.present.remove(target)
             self.bytes -= self._nbytes(target)
         self.live.append(peak)
+        self.times.append(self.now)
 
     def _nbytes(self, tensor: int) -> int:
         return self.graph.tensors[tensor].nbytes
@@ -74,14 +76,14 @@ class _Clock:
         else:
             for tensor in op.writes:
                 self._appear(tensor)
-        end = self.now + self.seconds[op.id]
+        end = self.now + self.seconds[op.id] * op.slowdown_of(instruction.algorithm)
         if self.device.transfer_compute_share:
             self.running = [span for span in self.running if span[1] > self.now]
             beside = sum(max(0.0, min(end, until) - max(self.now, since)) for since, until in self.running)
             end += self.device.transfer_compute_share * beside
         self.events.append(Event(index, instruction.verb, op.id, Stream.COMPUTE, self.now, end))
         self.now = end
-        return self.bytes + op.workspace_bytes + again
+        return self.bytes + op.workspace_of(instruction.algorithm) + again
 
     def _transfer(self, index: int, instruction: Instruction, stream: Stream, duration: float) -> None:
         free = self.link_free[stream] if self.device.full_duplex else max(self.link_free.values())

@@ -11,13 +11,13 @@ def trace_of(graph: Graph, schedule: Schedule) -> Trace:
     The lower bound of this trace is the peak that `check` finds.
     """
     end = len(schedule.instructions)
-    open_since: dict[int, int] = {t.id: 0 for t in graph.tensors if t.persistent}
+    open_since: dict[int, int] = {t.id: 0 for t in graph.tensors if t.persistent and t.id not in schedule.stored}
     spans: list[tuple[int, int, int, str]] = []
     for position, instruction in enumerate(schedule.instructions):
         if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
             op = graph.ops[instruction.target]
             recompute = instruction.verb is Verb.RECOMPUTE
-            extra = op.workspace_bytes
+            extra = op.workspace_of(instruction.algorithm)
             for tensor in op.recompute_writes if recompute else op.writes:
                 if recompute and tensor in open_since:
                     extra += graph.tensors[tensor].nbytes

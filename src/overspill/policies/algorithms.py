@@ -1,0 +1,44 @@
+"""Choosing among an op's algorithms: the least workspace, and planning with a choice that is made beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from overspill.core import Graph, Schedule, Verb
+
+Choice = Mapping[int, int]
+"""Op id to the number of its algorithm; ops that are not in it take their fastest, number 0."""
+
+
+def memory_optimal(graph: Graph) -> dict[int, int]:
+    """The algorithm of least workspace for every op that has a choice, the faster of equals (vDNN §III-C's "(m)")."""
+    return {
+        op.id: min(range(len(op.algorithms)), key=lambda i: (op.algorithms[i].workspace_bytes, i))
+        for op in graph.ops
+        if op.algorithms
+    }
+
+
+def folded(graph: Graph, choice: Choice) -> Graph:
+    """`graph` in which the ops of `choice` know no other algorithm: its workspace is theirs."""
+    ops = (
+        replace(op, workspace_bytes=op.workspace_of(choice[op.id]), algorithms=()) if op.id in choice else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops))
+
+
+def folded_seconds(graph: Graph, choice: Choice, seconds: Sequence[float]) -> tuple[float, ...]:
+    """What the ops of `folded(graph, choice)` take, where with their fastest algorithms they take `seconds`."""
+    return tuple(s * graph.ops[i].slowdown_of(choice.get(i, 0)) for i, s in enumerate(seconds))
+
+
+def unfolded(schedule: Schedule, choice: Choice) -> Schedule:
+    """The schedule of a folded graph as one of the graph itself."""
+    runs = (Verb.RUN, Verb.RECOMPUTE)
+    instructions = (
+        replace(i, algorithm=choice[i.target]) if i.verb in runs and i.target in choice else i
+        for i in schedule.instructions
+    )
+    return replace(schedule, instructions=tuple(instructions))

@@ -1,0 +1,48 @@
+"""Ops grouped into layers, the unit in which vDNN, SuperNeurons and Dymem think."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from overspill.core import LayerType, Phase
+
+from .base import saved_gaps
+from .program import Gap, Program
+
+
+@dataclass
+class Layer:
+    """A forward layer: its steps, and the gaps of the input feature maps X that it was the last to read.
+
+    `forward` and `backward` are its [first, last] steps of that phase; a layer that is called several times ends with
+    its last call.
+    """
+
+    name: str
+    type: LayerType
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None = None
+    inputs: list[Gap] = field(default_factory=list)
+
+
+def layers_of(program: Program) -> list[Layer]:
+    """The layers in forward order, each with the movable saved tensors that it was the last to read.
+
+    The reader that was last decides (vDNN's Refcnt, Fig. 3); what a layer made and read itself is not its input.
+    """
+    layers: dict[str, Layer] = {}
+    for position, step in enumerate(program.steps):
+        op = program.op(step)
+        if op.phase is Phase.FORWARD:
+            layer = layers.setdefault(op.layer, Layer(op.layer, op.layer_type, (position, position)))
+            layer.forward = (layer.forward[0], position)
+            if op.layer_type is LayerType.CONV:
+                layer.type = LayerType.CONV
+        elif op.phase is Phase.BACKWARD and (found := layers.get(op.layer)) is not None:
+            first = found.backward[0] if found.backward else position
+            found.backward = (first, position)
+    for gap in saved_gaps(program).values():
+        reader = layers[program.op(program.steps[gap.start]).layer]
+        if reader.name != program.graph.ops[program.graph.producer[gap.tensor]].layer:
+            reader.inputs.append(gap)
+    return list(layers.values())
