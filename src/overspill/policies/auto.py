@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overspill.core import Device, Graph, Schedule
 from overspill.simulate import simulate
 
-from .assemble import Transfer, assemble
-from .base import Policy, earliest_return, latest_release, may_leave, saved_gaps
+from .assemble import assemble
+from .base import Policy, may_leave, saved_gaps
 from .floor import infeasible
-from .program import Gap, Positions, Program
+from .program import Gap, Program
 from .select import Candidate, select
+from .timing import timed
 
-Seconds = NDArray[np.float64]
 NEGLIGIBLE_STALLS = 0.002
 """A plan that waits for transfers for a smaller share of its ops' time is not worth another attempt."""
 ROUNDS = 4
 BUDGET_SHARES = (1.0, 0.95, 0.85)
-ISSUE_MARGIN = 1.2
-"""Prefetches are issued as if they took this much longer, for a transfer's real time varies."""
 
 
 class Auto(Policy):
@@ -100,7 +97,7 @@ class _Planner:
         recomputations = [c for c in map(self._recomputation, saved_gaps(program).values()) if c is not None]
         chosen, _ = select(
             program.live_bytes(),
-            self._step_seconds(program),
+            program.durations(self.seconds),
             offloads + recomputations,
             self.budget_bytes,
             program.end_of_forward,
@@ -118,15 +115,12 @@ class _Planner:
         """The schedule that fits `program` by offloading alone, or None."""
         offloads = self._offload_candidates(program)
         chosen, live = select(
-            program.live_bytes(), self._step_seconds(program), offloads, self.budget_bytes, program.end_of_forward
+            program.live_bytes(), program.durations(self.seconds), offloads, self.budget_bytes, program.end_of_forward
         )
         if live.max(initial=0) > self.budget_bytes:
             return None
-        transfers = self._time([c.gap for c in chosen], program, live)
+        transfers = timed(program, [c.gap for c in chosen], live, self.seconds, self.device, self.budget_bytes)
         return assemble(program, transfers, Auto.name, self.budget_bytes)
-
-    def _step_seconds(self, program: Program) -> Seconds:
-        return np.array([self.seconds[step.op] for step in program.steps])
 
     def _offload_candidates(self, program: Program) -> list[Candidate]:
         candidates = []
@@ -160,52 +154,3 @@ class _Planner:
         over = set(np.flatnonzero(program.live_bytes(gaps) > self.budget_bytes).tolist())
         around = {p + d for p in over for d in (-1, 0, 1)}
         return {gap.tensor for gap in program.gaps if gap.remade and gap.tensor in recompute and gap.end in around}
-
-    def _time(self, gaps: Sequence[Gap], program: Program, live: Positions) -> list[Transfer]:
-        """When each chosen tensor leaves and comes back; `live` has room for them only where the budget leaves it."""
-        clock = np.concatenate([[0.0], np.cumsum(self._step_seconds(program))])
-        live = live.copy()
-        releases = self._releases(gaps, program, live, clock)
-        issues = self._issues(gaps, program, live, clock, releases)
-        return [Transfer(gap, gap.start + 1, releases[gap], issues[gap], gap.end) for gap in gaps]
-
-    def _releases(self, gaps: Sequence[Gap], program: Program, live: Positions, clock: Seconds) -> dict[Gap, int]:
-        """Each offload is awaited once it should be done, or before the first step that needs its memory."""
-        releases: dict[Gap, int] = {}
-        link_free = delay = 0.0
-        stored: set[int] = set()
-        for gap in sorted(gaps, key=lambda g: (g.start, g.tensor)):
-            nbytes = self.graph.tensors[gap.tensor].nbytes
-            first = gap.start + 1
-            if gap.tensor in stored:  # the store has it: the device copy can go at once
-                releases[gap] = first
-                continue
-            stored.add(gap.tensor)
-            link_free = max(link_free, clock[first] + delay) + self.device.offload_seconds(nbytes)
-            done = int(np.searchsorted(clock, link_free - delay))
-            last = max(first, min(done, latest_release(program, gap)))
-            full = np.flatnonzero(live[first:last] + nbytes > self.budget_bytes)
-            releases[gap] = release = first + int(full[0]) if full.size else last
-            live[first:release] += nbytes
-            delay += max(0.0, link_free - (clock[release] + delay))
-        return releases
-
-    def _issues(
-        self, gaps: Sequence[Gap], program: Program, live: Positions, clock: Seconds, releases: dict[Gap, int]
-    ) -> dict[Gap, int]:
-        """Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need."""
-        wanted: dict[Gap, int] = {}
-        next_start = float("inf")
-        for gap in sorted(gaps, key=lambda g: (g.end, g.tensor), reverse=True):
-            duration = ISSUE_MARGIN * self.device.prefetch_seconds(self.graph.tensors[gap.tensor].nbytes)
-            next_start = min(clock[gap.end], next_start) - duration
-            wanted[gap] = int(np.searchsorted(clock, next_start, side="right")) - 1
-        issues: dict[Gap, int] = {}
-        previous = 0
-        for gap in sorted(gaps, key=lambda g: (g.end, g.tensor)):
-            nbytes = self.graph.tensors[gap.tensor].nbytes
-            first = min(max(wanted[gap], previous, earliest_return(program, gap), releases[gap]), gap.end)
-            full = np.flatnonzero(live[first : gap.end] + nbytes > self.budget_bytes)
-            issues[gap] = previous = first + int(full[-1]) + 1 if full.size else first
-            live[issues[gap] : gap.end] += nbytes
-        return issues

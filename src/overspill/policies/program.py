@@ -74,17 +74,21 @@ class Program:
         self.length = len(self.steps)
         touches: list[list[int]] = [[] for _ in graph.tensors]
         births: list[list[int]] = [[] for _ in graph.tensors]
+        written: list[list[int]] = [[] for _ in graph.tensors]
         for position, step in enumerate(self.steps):
             reads, writes = self.reads_writes(step)
             for tensor in dict.fromkeys(reads + writes):
                 touches[tensor].append(position)
             for tensor in writes:
+                if not step.recompute:
+                    written[tensor].append(position)
                 if step.recompute or not births[tensor]:
                     births[tensor].append(position)
         for tensor in graph.outputs:
             touches[tensor].append(self.length)
         self.touches = tuple(map(tuple, touches))
         self.births = tuple(map(tuple, births))
+        self.written = tuple(map(tuple, written))
 
     def op(self, step: Step) -> Op:
         """The op of `step`."""

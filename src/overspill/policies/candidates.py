@@ -1,0 +1,38 @@
+"""Of several schedules, the fastest that fits: what the policies share that try more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from overspill.core import Device, Graph, Schedule, Verb
+from overspill.simulate import check, simulate
+
+
+def moved_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Bytes that `schedule` moves over the link, both ways added up."""
+    moves = (Verb.OFFLOAD, Verb.PREFETCH)
+    return sum(graph.tensors[i.target].nbytes for i in schedule.instructions if i.verb in moves)
+
+
+def fastest(
+    graph: Graph,
+    device: Device,
+    seconds: Sequence[float],
+    candidates: Iterable[Schedule],
+    budget_bytes: int | None,
+) -> Schedule | None:
+    """The candidate of shortest simulated step among those with a peak within the budget, or None if there is none.
+
+    Of equals, the one that moves fewer bytes, then the first. Where the candidates do not depend on the budget, a
+    larger budget is never slower.
+    """
+    best: tuple[float, int] | None = None
+    chosen: Schedule | None = None
+    for candidate in candidates:
+        if budget_bytes is not None and check(graph, replace(candidate, budget_bytes=None)).peak_bytes > budget_bytes:
+            continue
+        cost = simulate(graph, candidate, device, seconds).step_seconds, moved_bytes(graph, candidate)
+        if best is None or cost < best:
+            best, chosen = cost, candidate
+    return None if chosen is None else replace(chosen, budget_bytes=budget_bytes)
