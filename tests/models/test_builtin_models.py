@@ -28,6 +28,43 @@ def convolutions(module: nn.Module) -> list[nn.Conv2d]:
     return [layer for layer in module.modules() if isinstance(layer, nn.Conv2d)]
 
 
+def convolution(channels: int, width: int, area: int) -> int:
+    return channels * width * area + width
+
+
+def normalised(channels: int, width: int, area: int) -> int:
+    """A convolution without bias and a batch norm."""
+    return channels * width * area + 2 * width
+
+
+def lstm(inputs: int, width: int, layers: int) -> int:
+    """Four gates that read input and state, with two biases each as in PyTorch."""
+    return sum(4 * width * ((width if layer else inputs) + width + 2) for layer in range(layers))
+
+
+OVERFEAT = sum(
+    convolution(*layer)
+    for layer in [
+        *[(3, 96, 121), (96, 256, 25), (256, 512, 9), (512, 1024, 9), (1024, 1024, 9)],
+        *[(1024, 3072, 36), (3072, 4096, 1), (4096, 1000, 1)],
+    ]
+)
+DEEPLAB = (
+    44_549_160  # ResNet-101, less its classifier
+    - convolution(2048, 1000, 1)
+    + 2 * normalised(2048, 256, 1)
+    + 3 * normalised(2048, 256, 9)
+    + normalised(5 * 256, 256, 1)
+    + normalised(256, 48, 1)
+    + normalised(304, 256, 9)
+    + normalised(256, 256, 9)
+    + convolution(256, 21, 1)
+)
+DISCRIMINATOR = sum(convolution(*layer, 16) for layer in [(39, 64), (64, 128), (128, 256), (256, 512), (512, 1)])
+LSTM = 10_000 * 650 + lstm(650, 650, 2) + 650 * 10_000 + 10_000
+SEQ2SEQ = 3 * 50_000 * 1000 + lstm(1000, 1000, 4) + lstm(2000, 1000, 4) + 3 * 1000 * 1000
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -44,6 +81,17 @@ def convolutions(module: nn.Module) -> list[nn.Conv2d]:
         ("resnet152", 60_192_808),
         # configuration D with the last of three convolutions 1x1 in groups three to five
         ("vgg-c", 138_357_544 - 8 * (256 * 256 + 2 * 512 * 512)),
+        ("inception-v3", 23_834_568),
+        ("inception-v3-aux", 27_161_264),
+        ("densenet121", 7_978_856),
+        ("densenet161", 28_681_000),
+        ("densenet169", 14_149_480),
+        ("densenet201", 20_013_928),
+        # timm 1.0's of the same networks: 42.68 M and 55.84 M
+        ("inception-v4", 42_679_816),
+        ("inception-resnet-v2", 55_843_464),
+        # OverFeat's Table 4, fast model: 145 M; convnet-benchmarks's layers
+        ("overfeat", OVERFEAT),
         # Caffe's bvlc_googlenet, without and with its auxiliary classifiers
         ("googlenet", 6_998_552),
         ("googlenet-aux", 13_378_280),
@@ -51,6 +99,12 @@ def convolutions(module: nn.Module) -> list[nn.Conv2d]:
         ("resnet32-cifar", 464_154),
         # 31 030 658 of the published one, which reads one channel rather than three
         ("unet", 31_030_658 + 2 * 9 * 64),
+        # no published counts: sums over the layers that the papers give
+        ("deeplabv3plus", DEEPLAB),
+        ("lstm", LSTM),
+        ("seq2seq", SEQ2SEQ),
+        # NVIDIA/pix2pixHD's global generator, 182 546 755, and three discriminators of 39 channels in
+        ("pix2pixhd", 182_546_755 + 3 * DISCRIMINATOR),
         # transformers' GPT2Config() and BertConfig()
         ("gpt2", 124_439_808),
         ("bert-base", 109_514_298),
@@ -120,10 +174,20 @@ def test_a_small_model_trains_three_steps_with_finite_changing_losses(name: str)
         "vgg-c",
         "googlenet",
         "googlenet-aux",
+        "overfeat",
+        "inception-v3",
+        "inception-v3-aux",
+        "inception-v4",
+        "inception-resnet-v2",
+        "densenet121",
         "resnet18",
         "resnet50",
         "resnet32-cifar",
         "unet",
+        "deeplabv3plus",
+        "pix2pixhd",
+        "lstm",
+        "seq2seq",
         "gpt2",
         "bert-base",
     ],
@@ -162,7 +226,12 @@ def test_batches_follow_the_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "image_size"), [("alexnet", 63), ("alexnet", 256), ("vgg-a", 32), ("vgg-a", 300), ("googlenet", 32)]
+    ("name", "image_size"),
+    [
+        *[("alexnet", 63), ("alexnet", 256), ("vgg-a", 32), ("vgg-a", 300), ("googlenet", 32)],
+        *[("overfeat", 71), ("overfeat", 256), ("densenet121", 32), ("inception-v3", 75), ("inception-v3-aux", 224)],
+        *[("inception-v4", 224), ("inception-resnet-v2", 75), ("deeplabv3plus", 32), ("deeplabv3plus", 250)],
+    ],
 )
 def test_another_image_size_changes_the_images_and_not_the_parameters(name: str, image_size: int) -> None:
     with FakeTensorMode():
@@ -174,17 +243,19 @@ def test_another_image_size_changes_the_images_and_not_the_parameters(name: str,
     assert [p.shape for p in job.module.parameters()] == [p.shape for p in on_meta(name).parameters()]
 
 
-def test_a_sequence_length_changes_the_tokens() -> None:
-    tokens, targets = load("gpt2", small=True, seq_len=17).make_batch(2)
+@pytest.mark.parametrize("name", ["gpt2", "lstm", "seq2seq"])
+def test_a_sequence_length_changes_the_tokens(name: str) -> None:
+    *_, tokens, targets = load(name, small=True, seq_len=17).make_batch(2)
     assert tokens.shape == targets.shape == (2, 17)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
-def test_gpt2_predicts_without_looking_ahead() -> None:
-    module = load("gpt2", small=True).module.eval()
-    tokens = torch.randint(211, (1, 12))
+@pytest.mark.parametrize(("name", "vocabulary"), [("gpt2", 211), ("lstm", 97)])
+def test_a_language_model_predicts_without_looking_ahead(name: str, vocabulary: int) -> None:
+    module = load(name, small=True).module.eval()
+    tokens = torch.randint(vocabulary, (1, 12))
     changed = tokens.clone()
-    changed[0, 8] = (changed[0, 8] + 1) % 211
+    changed[0, 8] = (changed[0, 8] + 1) % vocabulary
     before, after = module(tokens), module(changed)
     torch.testing.assert_close(before[:, :8], after[:, :8])
     assert not torch.equal(before[:, 8:], after[:, 8:])
@@ -195,6 +266,118 @@ def test_response_norm_is_pytorchs() -> None:
 
     x = torch.randn(2, 12, 5, 5, dtype=torch.float64)
     torch.testing.assert_close(ResponseNorm()(x), nn.LocalResponseNorm(5)(x))
+
+
+def test_an_lstm_stack_is_pytorchs() -> None:
+    from overspill.models.lstm import LstmStack
+
+    stack = LstmStack(5, 7, 2, dropout=0.0)
+    whole = nn.LSTM(5, 7, 2, batch_first=True)
+    for layer, cell in enumerate(stack.cells):
+        for name, parameter in cell.named_parameters():
+            getattr(whole, f"{name}_l{layer}").data.copy_(parameter.data)
+    x = torch.randn(3, 4, 5)
+    states, outputs = stack.start(x[:, 0]), []
+    for step in x.unbind(1):
+        states = stack(step, states)
+        outputs.append(states[-1][0])
+    torch.testing.assert_close(torch.stack(outputs, 1), whole(x)[0])
+
+
+def test_the_translator_attends_to_the_whole_source_and_not_ahead_in_the_target() -> None:
+    module = load("seq2seq", small=True).module.eval()
+    source, target = torch.randint(61, (1, 6)), torch.randint(61, (1, 6))
+    before = module(source, target)
+    for tokens, same in ((source, 0), (target, 4)):
+        changed = tokens.clone()
+        changed[0, 4] = (changed[0, 4] + 1) % 61
+        after = module(changed, target) if tokens is source else module(source, changed)
+        torch.testing.assert_close(before[:, :same], after[:, :same])
+        assert all(not torch.equal(before[:, step], after[:, step]) for step in range(same, 6))
+
+
+@pytest.mark.parametrize(("have", "want"), [(1, 5), (3, 9), (33, 129), (5, 12)])
+def test_bilinear_upsampling_is_pytorchs(have: int, want: int) -> None:
+    from overspill.models.deeplab import Bilinear
+
+    x = torch.randn(2, 3, have, have)
+    expected = nn.functional.interpolate(x, size=(want, want), mode="bilinear", align_corners=True)
+    torch.testing.assert_close(Bilinear(have, want)(x), expected)
+
+
+def test_the_last_stage_of_deeplab_is_atrous_and_keeps_the_side() -> None:
+    with FakeTensorMode():
+        module = load("deeplabv3plus").module
+        assert module.low(torch.empty(1, 3, 513, 513)).shape == (1, 256, 129, 129)
+        assert module.eval().high(torch.empty(1, 256, 129, 129)).shape == (1, 256, 33, 33)
+    assert [layer.dilation[0] for layer in convolutions(module)].count(2) == 3
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_reflection_padding_is_pytorchs(width: int) -> None:
+    from overspill.models.pix2pixhd import ReflectionPad
+
+    x = torch.randn(2, 3, 5, 8)
+    assert torch.equal(ReflectionPad(width)(x), nn.ReflectionPad2d(width)(x))
+
+
+def test_one_backward_of_pix2pixhd_gives_each_side_the_gradient_of_its_own_loss() -> None:
+    from overspill.models import pix2pixhd
+
+    torch.manual_seed(0)
+    job = load("pix2pixhd", small=True)
+    labels, images = job.make_batch(2)
+    job.loss(job.module, labels, images).backward()
+    module = job.module
+    assert isinstance(module, pix2pixhd.Pix2PixHd)
+    together = {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    def judged(generated: torch.Tensor) -> list[pix2pixhd.Features]:
+        return module._features(labels, generated, learns=True)
+
+    generator = list(module.generator.parameters())
+    discriminators = list(module.discriminators.parameters())
+    generated = module.generator(labels)
+    for_discriminators = sum(
+        0.5 * ((real[-1] - 1).square().mean() + fake[-1].square().mean())
+        for real, fake in zip(judged(images), judged(generated), strict=True)
+    )
+    for_generator = sum(
+        (fake[-1] - 1).square().mean()
+        + 10 * sum((a - b.detach()).abs().mean() for a, b in zip(fake[:-1], real[:-1], strict=True))
+        for real, fake in zip(judged(images), judged(generated), strict=True)
+    )
+    apart = [
+        *torch.autograd.grad(for_generator, generator, retain_graph=True),
+        *torch.autograd.grad(for_discriminators, discriminators),
+    ]
+    torch.testing.assert_close(list(together.values()), apart, rtol=1e-3, atol=1e-5)
+
+
+def test_a_patch_of_the_discriminator_is_70_pixels() -> None:
+    from overspill.models.pix2pixhd import Discriminator
+
+    field, stride = 1, 1
+    for layer in convolutions(Discriminator(4, 2)):
+        field += (layer.kernel_size[0] - 1) * stride
+        stride *= layer.stride[0]
+    assert field == 70
+
+
+def test_the_images_of_pix2pixhd_are_twice_as_wide_as_high() -> None:
+    labels, images = load("pix2pixhd", small=True, image_size=48).make_batch(2)
+    assert labels.shape == (2, 6, 48, 96)
+    assert images.shape == (2, 3, 48, 96)
+    assert labels[:, :5].sum(1).eq(1).all()
+
+
+@pytest.mark.parametrize(("name", "channels"), [("inception-v3", 2048), ("inception-v4", 1536)])
+def test_an_inception_ends_in_maps_of_the_published_size(name: str, channels: int) -> None:
+    with FakeTensorMode():
+        module = load(name).module.eval()
+        middle = module.before(torch.empty(1, 3, 299, 299))
+        assert middle.shape[2:] == (17, 17)
+        assert module.after(middle).shape == (1, channels, 8, 8)
 
 
 def test_the_small_bert_masks_at_least_one_token_of_every_row() -> None:

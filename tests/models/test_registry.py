@@ -52,6 +52,10 @@ def test_a_name_like_no_other_still_says_where_to_look() -> None:
         ("vgg416", {"image_size": 31}, ["image_size 31", "vgg416", "32"]),
         ("resnet50", {"image_size": 0}, ["image_size", "at least 1", "0"]),
         ("unet", {"image_size": 100}, ["image_size 100", "unet", "multiple of 16"]),
+        ("overfeat", {"image_size": 70}, ["image_size 70", "overfeat", "71"]),
+        ("inception-v4", {"image_size": 74}, ["image_size 74", "inception-v4", "75"]),
+        ("pix2pixhd", {"image_size": 100}, ["image_size 100", "pix2pixhd", "multiple of 16"]),
+        ("lstm", {"image_size": 64}, ["image_size does not apply to lstm", "seq_len"]),
         ("resnet50", {"seq_len": 8}, ["seq_len does not apply to resnet50", "image_size"]),
         ("gpt2", {"image_size": 64}, ["image_size does not apply to gpt2", "seq_len"]),
         ("gpt2", {"seq_len": -1}, ["seq_len must be at least 1"]),
@@ -65,11 +69,22 @@ def test_a_size_that_the_model_cannot_take_is_refused(name: str, options: dict[s
     assert all(word in str(caught.value) for word in words)
 
 
-def test_batch_norm_refuses_a_batch_of_one_when_the_last_maps_have_one_pixel() -> None:
-    job = load("resnet18", small=True, image_size=32)
+@pytest.mark.parametrize(
+    ("name", "image_size"), [("resnet18", 32), ("densenet121", 60), ("inception-v3", 106), ("inception-v4", 106)]
+)
+def test_batch_norm_refuses_a_batch_of_one_when_the_last_maps_have_one_pixel(name: str, image_size: int) -> None:
+    job = load(name, small=True, image_size=image_size)
     assert len(job.make_batch(2)) == 2
-    with pytest.raises(RequestError, match="cannot train on a batch of 1"):
+    with pytest.raises(RequestError, match=f"cannot train on a batch of 1.*or image_size {image_size + 1} and above"):
         job.make_batch(1)
+    larger = load(name, small=True, image_size=image_size + 1)
+    assert larger.loss(larger.module, *larger.make_batch(1)).isfinite()
+
+
+@pytest.mark.parametrize("name", ["deeplabv3plus", "inception-v3-aux"])
+def test_batch_norm_refuses_a_batch_of_one_where_every_image_has_maps_of_one_pixel(name: str) -> None:
+    with pytest.raises(RequestError, match=r"cannot train on a batch of 1.*use a batch of 2$"):
+        load(name, small=True, image_size=256).make_batch(1)
 
 
 def test_a_size_error_of_an_alias_names_the_alias() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .job import Job, checked_size
-from .vision import classification_loss, image_batches
+from .vision import auxiliary_loss, classification_loss, image_batches
 
 # Table 1: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
 _INCEPTION = {
@@ -136,17 +136,6 @@ def _init(module: nn.Module) -> None:
             nn.init.constant_(layer.bias, 0.2 if isinstance(layer, nn.Conv2d) else 0.0)
 
 
-def auxiliary_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross entropy of the main classifier plus 0.3 times that of each auxiliary one (§5)."""
-    outputs = module(images)
-    if isinstance(outputs, Tensor):  # not in training
-        return F.cross_entropy(outputs, labels)
-    loss = F.cross_entropy(outputs[0], labels)
-    for logits in outputs[1:]:
-        loss = loss + _AUXILIARY_WEIGHT * F.cross_entropy(logits, labels)
-    return loss
-
-
 def build(name: str, *, small: bool, size: int | None) -> Job:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and a sixteenth of the width."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
@@ -154,5 +143,5 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     auxiliary = name == "googlenet-aux"
     module = GoogLeNet(classes=classes, shrink=16 if small else 1, auxiliary=auxiliary)
     _init(module)
-    loss = auxiliary_loss if auxiliary else classification_loss
+    loss = auxiliary_loss(_AUXILIARY_WEIGHT) if auxiliary else classification_loss
     return Job(name, module, image_batches(image_size, classes), loss)

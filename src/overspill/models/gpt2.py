@@ -105,7 +105,9 @@ def next_token_loss(module: nn.Module, tokens: Tensor, targets: Tensor) -> Tenso
     return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
 
 
-def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Returns a `make_batch` of random tokens (batch, seq_len) and the token that follows each."""
+
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (batch_size, seq_len + 1), device="cpu")
         # two storages of their own: as views of one, the inputs of a captured graph would alias
@@ -118,4 +120,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     """Returns the job: 12 layers of 768 on 512 tokens, or the small one: 2 layers of 64 on 32 tokens."""
     seq_len = checked_size(name, "seq_len", size, default=32 if small else 512, maximum=_POSITIONS)
     shape = _SMALL if small else _FULL
-    return Job(name, Gpt2(shape), _batches(shape.vocabulary, seq_len), next_token_loss)
+    return Job(name, Gpt2(shape), next_token_batches(shape.vocabulary, seq_len), next_token_loss)

@@ -37,6 +37,15 @@ def _tokens(family: str, builder: str, name: str, summary: str, *, size: int) ->
     return Entry(name, family, summary, f"{size} tokens", builder, "seq_len")
 
 
+def _inception(name: str, summary: str) -> Entry:
+    return _images("Inception", "inception:build", name, summary, size=299)
+
+
+def _densenet(depth: int, millions: str) -> Entry:
+    summary = f"densely connected network of {depth} layers, {millions} M parameters"
+    return _images("DenseNet", "densenet:build", f"densenet{depth}", summary)
+
+
 def _vgg(name: str, summary: str) -> Entry:
     return _images("VGG", "vgg:build", name, summary)
 
@@ -49,6 +58,7 @@ def _resnet(depth: int, millions: str) -> Entry:
 
 _ENTRIES = (
     _images("AlexNet", "alexnet:build", "alexnet", "5 convolutions in one tower (torchvision's sizes), 61.1 M parameters"),
+    _images("OverFeat", "overfeat:build", "overfeat", "the fast model: 5 convolutions, no dropout, 145.9 M parameters", size=231),
     _vgg("vgg-a", "configuration A: 8 convolutions, 132.9 M parameters"),
     _vgg("vgg-b", "configuration B: 10 convolutions, 133.0 M parameters"),
     _vgg("vgg-c", "configuration C: 13 convolutions, three of them 1x1, 133.6 M parameters"),
@@ -67,6 +77,10 @@ _ENTRIES = (
     _vgg("vgg416", _DEEPER.format(more=80)),
     _images("GoogLeNet", "googlenet:build", "googlenet", "Inception v1 without batch norm, 7.0 M parameters"),
     _images("GoogLeNet", "googlenet:build", "googlenet-aux", "googlenet with its two auxiliary classifiers, 13.4 M parameters"),
+    _inception("inception-v3", "factorised Inception with batch norm, 23.8 M parameters"),
+    _inception("inception-v3-aux", "inception-v3 with its auxiliary classifier, 27.2 M parameters"),
+    _inception("inception-v4", "deeper and more uniform than v3, 42.7 M parameters"),
+    _inception("inception-resnet-v2", "Inception blocks as residual branches, 55.8 M parameters"),
     _resnet(18, "11.7"),
     _resnet(34, "21.8"),
     _resnet(50, "25.6"),
@@ -75,7 +89,30 @@ _ENTRIES = (
     _images(
         "ResNet", "resnet:build_cifar", "resnet32-cifar", "residual network of 32 layers for CIFAR-10, 0.46 M parameters", size=32
     ),
+    _densenet(121, "8.0"),
+    _densenet(161, "28.7"),
+    _densenet(169, "14.1"),
+    _densenet(201, "20.0"),
     _images("U-Net", "unet:build", "unet", "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256),
+    _images(
+        "DeepLab",
+        "deeplab:build",
+        "deeplabv3plus",
+        "DeepLab v3+ on an atrous ResNet-101, 21 classes per pixel, 59.3 M parameters",
+        size=513,
+    ),
+    Entry(
+        "pix2pixhd",
+        "pix2pixHD",
+        "label maps to images: global generator and 3 discriminators in one loss, 191.0 M parameters; image_size is the height",
+        "label maps 36x512x1024, images 3x512x1024",
+        "pix2pixhd:build",
+        "image_size",
+    ),
+    _tokens("LSTM", "lstm:build", "lstm", "language model of 2 LSTM layers of 650 units, 19.8 M parameters", size=35),
+    _tokens(
+        "Seq2seq", "seq2seq:build", "seq2seq", "translation by 4 + 4 LSTM layers with attention, 221.1 M parameters", size=50
+    ),
     _tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
     _tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
 )  # fmt: skip

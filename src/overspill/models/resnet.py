@@ -27,9 +27,9 @@ _BASIC = ("resnet18", "resnet34")
 Shortcut = Callable[[int, int, int], nn.Module]
 
 
-def _conv(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """A convolution without bias and its batch norm."""
-    conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2, bias=False)
+def conv_norm(channels: int, width: int, kernel: int, stride: int = 1, rate: int = 1) -> nn.Sequential:
+    """Returns a convolution without bias and its batch norm; `rate` is how far apart the kernel's taps lie."""
+    conv = nn.Conv2d(channels, width, kernel, stride, padding=kernel // 2 * rate, dilation=rate, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(width))
 
 
@@ -48,7 +48,7 @@ class PaddedShortcut(nn.Module):
 
 def projection(channels: int, width: int, stride: int) -> nn.Module:
     """Returns option B of §3.3: the identity where shapes agree, else a strided 1x1 convolution."""
-    return nn.Identity() if stride == 1 and channels == width else _conv(channels, width, 1, stride)
+    return nn.Identity() if stride == 1 and channels == width else conv_norm(channels, width, 1, stride)
 
 
 def padding(channels: int, width: int, stride: int) -> nn.Module:
@@ -71,13 +71,14 @@ class Residual(nn.Module):
 
 def _basic(channels: int, width: int, stride: int, shortcut: Shortcut) -> Residual:
     """Two 3x3 convolutions (Figure 5, left)."""
-    branch = nn.Sequential(_conv(channels, width, 3, stride), nn.ReLU(), _conv(width, width, 3))
+    branch = nn.Sequential(conv_norm(channels, width, 3, stride), nn.ReLU(), conv_norm(width, width, 3))
     return Residual(branch, shortcut(channels, width, stride))
 
 
-def _bottleneck(channels: int, width: int, stride: int, shortcut: Shortcut) -> Residual:
-    """1x1, 3x3 and 1x1 convolutions; the last is four times as wide (Figure 5, right)."""
-    reduce, spatial, expand = _conv(channels, width, 1), _conv(width, width, 3, stride), _conv(width, 4 * width, 1)
+def bottleneck_block(channels: int, width: int, stride: int, shortcut: Shortcut, rate: int = 1) -> Residual:
+    """Returns 1x1, 3x3 and 1x1 convolutions; the last is four times as wide (Figure 5, right)."""
+    reduce, expand = conv_norm(channels, width, 1), conv_norm(width, 4 * width, 1)
+    spatial = conv_norm(width, width, 3, stride, rate)
     branch = nn.Sequential(reduce, nn.ReLU(), spatial, nn.ReLU(), expand)
     return Residual(branch, shortcut(channels, 4 * width, stride))
 
@@ -86,7 +87,7 @@ def _stages(
     stages: tuple[int, ...], width: int, *, bottleneck: bool, shortcut: Shortcut
 ) -> tuple[list[nn.Module], int]:
     """The residual stages after a stem of `width` channels, and the channels that come out; each doubles the width."""
-    block, expansion = (_bottleneck, 4) if bottleneck else (_basic, 1)
+    block, expansion = (bottleneck_block, 4) if bottleneck else (_basic, 1)
     layers: list[nn.Module] = []
     channels = width
     for stage, blocks in enumerate(stages):
@@ -106,7 +107,7 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and 8 channels in stage one."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     width, classes = (8, 10) if small else (64, 1000)
-    stem = [_conv(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    stem = [conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
     counts = (_SMALL_STAGES if small else _STAGES)[name]
     blocks, channels = _stages(counts, width, bottleneck=name not in _BASIC, shortcut=projection)
     module = nn.Sequential(*stem, *blocks, *_head(channels, classes))
@@ -119,6 +120,6 @@ def build_cifar(name: str, *, small: bool, size: int | None) -> Job:
     image_size = checked_size(name, "image_size", size, default=32, minimum=4)
     width = 8 if small else 16
     blocks, channels = _stages((5, 5, 5), width, bottleneck=False, shortcut=padding)
-    module = nn.Sequential(_conv(3, width, 3), nn.ReLU(), *blocks, *_head(channels, 10))
+    module = nn.Sequential(conv_norm(3, width, 3), nn.ReLU(), *blocks, *_head(channels, 10))
     he_init(module, "fan_out")
     return Job(name, module, normalised_image_batches(name, image_size, 10, 4), classification_loss)

@@ -22,22 +22,28 @@ def image_batches(image_size: int, classes: int) -> Callable[[int], tuple[Tensor
     return make_batch
 
 
-def normalised_image_batches(
-    name: str, image_size: int, classes: int, stride: int
-) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Returns `image_batches` for a network with batch norm, refusing a batch that leaves one value per channel.
+def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixel: int | None) -> None:
+    """Refuses a batch that leaves batch norm one value per channel, and so no variance to divide by.
 
-    `stride` is the network's whole downsampling; batch norm has no variance to divide by when its last maps are 1x1
-    and the batch is a single image.
+    `one_pixel` is the largest image whose smallest maps are 1x1, which is the whole downsampling of a network that
+    pads each of its layers; None where images of every size have such maps.
     """
+    if batch_size == 1 and (one_pixel is None or image_size <= one_pixel):
+        larger = "" if one_pixel is None else f" or image_size {one_pixel + 1} and above"
+        raise RequestError(
+            f"{name} at image_size {image_size} cannot train on a batch of 1: batch norm would see one value per "
+            f"channel; use a batch of 2{larger}"
+        )
+
+
+def normalised_image_batches(
+    name: str, image_size: int, classes: int, one_pixel: int | None
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Returns `image_batches` for a network with batch norm, checked by `check_normalised_batch`."""
     draw = image_batches(image_size, classes)
 
     def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
-        if batch_size == 1 and image_size <= stride:
-            raise RequestError(
-                f"{name} at image_size {image_size} cannot train on a batch of 1: batch norm would see one value per "
-                f"channel; use a batch of 2 or image_size {stride + 1} and above"
-            )
+        check_normalised_batch(name, batch_size, image_size, one_pixel)
         return draw(batch_size)
 
     return make_batch
@@ -46,6 +52,24 @@ def normalised_image_batches(
 def classification_loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """Returns the mean cross entropy of the module's logits."""
     return F.cross_entropy(module(images), labels)
+
+
+def auxiliary_loss(weight: float) -> Callable[..., Tensor]:
+    """Returns the loss of a module that answers with its logits and, in training, with those of side classifiers.
+
+    It is the mean cross entropy of the main classifier plus `weight` times that of each auxiliary one.
+    """
+
+    def loss_of(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        outputs = module(images)
+        if isinstance(outputs, Tensor):  # not in training
+            return F.cross_entropy(outputs, labels)
+        loss = F.cross_entropy(outputs[0], labels)
+        for logits in outputs[1:]:
+            loss = loss + weight * F.cross_entropy(logits, labels)
+        return loss
+
+    return loss_of
 
 
 def resized_grid(have: int, want: int) -> nn.Module:

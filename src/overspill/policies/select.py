@@ -32,13 +32,16 @@ def select(
     candidates: Sequence[Candidate],
     budget_bytes: int,
     end_of_forward: int,
+    first: Sequence[int] = (),
 ) -> tuple[list[Candidate], Positions]:
-    """The candidates taken, and the live bytes at each step that they leave; these may stay above the budget.
+    """The candidates taken, those numbered `first` before all others, and the live bytes at each step that they leave; these may stay above the budget.
 
     A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches in
     backward. What goes beyond is exposed and counts in full.
     """
     choice = _Choice(live, seconds, candidates, budget_bytes, end_of_forward)
+    for index in first:
+        choice.take(index)
     while (index := choice.best()) is not None:
         choice.take(index)
     choice.prune()

@@ -1,0 +1,91 @@
+"""Word language model of LSTM cells: Zaremba et al., arXiv:1409.2329, the medium regularised network of §4.1.
+
+The steps are unrolled over nn.LSTMCell, as in the paper's own program. Each batch starts from a state of zeros, where
+the paper carries the last one over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .gpt2 import next_token_batches, next_token_loss
+from .job import Job, checked_size
+
+_DROPOUT = 0.5
+_INITIAL = 0.05  # weights are uniform in [-0.05, 0.05]
+
+State = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    vocabulary: int
+    width: int
+    layers: int
+
+
+_FULL = _Shape(vocabulary=10_000, width=650, layers=2)
+_SMALL = _Shape(vocabulary=97, width=16, layers=2)
+
+
+class LstmStack(nn.Module):
+    """One step of LSTM layers; dropout falls on what enters a layer from below, never on its own state (§3.2)."""
+
+    def __init__(self, inputs: int, width: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.width = width
+        self.cells = nn.ModuleList(nn.LSTMCell(width if layer > 0 else inputs, width) for layer in range(layers))
+        self.dropout = nn.Dropout(dropout)
+
+    def start(self, like: Tensor) -> list[State]:
+        """Returns each layer's first state: zeros for as many sequences as `like` has, of its kind."""
+        zeros = like.new_zeros(like.shape[0], self.width)
+        return [(zeros, zeros) for _ in self.cells]
+
+    def forward(self, x: Tensor, states: Sequence[State]) -> list[State]:
+        """Returns each layer's next state; the output of the stack is the last one's first tensor."""
+        following = []
+        for cell, state in zip(self.cells, states, strict=True):
+            following.append(cell(self.dropout(x), state))
+            x = following[-1][0]
+        return following
+
+
+class LanguageModel(nn.Module):
+    """Embedding, layers of LSTM, and a softmax's logits for the next word at every step."""
+
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__()
+        self.words = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = LstmStack(shape.width, shape.width, shape.layers, _DROPOUT)
+        self.dropout = nn.Dropout(_DROPOUT)
+        self.head = nn.Linear(shape.width, shape.vocabulary)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Returns logits (batch, steps, vocabulary)."""
+        x = self.words(words)
+        states = self.layers.start(x[:, 0])
+        outputs = []
+        for step in x.unbind(1):
+            states = self.layers(step, states)
+            outputs.append(states[-1][0])
+        return self.head(self.dropout(torch.stack(outputs, 1)))
+
+
+def uniform_init(module: nn.Module, bound: float) -> None:
+    """Gives every parameter uniform values in [-bound, bound], as the LSTM papers do."""
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
+
+
+def build(name: str, *, small: bool, size: int | None) -> Job:
+    """Returns the job: two layers of 650 over 35 words, or the small one: two layers of 16 over 4 words."""
+    seq_len = checked_size(name, "seq_len", size, default=4 if small else 35)
+    shape = _SMALL if small else _FULL
+    module = LanguageModel(shape)
+    uniform_init(module, _INITIAL)
+    return Job(name, module, next_token_batches(shape.vocabulary, seq_len), next_token_loss)

@@ -1,0 +1,95 @@
+"""Translation by LSTMs with attention: Luong et al., arXiv:1508.04025, global attention of form "general" (§3.1).
+
+Decoding feeds the attentional vector on to the next step (§3.3) and reads the right words (teacher forcing). All
+sentences of a batch have the same length, so nothing is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .gpt2 import next_token_batches
+from .job import Job, checked_size
+from .lstm import LstmStack, uniform_init
+
+_DROPOUT = 0.2  # §4.1
+_INITIAL = 0.1  # §4.1: parameters are uniform in [-0.1, 0.1]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    vocabulary: int
+    width: int
+    layers: int
+
+
+_FULL = _Shape(vocabulary=50_000, width=1000, layers=4)  # §4.1
+_SMALL = _Shape(vocabulary=61, width=16, layers=2)
+
+
+class Translator(nn.Module):
+    """An encoder, a decoder that attends to its top layer's states, and logits of the target's words."""
+
+    def __init__(self, shape: _Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.source = nn.Embedding(shape.vocabulary, width)
+        self.target = nn.Embedding(shape.vocabulary, width)
+        self.encoder = LstmStack(width, width, shape.layers, _DROPOUT)
+        self.decoder = LstmStack(2 * width, width, shape.layers, _DROPOUT)
+        self.score = nn.Linear(width, width, bias=False)  # W_a, equation 8
+        self.attend = nn.Linear(2 * width, width, bias=False)  # W_c, equation 5
+        self.dropout = nn.Dropout(_DROPOUT)
+        self.head = nn.Linear(width, shape.vocabulary, bias=False)  # W_s, equation 6
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Returns logits (batch, target words, vocabulary) of the word that follows each of `target`."""
+        embedded = self.source(source)
+        states = self.encoder.start(embedded[:, 0])
+        tops = []
+        for word in embedded.unbind(1):
+            states = self.encoder(word, states)
+            tops.append(states[-1][0])
+        memory = torch.stack(tops, 1)
+        keys = self.score(memory)
+        attentional = torch.zeros_like(memory[:, 0])
+        outputs = []
+        for word in self.target(target).unbind(1):
+            states = self.decoder(torch.cat([word, attentional], 1), states)
+            attentional = self._attentional(states[-1][0], keys, memory)
+            outputs.append(attentional)
+        return self.head(self.dropout(torch.stack(outputs, 1)))
+
+    def _attentional(self, query: Tensor, keys: Tensor, memory: Tensor) -> Tensor:
+        """tanh(W_c [context; query]), the context being the memory weighed by how its keys match the query."""
+        weights = (keys @ query.unsqueeze(2)).softmax(1)
+        context = (weights.transpose(1, 2) @ memory).squeeze(1)
+        return torch.tanh(self.attend(torch.cat([context, query], 1)))
+
+
+def translation_loss(module: nn.Module, source: Tensor, target: Tensor, following: Tensor) -> Tensor:
+    """Returns the mean cross entropy of each target word's successor."""
+    return F.cross_entropy(module(source, target).flatten(0, 1), following.flatten())
+
+
+def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
+    draw = next_token_batches(vocabulary, seq_len)
+
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.randint(vocabulary, (batch_size, seq_len), device="cpu"), *draw(batch_size)
+
+    return make_batch
+
+
+def build(name: str, *, small: bool, size: int | None) -> Job:
+    """Returns the job: four layers of 1000 over 50 words, or the small one: two layers of 16 over 3 words."""
+    seq_len = checked_size(name, "seq_len", size, default=3 if small else 50)
+    shape = _SMALL if small else _FULL
+    module = Translator(shape)
+    uniform_init(module, _INITIAL)
+    return Job(name, module, _batches(shape.vocabulary, seq_len), translation_loss)

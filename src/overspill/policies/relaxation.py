@@ -1,0 +1,530 @@
+"""A linear relaxation of planning under a budget: a proven lower bound on the step, and a hint at what to do.
+
+Time is cut at *markers*, steps at which memory is looked at; elsewhere it may be exceeded. Tensors whose gaps cover
+the same markers are one *group*, of which any part may be away. The variables say how much of each group is away at
+each marker, how much moves between two markers, and how much of each op is recomputed; the step is as short as the
+link in each direction, the budget at each marker, and the ops allow. Every schedule that keeps the graph's order and
+can be carried out as two graphs, forward and backward, is a solution of this program with its own time or less: so its
+optimum is a lower bound. Solved by HiGHS.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import Device
+
+from .algorithms import memory_optimal
+from .program import Gap, Program
+
+MARKERS = 40
+NEIGHBOURS = 8
+"""How many of the next forced trips are looked at together with one."""
+SAFETY = 1e-6
+"""Share of the optimum that is given away, for the solver works to a tolerance."""
+_INFINITY = highspy.kHighsInf
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """An optimum of the relaxation: no schedule takes less than `seconds`.
+
+    `away` is the share of each gap's group that leaves, `recompute` the share of each op that runs again, `slower`
+    the share of each op that gives its fastest algorithm up.
+    """
+
+    seconds: float
+    away: dict[Gap, float]
+    recompute: dict[int, float]
+    slower: dict[int, float]
+
+
+def relax(
+    program: Program, device: Device, budget_bytes: int, seconds: Sequence[float], markers: int = MARKERS
+) -> Relaxed | None:
+    """The relaxation of running `program` within the budget, or None where even it has no solution.
+
+    With a program that recomputes, or that has its algorithms chosen, the bound is on what is left to choose.
+    """
+    return _Relaxation(program, device, budget_bytes, seconds, markers).solve()
+
+
+class _Linear:
+    """A linear program in the making, rows as sparse lists."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        self.starts: list[int] = [0]
+        self.columns: list[int] = []
+        self.values: list[float] = []
+
+    def variable(self, upper: float = _INFINITY, cost: float = 0.0) -> int:
+        """A column in [0, upper]; its index."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def row(self, terms: Iterable[tuple[int, float]], lower: float = -_INFINITY, upper: float = _INFINITY) -> None:
+        """lower <= sum of coefficient times column <= upper."""
+        for column, value in terms:
+            self.columns.append(column)
+            self.values.append(value)
+        self.starts.append(len(self.columns))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+    def solve(self) -> tuple[float, list[float]] | None:
+        """The optimum and where it is, or None if there is no solution."""
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(self.cost), len(self.row_lower)
+        program.col_cost_ = np.array(self.cost)
+        program.col_lower_ = np.zeros(len(self.cost))
+        program.col_upper_ = np.array(self.upper)
+        program.row_lower_, program.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.array(self.starts)
+        program.a_matrix_.index_ = np.array(self.columns)
+        program.a_matrix_.value_ = np.array(self.values)
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.passModel(program)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
+
+
+@dataclass
+class _Group:
+    """Gaps that cover the same markers: `markers` in the order of time, those before the end of the step first."""
+
+    markers: tuple[int, ...]
+    leaves_in_forward: bool
+    returns_in_backward: bool
+    copied: bool
+    wraps: bool
+    gaps: list[Gap] = field(default_factory=list)
+    held: list[tuple[int, float]] = field(default_factory=list)  # (column, size) of inputs kept for recomputation
+    size: float = 0.0
+    most: int = -1
+    away: dict[int, int] = field(default_factory=dict)  # marker -> column
+
+
+@dataclass(frozen=True)
+class _Trip:
+    """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor."""
+
+    gap: Gap
+    first: int
+    last: int
+    size: float
+    copied: bool
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return self.gap.start, self.first, self.last, self.gap.end
+
+
+class _Time:
+    """When steps start: the time of the ops before them, and for each stretch between `positions` what is added."""
+
+    def __init__(self, lp: _Linear, durations: NDArray[np.float64], positions: set[int]) -> None:
+        self.lp = lp
+        self.clock = np.concatenate([[0.0], np.cumsum(durations)])
+        length = len(durations)
+        self.at = sorted(p for p in positions if p < length)
+        self.before = lp.variable(cost=1.0)
+        self.extra = [lp.variable(cost=1.0) for _ in self.at]
+
+    def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
+        """The sum of `terms` takes no longer than from the start of step `start`, or its end, to the start of `end`."""
+        ops = self._span(start + 1 if after else start, end)
+        self.lp.row([*terms, *((c, -1.0) for c in self._between(start, end))], upper=ops)
+
+    def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
+        """The sum of `terms` is spent between the two steps, beside the ops there."""
+        self.lp.row([*terms, *((c, -1.0) for c in self._between(start, end))], upper=0.0)
+
+    def _between(self, start: int, end: int) -> list[int]:
+        if start < 0:
+            return [self.before]
+        return self.extra[bisect_left(self.at, start) : bisect_left(self.at, end)]
+
+    def _span(self, start: int, end: int) -> float:
+        return float(self.clock[end] - self.clock[start]) if start >= 0 else 0.0
+
+
+class _Relaxation:
+    """Sizes are in shares of the budget, times in shares of the ops' whole time, so that numbers are near one."""
+
+    def __init__(
+        self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float], markers: int
+    ) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.device = device
+        self.lp = _Linear()
+        self.durations = program.durations(seconds)
+        self.op_seconds = seconds
+        self.total = float(self.durations.sum()) or 1.0
+        self.unit = float(max(1, budget_bytes))
+        self.live = program.live_bytes()
+        self.over = self.live > budget_bytes
+        self.budget_bytes = budget_bytes
+        self.at = self._markers(markers)
+        self.groups: dict[tuple[object, ...], _Group] = {}
+        self.again: dict[tuple[int, bool], int] = {}  # (op, in backward) -> column, the share that is recomputed
+        self.due: dict[tuple[int, bool], int] = {}  # the step before which that must be done
+
+    @property
+    def _planned(self) -> bool:
+        return any(step.recompute for step in self.program.steps)
+
+    def _markers(self, count: int) -> list[int]:
+        """Positions in order: in each of `count` equal spans of time the one with most bytes, and where forward ends."""
+        length = self.program.length
+        ends = np.cumsum(self.durations)
+        slot = np.minimum((ends - self.durations / 2) / self.total * count, count - 1).astype(int)
+        chosen = {0, min(self.program.end_of_forward, length - 1)}
+        for s in np.unique(slot):
+            inside = np.flatnonzero(slot == s)
+            chosen.add(int(inside[np.argmax(self.live[inside])]))
+        if length:
+            chosen.add(int(np.argmax(self.live)))
+        return sorted(chosen)
+
+    def solve(self) -> Relaxed | None:
+        lp, at = self.lp, self.at
+        self._recomputable()
+        forced = self._forced()
+        self.time = _Time(lp, self.durations / self.total, {*at, *(p for trip in forced for p in trip.positions)})
+        self._windows(forced)
+        self._make_groups()
+        leaving: dict[int, list[tuple[int, float]]] = defaultdict(list)  # interval -> transfers, -1 is before the step
+        coming: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for group in self.groups.values():
+            self._flow(group, leaving, coming)
+        self._links(leaving, coming)
+        slower: dict[int, list[tuple[int, int]]] = {}
+        busy: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for k, p in enumerate(at):
+            if self.over[p]:
+                self._memory(k, p, slower, busy)
+        self._spend(busy)
+        found = lp.solve()
+        if found is None:
+            return None
+        optimum, values = found
+        away = {
+            gap: max((values[c] for c in g.away.values()), default=0.0) / g.size
+            for g in self.groups.values() if g.size
+            for gap in g.gaps
+        }  # fmt: skip
+        return Relaxed(
+            seconds=self.total * (1.0 + optimum * (1 - SAFETY)) * (1 - SAFETY),
+            away=away,
+            recompute={op: values[column] for (op, backward), column in self.again.items() if backward},
+            slower={op: sum(values[c] for c, _ in columns) for op, columns in slower.items()},
+        )
+
+    # -- what may be away
+
+    def _covered(self, start: int, end: int, *, wraps: bool) -> tuple[int, ...]:
+        first, last = np.searchsorted(self.at, start, side="right"), np.searchsorted(self.at, end, side="left")
+        if wraps:
+            return (*range(first, len(self.at)), *range(last))
+        return tuple(range(first, last))
+
+    def _group(self, gap: Gap, *, copied: bool) -> _Group | None:
+        markers = self._covered(gap.start, gap.end, wraps=gap.wraps)
+        if not any(self.over[self.at[k]] for k in markers):
+            return None
+        boundary = self.program.end_of_forward
+        leaves, returns = gap.start < boundary and not gap.wraps, gap.end >= boundary and not gap.wraps
+        key = (markers, leaves, returns, copied, gap.wraps)
+        return self.groups.setdefault(key, _Group(markers, leaves, returns, copied, gap.wraps))
+
+    def _make_groups(self) -> None:
+        tensors = self.graph.tensors
+        by_tensor: dict[int, list[Gap]] = defaultdict(list)
+        for gap in self._gaps():
+            by_tensor[gap.tensor].append(gap)
+        for gap in (g for gaps in by_tensor.values() for g in gaps):
+            # One copy may serve several gaps: the longest pays for it.
+            longest = max(by_tensor[gap.tensor], key=lambda g: (g.wraps, g.end - g.start))
+            tensor, group = tensors[gap.tensor], self._group(gap, copied=gap is longest)
+            if group is not None:
+                group.gaps.append(gap)
+                group.size += tensor.nbytes / self.unit
+        self._hold_inputs()
+        for group in self.groups.values():
+            self._limit(group)
+
+    def _recomputable(self) -> None:
+        """A column for every op that may run again to make a tensor which has a gap, and for what it needs for that."""
+        if self._planned:
+            return  # what to recompute has been chosen
+        for gap in self.program.gaps:
+            tensor = self.graph.tensors[gap.tensor]
+            if tensor.persistent or not tensor.movable or gap.end - gap.start <= 1:
+                continue
+            backward = gap.end >= self.program.end_of_forward
+            self._due(gap.tensor, gap.end, backward=backward)
+
+    def _due(self, tensor: int, end: int, *, backward: bool) -> None:
+        """Note that a recomputation may have to give `tensor` by `end`, and then its inputs that are gone as well.
+
+        One in forward and one in backward are two recomputations, and cost twice.
+        """
+        pending = [tensor]
+        while pending:
+            made = pending.pop()
+            op = self.graph.ops[self.graph.producer[made]]
+            if made not in op.recompute_writes:
+                continue
+            again = op.id, backward
+            if again not in self.again:
+                self.again[again] = self.lp.variable(1.0)
+                pending += [t for t in op.recompute_reads if not self.graph.tensors[t].persistent]
+                self.due[again] = end
+            self.due[again] = min(self.due[again], end)
+
+    def _column(self, tensor: int, *, backward: bool) -> int | None:
+        """The column of the recomputation that makes `tensor` in that phase, if there is one."""
+        op = self.graph.ops[self.graph.producer[tensor]]
+        return self.again.get((op.id, backward)) if tensor in op.recompute_writes else None
+
+    def _hold_inputs(self) -> None:
+        """What a recomputation reads and nobody wants any more is recomputed as well, or held on the device for it."""
+        touches, tensors = self.program.touches, self.graph.tensors
+        needed: dict[tuple[int, bool], list[int]] = defaultdict(list)  # input that is gone -> ops that read it again
+        for (op, backward), due in self.due.items():
+            for read in self.graph.ops[op].recompute_reads:
+                if not tensors[read].persistent and touches[read][-1] < due:
+                    needed[read, backward].append(op)
+        for (read, backward), ops in needed.items():
+            held = self.lp.variable(1.0)
+            gap = Gap(read, touches[read][-1], min(self.due[op, backward] for op in ops))
+            group = self._group(gap, copied=True)
+            if group is not None:
+                made = (tensors[t].nbytes for op in ops for t in self.graph.ops[op].recompute_writes)
+                group.held.append((held, min(tensors[read].nbytes, *made) / self.unit))
+            again = self._column(read, backward=backward)
+            for op in ops:
+                terms = [(self.again[op, backward], 1.0), (held, -1.0)]
+                self.lp.row(terms if again is None else [*terms, (again, -1.0)], upper=0.0)
+
+    def _limit(self, group: _Group) -> None:
+        """What of a group may leave over the link: all but what is recomputed, and what is held for recomputations."""
+        terms = []
+        for gap in group.gaps:
+            persistent = self.graph.tensors[gap.tensor].persistent
+            again = None if persistent else self._column(gap.tensor, backward=gap.end >= self.program.end_of_forward)
+            if again is not None:
+                terms.append((again, self.graph.tensors[gap.tensor].nbytes / self.unit))
+        if terms or group.held:
+            group.most = self.lp.variable()
+            held = [(column, -size) for column, size in group.held]
+            self.lp.row([(group.most, 1.0), *_added(terms), *held], lower=group.size, upper=group.size)
+
+    # -- how it moves
+
+    def _flow(
+        self, group: _Group, leaving: dict[int, list[tuple[int, float]]], coming: dict[int, list[tuple[int, float]]]
+    ) -> None:
+        """Bytes away at each marker: what was away before, more what left, less what came back in between."""
+        lp, boundary = self.lp, self.program.end_of_forward
+        at_home = lp.variable(group.size) if group.wraps else None
+        chain: list[tuple[int, int | None]] = [(k, None) for k in group.markers]
+        previous: list[tuple[int, float]] = []
+        for index, (k, _) in enumerate(chain):
+            begins_step = group.wraps and k == 0
+            if begins_step and at_home is not None:
+                if previous:  # from the last marker to the end of the step
+                    self._step(previous, at_home, leaving[len(self.at) - 1], None, group)
+                previous = [(at_home, 1.0)]
+            away = lp.variable(_INFINITY if group.most >= 0 else group.size)
+            group.away[k] = away
+            if group.most >= 0:
+                lp.row([(away, 1.0), (group.most, -1.0)], upper=0.0)
+            interval = k - 1
+            may_leave = not group.leaves_in_forward or k == 0 or self.at[k - 1] < boundary
+            may_come = not group.returns_in_backward or self.at[k] > boundary
+            inward = coming[interval] if previous and may_come else None
+            self._step(previous, away, leaving[interval] if may_leave and not begins_step else None, inward, group)
+            previous = [(away, 1.0)]
+            if index + 1 == len(chain):
+                if group.wraps and at_home is not None and not any(m == 0 for m in group.markers):
+                    self._step(previous, at_home, leaving[len(self.at) - 1], None, group)
+                    coming[-1].append((at_home, 1.0))
+                else:
+                    coming[k].append((away, 1.0))
+
+    def _step(
+        self,
+        previous: list[tuple[int, float]],
+        away: int,
+        leaving: list[tuple[int, float]] | None,
+        coming: list[tuple[int, float]] | None,
+        group: _Group,
+    ) -> None:
+        terms = [(away, 1.0), *((c, -v) for c, v in previous)]
+        if leaving is not None:
+            out = self.lp.variable()
+            terms.append((out, -1.0))
+            if group.copied:
+                leaving.append((out, 1.0))
+        if coming is not None:
+            back = self.lp.variable()
+            terms.append((back, 1.0))
+            coming.append((back, 1.0))
+        self.lp.row(terms, lower=0.0, upper=0.0)
+
+    def _links(
+        self, leaving: dict[int, list[tuple[int, float]]], coming: dict[int, list[tuple[int, float]]]
+    ) -> None:
+        """In each interval, each direction of the link moves what its rate allows; one that is half duplex, both."""
+        out, back = self._link_times()
+        for k in range(-1, len(self.at)):
+            outward = [(c, out * v) for c, v in leaving.get(k, ())]
+            inward = [(c, back * v) for c, v in coming.get(k, ())]
+            both = [outward, inward] if self.device.full_duplex else [outward + inward]
+            for moved in both:
+                if moved:
+                    start, end = self._interval(k)
+                    self.time.at_most(_added(moved), start, end)
+
+    def _link_times(self) -> tuple[float, float]:
+        """Time that the budget's size takes on the link, each way."""
+        device = self.device
+        return (
+            self.unit / device.offload_bytes_per_second / self.total,
+            self.unit / device.prefetch_bytes_per_second / self.total,
+        )
+
+    def _interval(self, k: int) -> tuple[int, int]:
+        """The steps from marker `k` to the next; -1 is the time before the first step."""
+        if k < 0:
+            return -1, 0
+        return self.at[k], self.at[k + 1] if k + 1 < len(self.at) else self.program.length
+
+    # -- what must be away as a whole
+
+    def _forced(self) -> list[_Trip]:
+        """Trips that some step demands: beside the least that it needs, the whole tensor has no room."""
+        gaps = [g for g in self._gaps() if not g.wraps]
+        least = Program(self.graph, algorithms=memory_optimal(self.graph)) if not self._planned else self.program
+        alone = least.live_bytes(self._gaps())
+        room = self.budget_bytes - alone
+        trips: list[_Trip] = []
+        copied: set[int] = set()
+        for gap in sorted(gaps, key=lambda g: (g.start, g.tensor)):
+            nbytes = self.graph.tensors[gap.tensor].nbytes
+            away = np.flatnonzero(room[gap.start + 1 : gap.end] < nbytes)
+            if not away.size:
+                continue
+            first, last = gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1])
+            trips.append(_Trip(gap, first, last, nbytes / self.unit, copied=gap.tensor not in copied))
+            copied.add(gap.tensor)
+        return trips
+
+    def _gaps(self) -> list[Gap]:
+        """The gaps in which a tensor may be away."""
+        tensors = self.graph.tensors
+        return [
+            gap
+            for gap in self.program.gaps
+            if not gap.remade and tensors[gap.tensor].movable and (gap.wraps or gap.end - gap.start > 1)
+        ]
+
+    def _windows(self, trips: Sequence[_Trip]) -> None:
+        """A forced trip has only the steps between its uses and the place that has no room for it to move in."""
+        out, back = self._link_times()
+        leaving: list[tuple[int, int, list[tuple[int, float]]]] = []
+        coming: list[tuple[int, int, list[tuple[int, float]]]] = []
+        for trip in trips:
+            moved = self.lp.variable(1.0)
+            persistent = self.graph.tensors[trip.gap.tensor].persistent
+            backward = trip.gap.end >= self.program.end_of_forward
+            again = None if persistent else self._column(trip.gap.tensor, backward=backward)
+            self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+            coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
+            if trip.copied:
+                leaving.append((trip.gap.start, trip.first, [(moved, out * trip.size)]))
+        for moves in [leaving, coming] if self.device.full_duplex else [leaving + coming]:
+            moves.sort(key=lambda m: m[:2])
+            for i, (start, end, _) in enumerate(moves):
+                for other in {end, *(m[1] for m in moves[i + 1 : i + 1 + NEIGHBOURS])}:
+                    inside = [t for a, b, terms in moves[i:] if a >= start and b <= max(end, other) for t in terms]
+                    self.time.at_most(_added(inside), start, max(end, other), after=True)
+
+    # -- budget and time
+
+    def _memory(
+        self, k: int, p: int, slower: dict[int, list[tuple[int, int]]], busy: dict[int, list[tuple[int, float]]]
+    ) -> None:
+        """At a marker, what is away and what a smaller workspace saves make up for what is over the budget."""
+        terms: list[tuple[int, float]] = []
+        constant = 0.0
+        for group in self.groups.values():
+            if k in group.away:
+                terms.append((group.away[k], 1.0))
+                if group.most >= 0:  # recomputed: size - most
+                    terms.append((group.most, -1.0))
+                    constant += group.size
+        op, chosen = self.program.op(self.program.steps[p]), self.program.algorithm(self.program.steps[p])
+        others = []
+        for number, algorithm in enumerate(op.algorithms):
+            saved = op.workspace_of(chosen) - algorithm.workspace_bytes
+            lost = self.op_seconds[op.id] * (algorithm.slowdown - op.slowdown_of(chosen)) / self.total
+            if saved > 0:
+                column = self.lp.variable(1.0)
+                others.append((column, number))
+                terms.append((column, saved / self.unit))
+                busy[k].append((column, max(0.0, lost)))
+        if others:
+            self.lp.row([(c, 1.0) for c, _ in others], upper=1.0)
+            slower[op.id] = others
+        self.lp.row(terms, lower=(self.live[p] - self.budget_bytes) / self.unit - constant)
+
+    def _spend(self, busy: dict[int, list[tuple[int, float]]]) -> None:
+        """Each interval is longer by its slower algorithm and its recomputations, which come before they are needed."""
+        again = [self.lp.variable() for _ in self.at]
+        for k in range(len(self.at)):
+            start, end = self._interval(k)
+            self.time.beyond([(again[k], 1.0), *busy.get(k, ())], start, end)
+        if not self.again:
+            return
+        due: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for key, column in self.again.items():
+            interval = min(len(self.at) - 1, int(np.searchsorted(self.at, self.due[key], side="left")))
+            due[interval].append((column, self.op_seconds[key[0]] / self.total))
+        # done[k]: recomputed before the end of interval k, at least what is due by then.
+        done, wanted = None, None
+        for k in range(len(self.at)):
+            now, want = self.lp.variable(), self.lp.variable()
+            self.lp.row(
+                [(now, 1.0), (again[k], -1.0), *([(done, -1.0)] if done is not None else [])], lower=0.0, upper=0.0
+            )
+            terms = [(want, 1.0), *((c, -s) for c, s in due.get(k, ()))]
+            self.lp.row([*terms, *([(wanted, -1.0)] if wanted is not None else [])], lower=0.0, upper=0.0)
+            self.lp.row([(now, 1.0), (want, -1.0)], lower=0.0)
+            done, wanted = now, want
+
+
+def _added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Terms of the same column added up, as a row must have them."""
+    sums: dict[int, float] = defaultdict(float)
+    for column, value in terms:
+        sums[column] += value
+    return list(sums.items())
