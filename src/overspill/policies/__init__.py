@@ -9,12 +9,33 @@ from overspill.core.errors import RequestError
 from .auto import Auto
 from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
-from .checkpoint import Checkpoint
-from .in_core import InCore, Liveness
-from .vdnn import VdnnAll, VdnnConv
+from .checkpoint import Checkpoint, CheckpointCost
+from .dymem import Dymem
+from .in_core import InCore, Liveness, Oracle
+from .lms import LargeModelSupport
+from .superneurons import Superneurons, SuperneuronsOffload
+from .vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic
+from .window import Window
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Auto, InCore, Liveness, VdnnAll, VdnnConv, Checkpoint)
+    policy.name: policy
+    for policy in (
+        Auto,
+        InCore,
+        Liveness,
+        VdnnAll,
+        VdnnConv,
+        VdnnDynamic,
+        Dymem,
+        Sequential,
+        Checkpoint,
+        CheckpointCost,
+        Superneurons,
+        SuperneuronsOffload,
+        LargeModelSupport,
+        Window,
+        Oracle,
+    )
 }
 
 

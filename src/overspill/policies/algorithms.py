@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from overspill.core import Graph, Schedule, Verb
+from overspill.core import Graph, Op, Schedule, Verb
 
 Choice = Mapping[int, int]
 """Op id to the number of its algorithm; ops that are not in it take their fastest, number 0."""
@@ -13,11 +13,18 @@ Choice = Mapping[int, int]
 
 def memory_optimal(graph: Graph) -> dict[int, int]:
     """The algorithm of least workspace for every op that has a choice, the faster of equals (vDNN §III-C's "(m)")."""
-    return {
-        op.id: min(range(len(op.algorithms)), key=lambda i: (op.algorithms[i].workspace_bytes, i))
-        for op in graph.ops
-        if op.algorithms
-    }
+    return {op.id: least_workspace(op) for op in graph.ops if op.algorithms}
+
+
+def least_workspace(op: Op) -> int:
+    """The number of the algorithm of `op` that takes the least workspace, the faster of equals."""
+    return min(range(len(op.algorithms)), key=lambda i: (op.algorithms[i].workspace_bytes, i), default=0)
+
+
+def fastest_within(op: Op, room_bytes: int) -> int:
+    """The number of the fastest algorithm of `op` with a workspace within `room_bytes`, or of the least if none is."""
+    fitting = (i for i, algorithm in enumerate(op.algorithms) if algorithm.workspace_bytes <= room_bytes)
+    return next(fitting, least_workspace(op))
 
 
 def folded(graph: Graph, choice: Choice) -> Graph:

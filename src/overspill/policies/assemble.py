@@ -16,7 +16,8 @@ class Transfer:
     """One trip of `gap`'s tensor to the store and back; every field names the step before which it happens.
 
     gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end;
-    in a gap that wraps, the way back comes at the start of the step and the way out at its end.
+    in a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may start
+    before the gap, at an earlier use after which it stays right; `copied` awaits it before a step ahead of `release`.
     """
 
     gap: Gap
@@ -24,6 +25,7 @@ class Transfer:
     release: int
     prefetch: int
     arrive: int
+    copied: int | None = None
 
 
 def assemble(
@@ -48,11 +50,14 @@ class _Assembly:
         self.stored = set(self.at_home)  # tensors of which the store has a copy, or is getting one
         self.leaving: set[int] = set()
         self.offloads: dict[int, list[Transfer]] = defaultdict(list)
+        self.copies: dict[int, list[Transfer]] = defaultdict(list)
         self.releases: dict[int, list[Transfer]] = defaultdict(list)
         self.prefetches: dict[int, list[Transfer]] = defaultdict(list)
         self.arrivals: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in sorted(transfers, key=lambda t: (t.gap.start, t.gap.tensor)):
             self.offloads[transfer.offload].append(transfer)
+            if transfer.copied is not None:
+                self.copies[transfer.copied].append(transfer)
             self.releases[transfer.release].append(transfer)
             self.prefetches[transfer.prefetch].append(transfer)
             self.arrivals[transfer.arrive].append(transfer)
@@ -90,16 +95,21 @@ class _Assembly:
                 self.stored.add(tensor)
                 self.leaving.add(tensor)
                 yield Instruction(Verb.OFFLOAD, tensor)
+        for transfer in self.copies[position]:
+            yield from self._await_copy(transfer.gap.tensor)
         for transfer in self.releases[position]:
-            if (tensor := transfer.gap.tensor) in self.leaving:
-                self.leaving.remove(tensor)
-                yield Instruction(Verb.AWAIT_OFFLOAD, tensor)
-            yield self._free(tensor)
+            yield from self._await_copy(transfer.gap.tensor)
+            yield self._free(transfer.gap.tensor)
         for transfer in self.prefetches[position]:
             self.present.add(transfer.gap.tensor)
             yield Instruction(Verb.PREFETCH, transfer.gap.tensor)
         for transfer in self.arrivals[position]:
             yield Instruction(Verb.AWAIT_PREFETCH, transfer.gap.tensor)
+
+    def _await_copy(self, tensor: int) -> Iterable[Instruction]:
+        if tensor in self.leaving:
+            self.leaving.remove(tensor)
+            yield Instruction(Verb.AWAIT_OFFLOAD, tensor)
 
     def _run(self, step: Step) -> Iterable[Instruction]:
         op, algorithm = self.program.op(step), self.program.algorithm(step)

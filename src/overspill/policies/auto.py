@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from overspill.core import Device, Graph, Schedule
+from overspill.core import Device, Graph, Schedule, Verb
 from overspill.simulate import simulate
 
+from .algorithms import memory_optimal
 from .assemble import assemble
 from .base import Policy, may_leave, saved_gaps
 from .floor import infeasible
 from .program import Gap, Program
+from .relaxation import Relaxation, Relaxed
 from .select import Candidate, select
 from .timing import timed
 
-NEGLIGIBLE_STALLS = 0.002
-"""A plan that waits for transfers for a smaller share of its ops' time is not worth another attempt."""
-ROUNDS = 4
-BUDGET_SHARES = (1.0, 0.95, 0.85)
+GOOD_ENOUGH = 1.005
+"""A plan within this factor of the relaxation's bound is not worth another attempt."""
+SHARES = (1.0, 0.95, 0.85, 0.7)
+"""How much of what the budget leaves beside the least is used where the relaxation is asked for a hint."""
+THRESHOLDS = (0.5, 0.05, 0.95)
+"""What the relaxation recomputes by more than this, the plan recomputes."""
+REPAIRS = 3
+"""How often a plan that waits for transfers is made again with other transfers."""
+TOGGLES = 12
+"""How many single changes of what is recomputed are tried in the end."""
 
 
 class Auto(Policy):
-    """Take the cheapest tensors away from the peak until it fits, then move transfers to where they cost least.
+    """Relax, round, repair: a linear program says what to recompute and what to move, the clock what that costs.
 
-    Tensors are chosen greedily by cost over benefit: exposed transfer or recompute seconds per byte-second relieved
-    where the budget is exceeded. Offloads are awaited when they are done or when the memory is needed; prefetches
-    start as late as they can without a stall, memory permitting (vDNN §III-B gives both rules their reason).
-
-    What a transfer exposes shows only on the clock. So a plan that stalls is made again, with each tensor's stalls
-    added to the cost of moving it, and under somewhat smaller budgets, whose plans fit as well; the fastest is taken.
+    The relaxation (`relaxation.py`) is solved for the budget and for somewhat less, and rounded at several thresholds.
+    Each rounding gives the tensors to recompute; a greedy choice completes the transfers and slower algorithms that
+    the budget still demands; transfers start as late as they can without a stall, memory permitting (vDNN §III-B gives
+    both rules their reason). What a transfer exposes shows only on the clock: a plan that stalls is made again, with
+    the stalls of each tensor added to the cost of moving it, and finally with single tensors recomputed or not. The
+    fastest is taken, of equals the one that moves less.
     """
 
     name = "auto"
@@ -44,113 +52,206 @@ class Auto(Policy):
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         program = Program(graph)
-        live = program.live_bytes()
-        if budget_bytes is None or live.max(initial=0) <= budget_bytes:
+        if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
-        best: tuple[float, Schedule] | None = None
-        for share in BUDGET_SHARES:
-            planner = _Planner(graph, device, int(share * budget_bytes), seconds)
-            for schedule, step_seconds in planner.attempts(program):
-                if best is None or step_seconds < best[0]:
-                    best = (step_seconds, replace(schedule, budget_bytes=budget_bytes))
-            if best is None:  # smaller budgets would not fit either
-                raise infeasible(program, budget_bytes, self.name)
-            if planner.good_enough:
-                break
-        assert best is not None
-        return best[1]
+        least = program.choosing(memory_optimal(graph))
+        if least.live_bytes([g for g in least.gaps if may_leave(least, g)]).max(initial=0) > budget_bytes:
+            raise infeasible(least, budget_bytes, self.name)
+        return _Planner(program, device, budget_bytes, seconds).best()
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """A schedule that fits, what it recomputes, its simulated seconds, and the seconds that each tensor stalled it."""
+
+    schedule: Schedule
+    recompute: frozenset[int]
+    cost: tuple[float, int]
+    stalls: Mapping[int, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.cost[0]
+
+
+@dataclass
 class _Planner:
-    def __init__(self, graph: Graph, device: Device, budget_bytes: int, seconds: tuple[float, ...]) -> None:
-        self.graph = graph
-        self.device = device
-        self.budget_bytes = budget_bytes
-        self.seconds = seconds
-        self.good_enough = False
-        self.penalty: dict[int, float] = defaultdict(float)  # tensor -> seconds that its transfers have stalled compute
+    program: Program
+    device: Device
+    budget_bytes: int
+    seconds: tuple[float, ...]
+    seen: dict[frozenset[int], _Attempt | None] = field(default_factory=dict)
 
-    def attempts(self, program: Program) -> Iterator[tuple[Schedule, float]]:
-        """Schedules that fit, with their simulated seconds, until one hardly stalls or further rounds do not help."""
-        for plan in (self.plan_with_recomputation, self.plan):
-            self.penalty.clear()
-            fastest = float("inf")
-            for _ in range(ROUNDS):
-                schedule = plan(program)
-                if schedule is None:
+    def best(self) -> Schedule:
+        """The schedule of the best attempt; there is always one, for without recomputation the least fits."""
+        relaxation = Relaxation(self.program, self.device, self.budget_bytes, self.seconds)
+        bound = relaxation.solve()
+        aim = GOOD_ENOUGH * max(sum(self.seconds), bound.seconds if bound else 0.0)
+        best: _Attempt | None = None
+        hint: Relaxed | None = bound
+        for share in SHARES:
+            hint = bound if share == SHARES[0] else relaxation.solve(share)
+            for recompute in self._roundings(hint):
+                attempt = self._attempt(recompute, hint)
+                if attempt is not None and (best is None or attempt.cost < best.cost):
+                    best = attempt
+            if best is not None and best.seconds <= aim:
+                return best.schedule
+        none = self._attempt(frozenset(), bound)
+        if best is None or (none is not None and none.cost < best.cost):
+            best = none
+        assert best is not None
+        return self._toggled(best, bound, aim).schedule
+
+    def _roundings(self, hint: Relaxed | None) -> Iterator[frozenset[int]]:
+        """What to recompute: the saved tensors whose ops the relaxation runs again by more than a threshold."""
+        if hint is None:
+            return
+        graph = self.program.graph
+        for threshold in THRESHOLDS:
+            yield frozenset(
+                tensor
+                for tensor in saved_gaps(self.program)
+                if tensor in (op := graph.ops[graph.producer[tensor]]).recompute_writes
+                and hint.recompute.get(op.id, 0.0) > threshold
+            )
+
+    def _toggled(self, best: _Attempt, hint: Relaxed | None, aim: float) -> _Attempt:
+        """Better attempts that recompute one of the tensors that stall most, or one tensor less."""
+        graph = self.program.graph
+        droppable = {t for t in saved_gaps(self.program) if t in graph.ops[graph.producer[t]].recompute_writes}
+        tried = 0
+        improved = True
+        while improved and best.seconds > aim:
+            improved = False
+            stalled = sorted(best.stalls, key=lambda t: -best.stalls[t])
+            changes = [best.recompute | {t} for t in stalled if t in droppable - best.recompute]
+            for recompute in changes:
+                if tried >= TOGGLES:
+                    return best
+                tried += 1
+                attempt = self._attempt(recompute, hint)
+                if attempt is not None and attempt.cost < best.cost:
+                    best, improved = attempt, True
                     break
-                timeline = simulate(self.graph, schedule, self.device, self.seconds)
-                yield schedule, timeline.step_seconds
-                if timeline.exposed_transfer_seconds <= NEGLIGIBLE_STALLS * sum(self.seconds):
-                    self.good_enough = True
-                    return
-                if timeline.step_seconds >= fastest:
-                    break
-                fastest = timeline.step_seconds
-                for stall in timeline.stalls:
-                    tensor = schedule.instructions[stall.instruction].target
-                    self.penalty[tensor] += stall.end_seconds - stall.start_seconds
+        return best
 
-    def plan_with_recomputation(self, program: Program) -> Schedule | None:
-        """The schedule of the joint choice; recomputations that would not fit where they run are given up one by one."""
-        offloads = self._offload_candidates(program)
-        recomputations = [c for c in map(self._recomputation, saved_gaps(program).values()) if c is not None]
-        chosen, _ = select(
-            program.live_bytes(),
-            program.durations(self.seconds),
-            offloads + recomputations,
-            self.budget_bytes,
-            program.end_of_forward,
-        )
-        recompute = {c.gap.tensor for c in chosen if c.recompute}
-        while recompute:
-            attempt = Program(self.graph, recompute)
-            schedule = self.plan(attempt)
-            if schedule is not None:
-                return schedule
-            recompute -= self._too_large(attempt, recompute) or recompute
-        return None
+    # -- one attempt
 
-    def plan(self, program: Program) -> Schedule | None:
-        """The schedule that fits `program` by offloading alone, or None."""
-        offloads = self._offload_candidates(program)
+    def _attempt(self, recompute: frozenset[int], hint: Relaxed | None) -> _Attempt | None:
+        """The best plan that recomputes these tensors, or as many of them as fit where they are made again."""
+        if recompute not in self.seen:
+            self.seen[recompute] = self._planned(set(recompute), hint)
+        return self.seen[recompute]
+
+    def _planned(self, recompute: set[int], hint: Relaxed | None) -> _Attempt | None:
+        graph = self.program.graph
+        choice = memory_optimal(graph)
+        while True:
+            program = Program(graph, recompute) if recompute else self.program
+            least = program.choosing(choice)
+            over = least.live_bytes([g for g in least.gaps if may_leave(least, g)]) > self.budget_bytes
+            if not over.any():
+                return self._repaired(program, frozenset(recompute), hint)
+            if not recompute:
+                return None
+            around = {p + d for p in np.flatnonzero(over).tolist() for d in (-1, 0, 1)}
+            recompute -= {g.tensor for g in program.gaps if g.remade and g.end in around} or recompute
+
+    def _repaired(self, program: Program, recompute: frozenset[int], hint: Relaxed | None) -> _Attempt:
+        """The best of several plans, each of which avoids the transfers that stalled the one before."""
+        penalty: dict[int, float] = defaultdict(float)
+        best: _Attempt | None = None
+        candidates = _candidates(program, self.device, self.seconds)
+        for _ in range(REPAIRS):
+            attempt = self._simulated(program, recompute, candidates, hint, penalty)
+            if best is not None and attempt.cost >= best.cost:
+                break
+            best = attempt
+            if sum(attempt.stalls.values()) <= (GOOD_ENOUGH - 1) * attempt.seconds:
+                break
+            for tensor, stalled in attempt.stalls.items():
+                penalty[tensor] += stalled
+        assert best is not None
+        return best
+
+    def _simulated(
+        self,
+        program: Program,
+        recompute: frozenset[int],
+        candidates: Sequence[Candidate],
+        hint: Relaxed | None,
+        penalty: Mapping[int, float],
+    ) -> _Attempt:
+        schedule = self._schedule(program, candidates, hint, penalty)
+        graph = program.graph
+        timeline = simulate(graph, schedule, self.device, self.seconds)
+        stalls: dict[int, float] = defaultdict(float)
+        for stall in timeline.stalls:
+            stalls[schedule.instructions[stall.instruction].target] += stall.end_seconds - stall.start_seconds
+        moved = sum(graph.tensors[t].nbytes for t in schedule.targets(Verb.OFFLOAD))
+        return _Attempt(schedule, recompute, (timeline.step_seconds, moved), stalls)
+
+    def _schedule(
+        self,
+        program: Program,
+        candidates: Sequence[Candidate],
+        hint: Relaxed | None,
+        penalty: Mapping[int, float],
+    ) -> Schedule:
+        if penalty:
+            candidates = [_dearer(c, penalty.get(c.gap.tensor, 0.0)) if c.gap else c for c in candidates]
+        first = [] if hint is None else [
+            i for i, c in enumerate(candidates)
+            if c.gap and not penalty.get(c.gap.tensor) and self._hinted(program, hint, c.gap)
+        ]  # fmt: skip
         chosen, live = select(
-            program.live_bytes(), program.durations(self.seconds), offloads, self.budget_bytes, program.end_of_forward
-        )
-        if live.max(initial=0) > self.budget_bytes:
-            return None
-        transfers = timed(program, [c.gap for c in chosen], live, self.seconds, self.device, self.budget_bytes)
+            program.live_bytes(), program.durations(self.seconds), candidates, self.budget_bytes,
+            program.end_of_forward, first,
+        )  # fmt: skip
+        algorithms: dict[int, int] = {}
+        for c in chosen:
+            if c.gap is None:
+                op = program.steps[c.position].op
+                algorithms[op] = max(algorithms.get(op, 0), c.algorithm)
+        gaps = [c.gap for c in chosen if c.gap]
+        if algorithms:
+            program = program.choosing(algorithms)
+            live = program.live_bytes(gaps)
+        transfers = timed(program, gaps, live, self.seconds, self.device, self.budget_bytes)
         return assemble(program, transfers, Auto.name, self.budget_bytes)
 
-    def _offload_candidates(self, program: Program) -> list[Candidate]:
-        candidates = []
-        for gap in program.gaps:
-            if may_leave(program, gap):
-                nbytes = self.graph.tensors[gap.tensor].nbytes
-                out, back = self.device.offload_seconds(nbytes), self.device.prefetch_seconds(nbytes)
-                cost = (out + back) * self.device.transfer_compute_share + self.penalty[gap.tensor]
-                candidates.append(Candidate(gap, nbytes, cost, out, back))
-        return candidates
+    def _hinted(self, program: Program, hint: Relaxed, gap: Gap) -> bool:
+        """Whether the relaxation moves most of what goes with `gap`, which it knows by the ops at its ends."""
+        if program is self.program:
+            return hint.away.get(gap, 0.0) > 0.5
+        return self._by_ops(hint).get(program.ends(gap), 0.0) > 0.5
 
-    def _recomputation(self, gap: Gap) -> Candidate | None:
-        """The cost of making `gap`'s tensor again at the end of the gap, or None if what that needs would have to be kept."""
-        graph, now = self.graph, gap.end
-        pending, ops = [gap.tensor], set[int]()
-        while pending:
-            tensor = pending.pop()
-            op = graph.ops[graph.producer[tensor]]
-            if tensor not in op.recompute_writes:
-                return None
-            ops.add(op.id)
-            for read in op.recompute_reads:
-                kept = graph.tensors[read].persistent or graph.uses[read][-1] >= now or read in graph.outputs
-                if not kept and graph.producer[read] not in ops:
-                    pending.append(read)
-        return Candidate(gap, graph.tensors[gap.tensor].nbytes, sum(self.seconds[op] for op in ops), recompute=True)
+    def _by_ops(self, hint: Relaxed) -> Mapping[tuple[int, int, int], float]:
+        if self._indexed is None or self._indexed[0] is not hint:
+            self._indexed = hint, {self.program.ends(gap): share for gap, share in hint.away.items()}
+        return self._indexed[1]
 
-    def _too_large(self, program: Program, recompute: set[int]) -> set[int]:
-        """Recomputed tensors that are made again where even with every gap used the budget is exceeded."""
-        gaps = [gap for gap in program.gaps if may_leave(program, gap)]
-        over = set(np.flatnonzero(program.live_bytes(gaps) > self.budget_bytes).tolist())
-        around = {p + d for p in over for d in (-1, 0, 1)}
-        return {gap.tensor for gap in program.gaps if gap.remade and gap.tensor in recompute and gap.end in around}
+    _indexed: tuple[Relaxed, dict[tuple[int, int, int], float]] | None = None
+
+
+def _candidates(program: Program, device: Device, seconds: Sequence[float]) -> list[Candidate]:
+    """Every trip that a tensor may make, and every slower algorithm in place of the next faster one."""
+    found = []
+    for gap in program.gaps:
+        if may_leave(program, gap):
+            nbytes = program.graph.tensors[gap.tensor].nbytes
+            out, back = device.offload_seconds(nbytes), device.prefetch_seconds(nbytes)
+            found.append(Candidate(nbytes, (out + back) * device.transfer_compute_share, out, back, gap))
+    for position, step in enumerate(program.steps):
+        op = program.op(step)
+        for number, (one, other) in enumerate(zip(op.algorithms, op.algorithms[1:], strict=False), start=1):
+            slower = seconds[op.id] * (other.slowdown - one.slowdown)
+            found.append(
+                Candidate(one.workspace_bytes - other.workspace_bytes, slower, position=position, algorithm=number)
+            )
+    return found
+
+
+def _dearer(candidate: Candidate, seconds: float) -> Candidate:
+    return candidate if not seconds else replace(candidate, cost_seconds=candidate.cost_seconds + seconds)

@@ -28,6 +28,8 @@ class Policy(ABC):
     recomputes: ClassVar[bool] = False
     plans_for_budget: ClassVar[bool] = False
     """Whether the policy adapts to the budget; the others make one schedule, which fits or does not."""
+    unlimited: ClassVar[bool] = False
+    """Whether the policy stands for a device with all the memory that it wants: no budget is too small for it."""
 
     def __init__(self, *, memory_optimal: bool = False) -> None:
         """`memory_optimal`: every op takes its algorithm of least workspace, the papers' "(m)", not its fastest, "(p)"."""

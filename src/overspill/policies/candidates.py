@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from overspill.core import Device, Graph, Schedule, Verb
-from overspill.simulate import check, simulate
+from overspill.simulate import simulate
 
 
 def moved_bytes(graph: Graph, schedule: Schedule) -> int:
@@ -30,9 +30,10 @@ def fastest(
     best: tuple[float, int] | None = None
     chosen: Schedule | None = None
     for candidate in candidates:
-        if budget_bytes is not None and check(graph, replace(candidate, budget_bytes=None)).peak_bytes > budget_bytes:
+        timeline = simulate(graph, candidate, device, seconds)
+        if budget_bytes is not None and timeline.peak_bytes > budget_bytes:
             continue
-        cost = simulate(graph, candidate, device, seconds).step_seconds, moved_bytes(graph, candidate)
+        cost = timeline.step_seconds, moved_bytes(graph, candidate)
         if best is None or cost < best:
             best, chosen = cost, candidate
     return None if chosen is None else replace(chosen, budget_bytes=budget_bytes)

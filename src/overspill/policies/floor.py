@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from overspill.core import Graph, TensorKind
+from overspill.core import Graph, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
+from overspill.simulate import check
 
 from .base import may_leave
-from .program import Program
+from .program import Gap, Program
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,21 @@ class Floor:
     cause: str
 
 
-def floor_of(program: Program) -> Floor:
-    """The floor of `program` when every tensor that can leave between two touches does, at once."""
+def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floor:
+    """The floor of `program` when every tensor that can leave between two touches does, at once.
+
+    `fetched`: when only those of certain gaps do, each until the step given.
+    """
     graph = program.graph
-    absent = {gap for gap in program.gaps if may_leave(program, gap)}
+    absent = {gap: gap.end for gap in program.gaps if may_leave(program, gap)} if fetched is None else fetched
     live = program.live_bytes(absent)
+    for gap, back in absent.items():
+        live[back : gap.end] += graph.tensors[gap.tensor].nbytes
     if not live.size:
         return Floor(graph.persistent_bytes, "persistent tensors")
     position = int(np.argmax(live))
     step = program.steps[position]
-    away = {gap.tensor for gap in absent if gap.covers(position)}
+    away = {gap.tensor for gap, back in absent.items() if Gap(gap.tensor, gap.start, back).covers(position)}
     there = [
         tensor.id
         for tensor in graph.tensors
@@ -49,7 +56,26 @@ def floor_of(program: Program) -> Floor:
 
 def infeasible(program: Program, budget_bytes: int, policy: str) -> InfeasibleBudget:
     """The error that says by how much and why the budget cannot be met."""
-    floor = floor_of(program)
+    return below(floor_of(program), budget_bytes, policy)
+
+
+def peak_of(graph: Graph, schedule: Schedule) -> Floor:
+    """What `schedule` needs, whatever its budget: its peak, where that is, and the largest tensors there."""
+    result = check(graph, replace(schedule, budget_bytes=None))
+    if result.peak_instruction < 0:
+        return Floor(result.peak_bytes, "persistent tensors")
+    peak = schedule.instructions[result.peak_instruction]
+    if peak.verb in (Verb.RUN, Verb.RECOMPUTE):
+        where = f"{graph.ops[peak.target].name} of {graph.ops[peak.target].layer or graph.name}"
+    else:
+        where = f"{peak.verb} of {graph.tensors[peak.target].name}"
+    largest = sorted(result.live_at_peak, key=lambda t: graph.tensors[t].nbytes, reverse=True)[:3]
+    tensors = " + ".join(f"{graph.tensors[t].name} {format_bytes(graph.tensors[t].nbytes)}" for t in largest)
+    return Floor(result.peak_bytes, f"at {where}, largest {tensors}")
+
+
+def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudget:
+    """The error that says by how much and why `policy`, which needs `floor`, cannot meet the budget."""
     return InfeasibleBudget(
         f"infeasible: budget {format_bytes(budget_bytes)} is below {policy}'s floor {format_bytes(floor.nbytes)} "
         f"({floor.cause}); raise the budget or make the batch smaller",

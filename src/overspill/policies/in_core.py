@@ -1,4 +1,4 @@
-"""`in-core` and `liveness`: no transfer, no recomputation."""
+"""`in-core`, `liveness` and `oracle`: no transfer, no recomputation."""
 
 from __future__ import annotations
 
@@ -34,3 +34,15 @@ class Liveness(Policy):
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
         return assemble(Program(graph), (), self.name, budget_bytes)
+
+
+class Oracle(Liveness):
+    """What a device with enough memory would do: the fastest algorithms, everything kept while it is needed.
+
+    vDNN's oracular baseline, against which slowdowns are measured; its peak may be over any budget.
+    """
+
+    name = "oracle"
+    summary = "unlimited memory and the fastest algorithms: the time to measure others against"
+    source = "vDNN §IV-A, §V (oracular baseline)"
+    unlimited = True

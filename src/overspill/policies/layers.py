@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from overspill.core import LayerType, Phase
@@ -46,3 +47,18 @@ def layers_of(program: Program) -> list[Layer]:
         if reader.name != program.graph.ops[program.graph.producer[gap.tensor]].layer:
             reader.inputs.append(gap)
     return list(layers.values())
+
+
+def backward_order(layers: Sequence[Layer]) -> list[int]:
+    """The indices of the layers that have a backward, in the order in which these begin."""
+    begins = {i: layer.backward[0] for i, layer in enumerate(layers) if layer.backward is not None}
+    return sorted(begins, key=begins.__getitem__)
+
+
+def offload_step(program: Program, gap: Gap) -> int:
+    """The step before which the offload of an input starts: the one that is the last to read it, beside which it runs.
+
+    Inputs are read-only (vDNN §III-B, Dymem §3.2.1); one that its last user writes starts behind that.
+    """
+    _, writes = program.reads_writes(program.steps[gap.start])
+    return gap.start + (gap.tensor in writes)

@@ -12,6 +12,7 @@ from overspill.costs import MeasuredTimes, op_seconds
 from overspill.simulate import check, simulate
 
 from . import POLICIES, policy_named
+from .floor import peak_of
 from .in_core import Liveness
 
 
@@ -70,12 +71,12 @@ def unmanaged_peak(graph: Graph, device: Device) -> int:
 
 
 def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, times: MeasuredTimes | None = None) -> Plan:
-    """The checked plan of `policy`. Raises InfeasibleBudget when its peak is over `budget_bytes`."""
+    """The checked plan of `policy`. Raises InfeasibleBudget when its peak is over `budget_bytes`, and that counts."""
     begun = time.perf_counter()
     chosen = policy_named(policy)
     schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None, times)
     result = check(graph, schedule)
-    if result.peak_bytes > budget_bytes:
+    if result.peak_bytes > budget_bytes and not chosen.unlimited:
         raise _over_budget(graph, schedule, device, budget_bytes)
     seconds = op_seconds(graph, device, times)
     plain = Liveness().plan(graph, device)
@@ -110,26 +111,16 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
 
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:
     """The error for a policy that makes one schedule only, with what `auto` could do instead."""
-    result = check(graph, schedule)
-    peak = schedule.instructions[result.peak_instruction]
-    is_op = peak.verb in (Verb.RUN, Verb.RECOMPUTE)
-    where = (
-        f"{graph.ops[peak.target].name} of {graph.ops[peak.target].layer or graph.name}"
-        if is_op
-        else (f"{peak.verb} of {graph.tensors[peak.target].name}")
-    )
-    largest = sorted(result.live_at_peak, key=lambda t: graph.tensors[t].nbytes, reverse=True)[:3]
-    tensors = " + ".join(f"{graph.tensors[t].name} {format_bytes(graph.tensors[t].nbytes)}" for t in largest)
-    cause = f"at {where}, largest {tensors}"
+    needed = peak_of(graph, schedule)
     try:
         POLICIES["auto"]().plan(graph, device, budget_bytes)
         hint = "policy auto can meet this budget"
     except InfeasibleBudget as error:
         hint = f"no policy can meet less than {format_bytes(error.floor_bytes)}"
     return InfeasibleBudget(
-        f"infeasible: policy {schedule.policy} needs {format_bytes(result.peak_bytes)} ({cause}), "
+        f"infeasible: policy {schedule.policy} needs {format_bytes(needed.nbytes)} ({needed.cause}), "
         f"over the budget of {format_bytes(budget_bytes)}; {hint}",
         budget_bytes=budget_bytes,
-        floor_bytes=result.peak_bytes,
-        cause=cause,
+        floor_bytes=needed.nbytes,
+        cause=needed.cause,
     )

@@ -12,6 +12,7 @@ in which its device copy is not needed:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -62,15 +63,20 @@ class Program:
     """The steps of `graph` when the tensors `recompute` are dropped after forward and made again where backward needs them.
 
     Whatever such a recomputation reads and is gone by then is recomputed as well; what cannot be is kept for it.
+    What is remade stays until its last use, tensors `fleeting` only until the op that wanted them has run.
     `algorithms` gives the number of the algorithm for ops that do not take their fastest.
     """
 
     def __init__(
-        self, graph: Graph, recompute: Collection[int] = (), algorithms: Mapping[int, int] | None = None
+        self,
+        graph: Graph,
+        recompute: Collection[int] = (),
+        algorithms: Mapping[int, int] | None = None,
+        fleeting: Collection[int] = (),
     ) -> None:
         self.graph = graph
         self.algorithms = dict(algorithms or {})
-        self.steps = tuple(_Recomputations(graph, frozenset(recompute)).steps())
+        self.steps = tuple(_Recomputations(graph, frozenset(recompute), frozenset(fleeting)).steps())
         self.length = len(self.steps)
         touches: list[list[int]] = [[] for _ in graph.tensors]
         births: list[list[int]] = [[] for _ in graph.tensors]
@@ -89,6 +95,23 @@ class Program:
         self.touches = tuple(map(tuple, touches))
         self.births = tuple(map(tuple, births))
         self.written = tuple(map(tuple, written))
+
+    def with_algorithms(self, algorithms: Mapping[int, int]) -> Program:
+        """This program with another choice of algorithms; its steps, and so all lifetimes, are the same."""
+        other = copy(self)
+        other.algorithms = dict(algorithms)
+        return other
+
+    def choosing(self, algorithms: Mapping[int, int]) -> Program:
+        """The same steps with these algorithms."""
+        other = copy(self)
+        other.algorithms = dict(algorithms)
+        return other
+
+    def ends(self, gap: Gap) -> tuple[int, int, int]:
+        """The tensor of `gap` and the ops at its ends, which are the same in every program of a graph."""
+        steps, beyond = self.steps, len(self.graph.ops)
+        return gap.tensor, steps[gap.start].op, steps[gap.end].op if gap.end < self.length else beyond
 
     def op(self, step: Step) -> Op:
         """The op of `step`."""
@@ -167,9 +190,10 @@ class Program:
 class _Recomputations:
     """Puts recomputations in front of the backward ops that need them, each as late as it can be."""
 
-    def __init__(self, graph: Graph, dropped: frozenset[int]) -> None:
+    def __init__(self, graph: Graph, dropped: frozenset[int], fleeting: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.dropped = dropped
+        self.fleeting = fleeting
         self.remade: set[int] = set()
         self.last_use = [uses[-1] if uses else -1 for uses in graph.uses]
         for tensor in graph.outputs:
@@ -179,6 +203,7 @@ class _Recomputations:
         steps: list[Step] = []
         for op in self.graph.ops:
             if op.phase is not Phase.FORWARD:
+                self.remade -= self.fleeting
                 for tensor in op.reads:
                     self._ensure(tensor, op.id, steps)
             steps.append(Step(op.id))

@@ -19,14 +19,18 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.core import Device
+from overspill.core import Device, Graph
 
 from .algorithms import memory_optimal
-from .program import Gap, Program
+from .program import Gap, Positions, Program
 
 MARKERS = 40
 NEIGHBOURS = 8
 """How many of the next forced trips are looked at together with one."""
+DEPTH = 4
+"""How far back a recomputation that has to happen between two steps is followed."""
+LEAST_SHARE = 0.7
+"""Of what a budget leaves beside the least that each step needs, the smallest share for which a hint is asked."""
 SAFETY = 1e-6
 """Share of the optimum that is given away, for the solver works to a tolerance."""
 _INFINITY = highspy.kHighsInf
@@ -46,14 +50,17 @@ class Relaxed:
     slower: dict[int, float]
 
 
-def relax(
-    program: Program, device: Device, budget_bytes: int, seconds: Sequence[float], markers: int = MARKERS
-) -> Relaxed | None:
-    """The relaxation of running `program` within the budget, or None where even it has no solution.
+def lower_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> float:
+    """A step time that no schedule in the graph's order beats within the budget; the ops' own time at the least."""
+    program = Program(graph)
+    if program.live_bytes().max(initial=0) <= budget_bytes:
+        return sum(seconds)
+    relaxed = Relaxation(program, device, budget_bytes, seconds).solve()
+    return sum(seconds) if relaxed is None else max(sum(seconds), relaxed.seconds)
 
-    With a program that recomputes, or that has its algorithms chosen, the bound is on what is left to choose.
-    """
-    return _Relaxation(program, device, budget_bytes, seconds, markers).solve()
+
+_Transfers = dict[int, list[tuple[int, float]]]
+"""For each interval, by the marker that begins it, columns with coefficients; -1 is the time before the step."""
 
 
 class _Linear:
@@ -67,6 +74,7 @@ class _Linear:
         self.starts: list[int] = [0]
         self.columns: list[int] = []
         self.values: list[float] = []
+        self._solver: highspy.Highs | None = None
 
     def variable(self, upper: float = _INFINITY, cost: float = 0.0) -> int:
         """A column in [0, upper]; its index."""
@@ -74,17 +82,31 @@ class _Linear:
         self.upper.append(upper)
         return len(self.cost) - 1
 
-    def row(self, terms: Iterable[tuple[int, float]], lower: float = -_INFINITY, upper: float = _INFINITY) -> None:
-        """lower <= sum of coefficient times column <= upper."""
+    def row(self, terms: Iterable[tuple[int, float]], lower: float = -_INFINITY, upper: float = _INFINITY) -> int:
+        """Lower <= sum of coefficient times column <= upper; the row's index."""
         for column, value in terms:
             self.columns.append(column)
             self.values.append(value)
         self.starts.append(len(self.columns))
         self.row_lower.append(lower)
         self.row_upper.append(upper)
+        return len(self.row_lower) - 1
+
+    def at_least(self, row: int, lower: float) -> None:
+        """Change the lower bound of a row."""
+        self.row_lower[row] = lower
+        if self._solver is not None:
+            self._solver.changeRowBounds(row, lower, self.row_upper[row])
 
     def solve(self) -> tuple[float, list[float]] | None:
         """The optimum and where it is, or None if there is no solution."""
+        solver = self._solver = self._solver or self._load()
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
+
+    def _load(self) -> highspy.Highs:
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = len(self.cost), len(self.row_lower)
         program.col_cost_ = np.array(self.cost)
@@ -97,11 +119,9 @@ class _Linear:
         program.a_matrix_.value_ = np.array(self.values)
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
         solver.passModel(program)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
+        return solver
 
 
 @dataclass
@@ -122,13 +142,17 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Trip:
-    """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor."""
+    """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor.
+
+    It must move, or be recomputed; where it is `held` (a column) for a recomputation, as far as it is held.
+    """
 
     gap: Gap
     first: int
     last: int
     size: float
     copied: bool
+    held: int | None = None
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -164,12 +188,14 @@ class _Time:
         return float(self.clock[end] - self.clock[start]) if start >= 0 else 0.0
 
 
-class _Relaxation:
-    """Sizes are in shares of the budget, times in shares of the ops' whole time, so that numbers are near one."""
+class Relaxation:
+    """The relaxation of running a program within a budget, to be solved for it and for parts of it.
 
-    def __init__(
-        self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float], markers: int
-    ) -> None:
+    Sizes are in shares of the budget, times in shares of the ops' whole time, so that numbers are near one. With a
+    program that recomputes, the bound is on what is left to choose.
+    """
+
+    def __init__(self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
         self.program = program
         self.graph = program.graph
         self.device = device
@@ -179,12 +205,67 @@ class _Relaxation:
         self.total = float(self.durations.sum()) or 1.0
         self.unit = float(max(1, budget_bytes))
         self.live = program.live_bytes()
-        self.over = self.live > budget_bytes
         self.budget_bytes = budget_bytes
-        self.at = self._markers(markers)
+        least = program if self._planned else Program(self.graph, algorithms=memory_optimal(self.graph))
+        self.alone = least.live_bytes(self._gaps())
+        self.over = self.live > self._limits(LEAST_SHARE)
+        self.at = self._markers(MARKERS)
         self.groups: dict[tuple[object, ...], _Group] = {}
-        self.again: dict[tuple[int, bool], int] = {}  # (op, in backward) -> column, the share that is recomputed
-        self.due: dict[tuple[int, bool], int] = {}  # the step before which that must be done
+        self.again: dict[tuple[int, int], int] = {}  # (op, turn) -> column, the share that is recomputed
+        self.due: dict[tuple[int, int], int] = {}  # the step before which that must be done
+        self.turn = self._turns()
+        self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and the smallest size
+        self.slower: dict[int, list[int]] = {}  # op -> columns of its slower algorithms
+        self.wanted: dict[int, tuple[int, float]] = {}  # marker -> row of its memory, and what it is wanted beside
+        self._build()
+
+    def _limits(self, share: float) -> Positions:
+        """What each step may have on the device: its least, and a share of what the budget leaves beside that."""
+        limits: Positions = np.maximum(self.alone, self.alone + share * (self.budget_bytes - self.alone)).astype(
+            np.int64
+        )
+        return limits
+
+    def _build(self) -> None:
+        self._recomputable()
+        self._hold_inputs()
+        forced = self._forced()
+        positions = {*self.at, *(p for trip in forced for p in trip.positions)}
+        self.time = _Time(self.lp, self.durations / self.total, positions)
+        self._windows(forced)
+        self._make_groups()
+        leaving: _Transfers = defaultdict(list)
+        coming: _Transfers = defaultdict(list)
+        for group in self.groups.values():
+            self._flow(group, leaving, coming)
+        self._links(leaving, coming)
+        busy: _Transfers = defaultdict(list)
+        for k, p in enumerate(self.at):
+            if self.over[p]:
+                self._memory(k, p, busy)
+        self._spend(busy)
+
+    def solve(self, share: float = 1.0) -> Relaxed | None:
+        """An optimum, or None where even the relaxation has none; `share` as in a budget that leaves less to spare."""
+        limits = self._limits(share)
+        for k, (row, beside) in self.wanted.items():
+            p = self.at[k]
+            self.lp.at_least(row, (self.live[p] - limits[p]) / self.unit - beside)
+        found = self.lp.solve()
+        if found is None:
+            return None
+        optimum, values = found
+        away = {
+            gap: max((values[c] for c in g.away.values()), default=0.0) / g.size
+            for g in self.groups.values() if g.size
+            for gap in g.gaps
+        }  # fmt: skip
+        return Relaxed(
+            seconds=self.total * (1.0 + optimum * (1 - SAFETY)) * (1 - SAFETY),
+            away=away,
+            recompute={op: values[column] for (op, turn), column in self.again.items() if turn == 1},
+            slower={op: sum(values[c] for c in columns) for op, columns in self.slower.items()},
+        )
 
     @property
     def _planned(self) -> bool:
@@ -202,40 +283,6 @@ class _Relaxation:
         if length:
             chosen.add(int(np.argmax(self.live)))
         return sorted(chosen)
-
-    def solve(self) -> Relaxed | None:
-        lp, at = self.lp, self.at
-        self._recomputable()
-        forced = self._forced()
-        self.time = _Time(lp, self.durations / self.total, {*at, *(p for trip in forced for p in trip.positions)})
-        self._windows(forced)
-        self._make_groups()
-        leaving: dict[int, list[tuple[int, float]]] = defaultdict(list)  # interval -> transfers, -1 is before the step
-        coming: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for group in self.groups.values():
-            self._flow(group, leaving, coming)
-        self._links(leaving, coming)
-        slower: dict[int, list[tuple[int, int]]] = {}
-        busy: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        for k, p in enumerate(at):
-            if self.over[p]:
-                self._memory(k, p, slower, busy)
-        self._spend(busy)
-        found = lp.solve()
-        if found is None:
-            return None
-        optimum, values = found
-        away = {
-            gap: max((values[c] for c in g.away.values()), default=0.0) / g.size
-            for g in self.groups.values() if g.size
-            for gap in g.gaps
-        }  # fmt: skip
-        return Relaxed(
-            seconds=self.total * (1.0 + optimum * (1 - SAFETY)) * (1 - SAFETY),
-            away=away,
-            recompute={op: values[column] for (op, backward), column in self.again.items() if backward},
-            slower={op: sum(values[c] for c, _ in columns) for op, columns in slower.items()},
-        )
 
     # -- what may be away
 
@@ -266,7 +313,9 @@ class _Relaxation:
             if group is not None:
                 group.gaps.append(gap)
                 group.size += tensor.nbytes / self.unit
-        self._hold_inputs()
+        for held, gap, size in self.held:
+            if (group := self._group(gap, copied=True)) is not None:
+                group.held.append((held, size))
         for group in self.groups.values():
             self._limit(group)
 
@@ -278,58 +327,65 @@ class _Relaxation:
             tensor = self.graph.tensors[gap.tensor]
             if tensor.persistent or not tensor.movable or gap.end - gap.start <= 1:
                 continue
-            backward = gap.end >= self.program.end_of_forward
-            self._due(gap.tensor, gap.end, backward=backward)
+            self._due(gap)
 
-    def _due(self, tensor: int, end: int, *, backward: bool) -> None:
-        """Note that a recomputation may have to give `tensor` by `end`, and then its inputs that are gone as well.
+    def _turns(self) -> dict[Gap, int]:
+        """Which recomputation of its tensor one in this gap would be: 0 for any in forward, then 1, 2, … in backward.
 
-        One in forward and one in backward are two recomputations, and cost twice.
+        A tensor that is dropped in two gaps of backward is made again twice.
         """
-        pending = [tensor]
+        turns: dict[Gap, int] = {}
+        count: dict[int, int] = defaultdict(int)
+        for gap in sorted(self.program.gaps, key=lambda g: (g.tensor, g.start)):
+            if gap.end >= self.program.end_of_forward:
+                count[gap.tensor] += 1
+            turns[gap] = count[gap.tensor]
+        return turns
+
+    def _due(self, gap: Gap) -> None:
+        """Note that a recomputation may have to give the tensor by the end of `gap`, and so its inputs that are gone."""
+        pending, turn = [gap.tensor], self.turn[gap]
         while pending:
             made = pending.pop()
             op = self.graph.ops[self.graph.producer[made]]
             if made not in op.recompute_writes:
                 continue
-            again = op.id, backward
-            if again not in self.again:
-                self.again[again] = self.lp.variable(1.0)
+            if (op.id, turn) not in self.again:
+                self.again[op.id, turn] = self.lp.variable(1.0)
                 pending += [t for t in op.recompute_reads if not self.graph.tensors[t].persistent]
-                self.due[again] = end
-            self.due[again] = min(self.due[again], end)
+                self.due[op.id, turn] = gap.end
+            self.due[op.id, turn] = min(self.due[op.id, turn], gap.end)
 
-    def _column(self, tensor: int, *, backward: bool) -> int | None:
-        """The column of the recomputation that makes `tensor` in that phase, if there is one."""
+    def _column(self, tensor: int, turn: int) -> int | None:
+        """The column of the recomputation that makes `tensor` in that turn, if there is one."""
+        if self.graph.tensors[tensor].persistent:
+            return None
         op = self.graph.ops[self.graph.producer[tensor]]
-        return self.again.get((op.id, backward)) if tensor in op.recompute_writes else None
+        return self.again.get((op.id, turn)) if tensor in op.recompute_writes else None
 
     def _hold_inputs(self) -> None:
         """What a recomputation reads and nobody wants any more is recomputed as well, or held on the device for it."""
         touches, tensors = self.program.touches, self.graph.tensors
-        needed: dict[tuple[int, bool], list[int]] = defaultdict(list)  # input that is gone -> ops that read it again
-        for (op, backward), due in self.due.items():
+        needed: dict[tuple[int, int], list[int]] = defaultdict(list)  # input that is gone -> ops that read it again
+        for (op, turn), due in self.due.items():
             for read in self.graph.ops[op].recompute_reads:
                 if not tensors[read].persistent and touches[read][-1] < due:
-                    needed[read, backward].append(op)
-        for (read, backward), ops in needed.items():
+                    needed[read, turn].append(op)
+        for (read, turn), ops in needed.items():
             held = self.lp.variable(1.0)
-            gap = Gap(read, touches[read][-1], min(self.due[op, backward] for op in ops))
-            group = self._group(gap, copied=True)
-            if group is not None:
-                made = (tensors[t].nbytes for op in ops for t in self.graph.ops[op].recompute_writes)
-                group.held.append((held, min(tensors[read].nbytes, *made) / self.unit))
-            again = self._column(read, backward=backward)
+            gap = Gap(read, touches[read][-1], min(self.due[op, turn] for op in ops))
+            made = (tensors[t].nbytes for op in ops for t in self.graph.ops[op].recompute_writes)
+            self.held.append((held, gap, min(tensors[read].nbytes, *made) / self.unit))
+            again = self._column(read, turn)
             for op in ops:
-                terms = [(self.again[op, backward], 1.0), (held, -1.0)]
+                terms = [(self.again[op, turn], 1.0), (held, -1.0)]
                 self.lp.row(terms if again is None else [*terms, (again, -1.0)], upper=0.0)
 
     def _limit(self, group: _Group) -> None:
         """What of a group may leave over the link: all but what is recomputed, and what is held for recomputations."""
         terms = []
         for gap in group.gaps:
-            persistent = self.graph.tensors[gap.tensor].persistent
-            again = None if persistent else self._column(gap.tensor, backward=gap.end >= self.program.end_of_forward)
+            again = self._column(gap.tensor, self.turn[gap])
             if again is not None:
                 terms.append((again, self.graph.tensors[gap.tensor].nbytes / self.unit))
         if terms or group.held:
@@ -339,9 +395,7 @@ class _Relaxation:
 
     # -- how it moves
 
-    def _flow(
-        self, group: _Group, leaving: dict[int, list[tuple[int, float]]], coming: dict[int, list[tuple[int, float]]]
-    ) -> None:
+    def _flow(self, group: _Group, leaving: _Transfers, coming: _Transfers) -> None:
         """Bytes away at each marker: what was away before, more what left, less what came back in between."""
         lp, boundary = self.lp, self.program.end_of_forward
         at_home = lp.variable(group.size) if group.wraps else None
@@ -390,9 +444,7 @@ class _Relaxation:
             coming.append((back, 1.0))
         self.lp.row(terms, lower=0.0, upper=0.0)
 
-    def _links(
-        self, leaving: dict[int, list[tuple[int, float]]], coming: dict[int, list[tuple[int, float]]]
-    ) -> None:
+    def _links(self, leaving: _Transfers, coming: _Transfers) -> None:
         """In each interval, each direction of the link moves what its rate allows; one that is half duplex, both."""
         out, back = self._link_times()
         for k in range(-1, len(self.at)):
@@ -422,21 +474,61 @@ class _Relaxation:
 
     def _forced(self) -> list[_Trip]:
         """Trips that some step demands: beside the least that it needs, the whole tensor has no room."""
-        gaps = [g for g in self._gaps() if not g.wraps]
-        least = Program(self.graph, algorithms=memory_optimal(self.graph)) if not self._planned else self.program
-        alone = least.live_bytes(self._gaps())
-        room = self.budget_bytes - alone
+        room = self.budget_bytes - self.alone
         trips: list[_Trip] = []
         copied: set[int] = set()
-        for gap in sorted(gaps, key=lambda g: (g.start, g.tensor)):
+        kept = [(gap, None) for gap in self._gaps() if not gap.wraps]
+        held = [(gap, column) for column, gap, _ in self.held]
+        for gap, column in sorted([*kept, *held], key=lambda g: (g[0].start, g[0].tensor)):
             nbytes = self.graph.tensors[gap.tensor].nbytes
             away = np.flatnonzero(room[gap.start + 1 : gap.end] < nbytes)
             if not away.size:
                 continue
             first, last = gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1])
-            trips.append(_Trip(gap, first, last, nbytes / self.unit, copied=gap.tensor not in copied))
-            copied.add(gap.tensor)
+            trips.append(_Trip(gap, first, last, nbytes / self.unit, gap.tensor not in copied, column))
+            if column is None:
+                copied.add(gap.tensor)
         return trips
+
+    def _remaking(
+        self, tensor: int, turn: int, last: int, end: int, coming: list[tuple[int, int, list[tuple[int, float]]]]
+    ) -> int | None:
+        """The column of a recomputation of `tensor` after step `last` and before step `end`, or None if it can not be.
+
+        What that reads and could not be on the device during `last` has to come, or be made, in the same window.
+        """
+        first: int | None = None
+        pending: list[tuple[int, int | None, int]] = [(tensor, None, 0)]
+        made: dict[int, int] = {}
+        while pending:
+            wanted, reader, depth = pending.pop()
+            whole = self._column(wanted, turn)
+            op = self.graph.ops[self.graph.producer[wanted]]
+            column = made.get(op.id)
+            if whole is not None and column is None:
+                column = made[op.id] = self.lp.variable(1.0)
+                self.lp.row([(whole, 1.0), (column, -1.0)], lower=0.0)
+                if depth < DEPTH:
+                    reads = [t for t in op.recompute_reads if not self.graph.tensors[t].persistent]
+                    pending += [(t, column, depth + 1) for t in reads if not self._room_for(t, last)]
+            if reader is None:
+                first = column
+                continue
+            moved = self.lp.variable(1.0)
+            coming.append((last, end, [(moved, self._link_times()[1] * self.graph.tensors[wanted].nbytes / self.unit)]))
+            by = [(moved, 1.0), *([(column, 1.0)] if column is not None else [])]
+            self.lp.row([*by, (reader, -1.0)], lower=0.0)
+        seconds = [(c, self.op_seconds[op] / self.total) for op, c in made.items()]
+        if seconds:
+            self.time.beyond(seconds, last, end)
+        return first
+
+    def _room_for(self, tensor: int, position: int) -> bool:
+        """Whether `tensor` can be on the device during a step: as one of its own, or beside the least that it needs."""
+        step = self.program.steps[position]
+        if tensor in self.program.op(step).reads or tensor in self.program.op(step).writes:
+            return True
+        return bool(self.budget_bytes - self.alone[position] >= self.graph.tensors[tensor].nbytes)
 
     def _gaps(self) -> list[Gap]:
         """The gaps in which a tensor may be away."""
@@ -454,10 +546,11 @@ class _Relaxation:
         coming: list[tuple[int, int, list[tuple[int, float]]]] = []
         for trip in trips:
             moved = self.lp.variable(1.0)
-            persistent = self.graph.tensors[trip.gap.tensor].persistent
-            backward = trip.gap.end >= self.program.end_of_forward
-            again = None if persistent else self._column(trip.gap.tensor, backward=backward)
-            self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+            if trip.held is not None:
+                self.lp.row([(moved, 1.0), (trip.held, -1.0)], lower=0.0)
+            else:
+                again = self._remaking(trip.gap.tensor, self.turn[trip.gap], trip.last, trip.gap.end, coming)
+                self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
             coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
             if trip.copied:
                 leaving.append((trip.gap.start, trip.first, [(moved, out * trip.size)]))
@@ -470,9 +563,7 @@ class _Relaxation:
 
     # -- budget and time
 
-    def _memory(
-        self, k: int, p: int, slower: dict[int, list[tuple[int, int]]], busy: dict[int, list[tuple[int, float]]]
-    ) -> None:
+    def _memory(self, k: int, p: int, busy: _Transfers) -> None:
         """At a marker, what is away and what a smaller workspace saves make up for what is over the budget."""
         terms: list[tuple[int, float]] = []
         constant = 0.0
@@ -484,20 +575,20 @@ class _Relaxation:
                     constant += group.size
         op, chosen = self.program.op(self.program.steps[p]), self.program.algorithm(self.program.steps[p])
         others = []
-        for number, algorithm in enumerate(op.algorithms):
+        for algorithm in op.algorithms:
             saved = op.workspace_of(chosen) - algorithm.workspace_bytes
             lost = self.op_seconds[op.id] * (algorithm.slowdown - op.slowdown_of(chosen)) / self.total
             if saved > 0:
                 column = self.lp.variable(1.0)
-                others.append((column, number))
+                others.append(column)
                 terms.append((column, saved / self.unit))
                 busy[k].append((column, max(0.0, lost)))
         if others:
-            self.lp.row([(c, 1.0) for c, _ in others], upper=1.0)
-            slower[op.id] = others
-        self.lp.row(terms, lower=(self.live[p] - self.budget_bytes) / self.unit - constant)
+            self.lp.row([(c, 1.0) for c in others], upper=1.0)
+            self.slower[op.id] = others
+        self.wanted[k] = self.lp.row(terms), constant
 
-    def _spend(self, busy: dict[int, list[tuple[int, float]]]) -> None:
+    def _spend(self, busy: _Transfers) -> None:
         """Each interval is longer by its slower algorithm and its recomputations, which come before they are needed."""
         again = [self.lp.variable() for _ in self.at]
         for k in range(len(self.at)):
@@ -505,7 +596,7 @@ class _Relaxation:
             self.time.beyond([(again[k], 1.0), *busy.get(k, ())], start, end)
         if not self.again:
             return
-        due: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        due: _Transfers = defaultdict(list)
         for key, column in self.again.items():
             interval = min(len(self.at) - 1, int(np.searchsorted(self.at, self.due[key], side="left")))
             due[interval].append((column, self.op_seconds[key[0]] / self.total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +16,27 @@ BYTE_COST_SECONDS = 1e-15
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to keep a tensor off the device in `gap`: at `cost_seconds` of compute, and seconds on the links each way."""
+    """A way to have `nbytes` less on the device: at `cost_seconds` of compute, and seconds on the links each way.
 
-    gap: Gap
+    Either the trip of a tensor in `gap`, or at step `position` algorithm number `algorithm` of its op in place of the
+    one before.
+    """
+
     nbytes: int
     cost_seconds: float
     offload_seconds: float = 0.0
     prefetch_seconds: float = 0.0
-    recompute: bool = False
+    gap: Gap | None = None
+    position: int = 0
+    algorithm: int = 0
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """The half-open stretches of steps that are relieved, in a program of `length` steps."""
+        if self.gap is None:
+            return [(self.position, self.position + 1)]
+        if self.gap.wraps:
+            return [(0, self.gap.end), (self.gap.start + 1, length)]
+        return [(self.gap.start + 1, min(self.gap.end, length))]
 
 
 def select(
@@ -32,12 +45,12 @@ def select(
     candidates: Sequence[Candidate],
     budget_bytes: int,
     end_of_forward: int,
-    first: Sequence[int] = (),
+    first: Collection[int] = (),
 ) -> tuple[list[Candidate], Positions]:
-    """The candidates taken, those numbered `first` before all others, and the live bytes at each step that they leave; these may stay above the budget.
+    """The candidates taken, those numbered `first` before all others, and the live bytes at each step that they leave.
 
-    A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches in
-    backward. What goes beyond is exposed and counts in full.
+    These may stay above the budget. A link hides as many transfer seconds as there are compute seconds beside it:
+    offloads in forward, prefetches in backward. What goes beyond is exposed and counts in full.
     """
     choice = _Choice(live, seconds, candidates, budget_bytes, end_of_forward)
     for index in first:
@@ -61,11 +74,12 @@ class _Choice:
         self.seconds = seconds
         self.budget_bytes = budget_bytes
         self.candidates = candidates
-        self.start = np.array([c.gap.start + 1 for c in candidates], dtype=np.int64)
-        self.end = np.array([min(c.gap.end, len(live)) for c in candidates], dtype=np.int64)
+        self.spans = [c.spans(len(live)) for c in candidates]
+        self.start = np.array([[s[0][0], s[-1][0]] for s in self.spans], dtype=np.int64).reshape(-1, 2)
+        self.end = np.array([[s[0][1], s[-1][1] if len(s) > 1 else s[0][0]] for s in self.spans], dtype=np.int64)
+        self.end = np.maximum(self.end.reshape(-1, 2), self.start)
         self.nbytes = np.array([c.nbytes for c in candidates], dtype=np.int64)
-        self.tensor = np.array([c.gap.tensor for c in candidates], dtype=np.int64)
-        self.recompute = np.array([c.recompute for c in candidates], dtype=bool)
+        self.tensor = np.array([-1 if c.gap is None else c.gap.tensor for c in candidates], dtype=np.int64)
         self.cost = np.array([c.cost_seconds for c in candidates]) + BYTE_COST_SECONDS * self.nbytes
         self.out = np.array([c.offload_seconds for c in candidates])
         self.back = np.array([c.prefetch_seconds for c in candidates])
@@ -81,7 +95,7 @@ class _Choice:
             return None
         # A step of no time still counts as a place where the budget is exceeded.
         relieved = np.concatenate([[0.0], np.cumsum(np.where(over, self.seconds + 1e-9, 0.0))])
-        area = self.nbytes * (relieved[self.end] - relieved[np.minimum(self.start, self.end)])
+        area = self.nbytes * (relieved[self.end] - relieved[self.start]).sum(axis=1)
         useful = self.open & (area > 0)
         if not useful.any():
             return None
@@ -92,23 +106,22 @@ class _Choice:
         return int(np.argmin(score))
 
     def take(self, index: int) -> None:
-        """Take a candidate: its tensor is away in its gap, and its other ways are closed."""
-        self.live[self.start[index] : self.end[index]] -= self.nbytes[index]
+        """Take a candidate: its bytes are gone where it relieves; one copy in the store serves every gap of a tensor."""
+        for start, end in self.spans[index]:
+            self.live[start:end] -= self.nbytes[index]
         self.open[index] = False
-        same = self.tensor == self.tensor[index]
-        if self.recompute[index]:
-            self.open &= ~same
-        else:
-            self.open &= ~(same & self.recompute)
-            self.out[same] = 0.0  # one copy in the store serves every later gap
-        self.room_out -= self.candidates[index].offload_seconds
-        self.room_back -= self.candidates[index].prefetch_seconds
+        self.room_out -= float(self.out[index])
+        self.room_back -= float(self.back[index])
+        if self.tensor[index] >= 0:
+            self.out[self.tensor == self.tensor[index]] = 0.0
         self.taken.append(index)
 
     def prune(self) -> None:
         """Give back, dearest first, what later choices made superfluous."""
         for index in sorted(self.taken, key=lambda i: self.cost[i] + self.back[i], reverse=True):
-            span = slice(self.start[index], self.end[index])
-            if (self.live[span] + self.nbytes[index]).max(initial=0) <= self.budget_bytes:
-                self.live[span] += self.nbytes[index]
+            if all(
+                (self.live[a:b] + self.nbytes[index]).max(initial=0) <= self.budget_bytes for a, b in self.spans[index]
+            ):
+                for start, end in self.spans[index]:
+                    self.live[start:end] += self.nbytes[index]
                 self.taken.remove(index)

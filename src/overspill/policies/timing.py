@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,12 +56,18 @@ def timed(
 
 
 def releases(
-    program: Program, gaps: Collection[Gap], live: Positions, clock: Seconds, device: Device, budget_bytes: int
+    program: Program,
+    gaps: Collection[Gap],
+    live: Positions,
+    clock: Seconds,
+    device: Device,
+    budget_bytes: int,
+    offloads: Mapping[Gap, int] | None = None,
 ) -> dict[Gap, int]:
     """Each offload is awaited once it should be done, or before the first step that needs its memory.
 
     This is Dymem's barrier-free offload (§3.2.1): compute waits for a copy only when memory is short. What `live` has
-    to hold longer for it is added to it.
+    to hold longer for it is added to it. `offloads` are the steps before which transfers start, if not where gaps do.
     """
     found: dict[Gap, int] = {}
     link_free = delay = 0.0
@@ -72,7 +78,8 @@ def releases(
         if gap not in copied:  # the store has it: the device copy can go at once
             found[gap] = first
             continue
-        link_free = max(link_free, clock[first] + delay) + device.offload_seconds(nbytes)
+        start = first if offloads is None else offloads[gap]
+        link_free = max(link_free, clock[start] + delay) + device.offload_seconds(nbytes)
         done = int(np.searchsorted(clock, link_free - delay))
         last = max(first, min(done, latest_release(program, gap)))
         full = np.flatnonzero(live[first:last] + nbytes > budget_bytes)
@@ -89,7 +96,7 @@ def issues(
     clock: Seconds,
     device: Device,
     budget_bytes: int,
-    released: dict[Gap, int],
+    released: Mapping[Gap, int],
 ) -> dict[Gap, int]:
     """Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need."""
     wanted: dict[Gap, int] = {}
@@ -98,9 +105,19 @@ def issues(
         duration = ISSUE_MARGIN * device.prefetch_seconds(program.graph.tensors[gap.tensor].nbytes)
         next_start = min(clock[gap.end], next_start) - duration
         wanted[gap] = max(0, int(np.searchsorted(clock, next_start, side="right")) - 1)
+    return where_there_is_room(program, wanted, live, budget_bytes, released)
+
+
+def where_there_is_room(
+    program: Program, wanted: Mapping[Gap, int], live: Positions, budget_bytes: int, released: Mapping[Gap, int]
+) -> dict[Gap, int]:
+    """Prefetches issued at the steps `wanted`, later where there is no room, in the order of need.
+
+    What `live` has to hold sooner for them is added to it.
+    """
     found: dict[Gap, int] = {}
     previous = 0
-    for gap in sorted(gaps, key=lambda g: (g.end, g.tensor)):
+    for gap in sorted(wanted, key=lambda g: (g.end, g.tensor)):
         nbytes = program.graph.tensors[gap.tensor].nbytes
         after = 0 if gap.wraps else released[gap]
         first = min(max(wanted[gap], previous, earliest_return(program, gap), after), gap.end)

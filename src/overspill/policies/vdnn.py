@@ -1,15 +1,50 @@
-"""`vdnn-all` and `vdnn-conv`: the static policies of vDNN (Rhu et al., MICRO'16, §III)."""
+"""The policies of vDNN (Rhu et al., MICRO'16, §III), and the one-stream baseline that Dymem measures both against."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
-from overspill.core import Device, Graph, LayerType, Schedule
+from overspill.core import Device, Graph, LayerType, Schedule, Verb
+from overspill.simulate import check, simulate
 
+from .algorithms import fastest_within, memory_optimal
 from .assemble import Transfer, assemble
 from .base import Policy, earliest_return, latest_release
-from .layers import Layer, layers_of
+from .floor import below, peak_of
+from .layers import Layer, backward_order, layers_of, offload_step
 from .program import Program
+
+Offloading = Callable[[LayerType], bool]
+"""Which layers' input feature maps leave."""
+
+
+def no_layer(kind: LayerType) -> bool:  # noqa: ARG001
+    """None: what there is stays until its last use."""
+    return False
+
+
+def conv_layers(kind: LayerType) -> bool:
+    """vDNN_conv: convolutions, whose long run time hides the transfer (§III-C)."""
+    return kind is LayerType.CONV
+
+
+def all_layers(kind: LayerType) -> bool:
+    """vDNN_all: every layer but activations, which work in place and need only Y (§III-B)."""
+    return kind is not LayerType.ACTIVATION
+
+
+def vdnn_schedule(
+    program: Program, offloads: Offloading, policy: str, budget_bytes: int | None, *, one_stream: bool = False
+) -> Schedule:
+    """The schedule of `program` that offloads the inputs X of the layers `offloads` and prefetches as Fig. 10 finds them.
+
+    `one_stream`: compute waits for every transfer instead, out behind the layer, back in front of its backward.
+    """
+    layers = layers_of(program)
+    offloading = [index for index, layer in enumerate(layers) if layer.inputs and offloads(layer.type)]
+    transfers = _one_by_one(layers, offloading) if one_stream else _beside_layers(program, layers, offloading)
+    return assemble(program, transfers, policy, budget_bytes)
 
 
 class VdnnAll(Policy):
@@ -25,14 +60,11 @@ class VdnnAll(Policy):
     source = "vDNN §III (vDNN_all)"
     offloads = True
 
-    def _offloads_layer(self, layer: LayerType) -> bool:
-        return layer is not LayerType.ACTIVATION
+    def _offloads(self, kind: LayerType) -> bool:
+        return all_layers(kind)
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        program = Program(graph)
-        layers = layers_of(program)
-        offloading = [index for index, layer in enumerate(layers) if layer.inputs and self._offloads_layer(layer.type)]
-        return assemble(program, _transfers(program, layers, offloading), self.name, budget_bytes)
+        return vdnn_schedule(Program(graph), self._offloads, self.name, budget_bytes)
 
 
 class VdnnConv(VdnnAll):
@@ -42,18 +74,78 @@ class VdnnConv(VdnnAll):
     summary = "offload the input feature maps of convolution layers"
     source = "vDNN §III (vDNN_conv)"
 
-    def _offloads_layer(self, layer: LayerType) -> bool:
-        return layer is LayerType.CONV
+    def _offloads(self, kind: LayerType) -> bool:
+        return conv_layers(kind)
 
 
-def _transfers(program: Program, layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
-    """Transfers of the inputs of the layers `offloading`, prefetched as Fig. 10 finds them."""
+class Sequential(Policy):
+    """What `vdnn-all` moves, on one stream: each transfer is awaited as soon as it starts, so that none is hidden."""
+
+    name = "sequential"
+    summary = "one stream: compute waits for every transfer"
+    source = "Dymem §5.3 (baseline of Fig. 14)"
+    offloads = True
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
+        return vdnn_schedule(Program(graph), all_layers, self.name, budget_bytes, one_stream=True)
+
+
+class VdnnDynamic(Policy):
+    """The first of these that fits, tried in this order (§III-C, "Dynamic vDNN"); each try is a profiling pass there.
+
+    1. vDNN_all with memory-optimal algorithms, which needs the least: if it does not fit, nothing does.
+    2. The fastest algorithms, with nothing offloaded, then under vDNN_conv, then under vDNN_all.
+    3. Under vDNN_conv, then under vDNN_all, each op that would overflow the budget with its fastest algorithm takes
+       the next slower one until it fits or is memory-optimal. Failing both, what passed in 1.
+
+    With nothing offloaded, tensors are still freed at their last use, as vDNN's memory manager does everywhere.
+    Without a budget there is the device's memory. The order of the passes is the paper's, fastest first as it expects;
+    where it errs, a larger budget can give a slower step.
+    """
+
+    name = "vdnn-dynamic"
+    summary = "the first of vDNN's policies and algorithm choices that fits"
+    source = "vDNN §III-C (vDNN_dyn)"
+    offloads = True
+    plans_for_budget = True
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        limit = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+        least = vdnn_schedule(Program(graph, algorithms=memory_optimal(graph)), all_layers, self.name, None)
+        if (floor := peak_of(graph, least)).nbytes > limit:
+            raise below(floor, limit, self.name)
+        passes = self._passes(Program(graph), device, limit, seconds)
+        passed = next((made for made in passes if check(graph, made).peak_bytes <= limit), least)
+        return replace(passed, budget_bytes=budget_bytes)
+
+    def _passes(self, program: Program, device: Device, limit: int, seconds: tuple[float, ...]) -> Iterator[Schedule]:
+        for kinds in (no_layer, conv_layers, all_layers):
+            yield vdnn_schedule(program, kinds, self.name, None)
+        for kinds in (conv_layers, all_layers):
+            made = vdnn_schedule(program, kinds, self.name, None)
+            live = simulate(program.graph, made, device, seconds).live_bytes
+            yield downgraded(program.graph, made, live, limit)
+
+
+def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int) -> Schedule:
+    """`schedule`, of fastest algorithms and `live` bytes at each instruction, with slower ones where these are over `limit`.
+
+    vDNN's transfers hang on layers and not on time, so what is live beside an op does not depend on any choice.
+    """
+    instructions = list(schedule.instructions)
+    for index, instruction in enumerate(instructions):
+        if instruction.verb is Verb.RUN and live[index] > limit:
+            op = graph.ops[instruction.target]
+            room = limit - (live[index] - op.workspace_bytes)
+            instructions[index] = replace(instruction, algorithm=fastest_within(op, room))
+    return replace(schedule, instructions=tuple(instructions))
+
+
+def _beside_layers(program: Program, layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
+    """Transfers of the inputs of the layers `offloading` beside layers: out beside their own, back as Fig. 10 finds."""
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
     waiting = set(offloading)
-    in_backward = sorted(
-        (i for i, layer in enumerate(layers) if layer.backward), key=lambda i: layers[i].backward or (0, 0)
-    )
-    for current in in_backward:
+    for current in backward_order(layers):
         found = _find_prefetch_layer(layers, current, waiting)
         first, last = layers[current].backward or (0, 0)
         if found is not None:
@@ -65,8 +157,15 @@ def _transfers(program: Program, layers: Sequence[Layer], offloading: Sequence[i
             release = min(max(layers[index].forward[1], gap.start) + 1, latest_release(program, gap))
             issue, arrive = started.get(index, (gap.end, gap.end))
             prefetch = min(max(issue, earliest_return(program, gap), release), gap.end)
-            transfers.append(Transfer(gap, gap.start, release, prefetch, min(max(arrive, prefetch), gap.end)))
+            offload = offload_step(program, gap)
+            transfers.append(Transfer(gap, offload, release, prefetch, min(max(arrive, prefetch), gap.end)))
     return transfers
+
+
+def _one_by_one(layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
+    """Transfers of the inputs of the layers `offloading`, nothing beside them."""
+    gaps = [gap for index in offloading for gap in layers[index].inputs]
+    return [Transfer(gap, gap.start + 1, gap.start + 1, gap.end, gap.end) for gap in gaps]
 
 
 def _find_prefetch_layer(layers: Sequence[Layer], current: int, waiting: Collection[int]) -> int | None:

@@ -1,0 +1,120 @@
+"""Every policy on one step: the same graph, device and budget, and a row for each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from overspill.core import Device, Graph
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import MeasuredTimes
+
+from . import POLICIES, policy_named
+from .planning import Plan, make_plan
+
+NO_LIMIT_BYTES = 1 << 60
+"""More than any device has: what a policy that makes one schedule is asked for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy's answer: its plan, or why there is none and the least budget that it would take.
+
+    A policy that makes one schedule has a plan even where that is over the budget; it then does not fit.
+    """
+
+    policy: str
+    plan: Plan | None
+    fits: bool
+    baseline_seconds: float
+    error: str | None = None
+    floor_bytes: int | None = None
+
+    @property
+    def slowdown(self) -> float | None:
+        """Simulated step time over the baseline's."""
+        if self.plan is None:
+            return None
+        return self.plan.step_seconds / self.baseline_seconds if self.baseline_seconds else 1.0
+
+    @property
+    def least_bytes(self) -> int | None:
+        """What the policy needs at least, as far as it is known."""
+        return self.floor_bytes if self.plan is None else self.plan.peak_bytes
+
+    @cached_property
+    def stall_seconds(self) -> dict[str, float]:
+        """Seconds that compute waited, by what it waited for: `offload` or `prefetch`."""
+        found = {"offload": 0.0, "prefetch": 0.0}
+        for cause, seconds in self._stalls.items():
+            kind = cause.split(" ", 1)[0]
+            found[kind] = found.get(kind, 0.0) + seconds
+        return found
+
+    @property
+    def stall_cause(self) -> str | None:
+        """The transfer that compute waited for longest, as `prefetch of relu_3`; None without stalls."""
+        return max(self._stalls, key=lambda cause: self._stalls[cause], default=None)
+
+    @cached_property
+    def _stalls(self) -> dict[str, float]:
+        found: dict[str, float] = defaultdict(float)
+        for stall in self.plan.timeline.stalls if self.plan is not None else ():
+            found[stall.cause] += stall.end_seconds - stall.start_seconds
+        return found
+
+
+def baseline_policy() -> str:
+    """What slowdowns are relative to: the oracle, which has all the memory and the fastest algorithms."""
+    return "oracle" if "oracle" in POLICIES else "liveness"
+
+
+def compare(
+    graph: Graph,
+    device: Device,
+    policies: Iterable[str],
+    budget_bytes: int | None = None,
+    times: MeasuredTimes | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Row]:
+    """One row for each of `policies` on `graph`, the fastest that fits first; then what does not fit, the least first.
+
+    Without `budget_bytes` all of the device is planned for, less its context. `progress` is told each policy's name
+    before it plans. Raises RequestError for an unknown name.
+    """
+    names = tuple(dict.fromkeys(policies))
+    for name in names:
+        policy_named(name)
+    budget = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+    baseline = make_plan(graph, device, baseline_policy(), NO_LIMIT_BYTES, times)
+    rows = []
+    for name in names:
+        if progress is not None:
+            progress(name)
+        rows.append(_row(graph, device, name, budget, times, baseline.step_seconds))
+    return in_order(rows)
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """What fits by step time, then what does not by the bytes that it needs."""
+
+    def key(row: Row) -> tuple[bool, float, int]:
+        least = NO_LIMIT_BYTES if row.least_bytes is None else row.least_bytes
+        return not row.fits, row.plan.step_seconds if row.fits and row.plan is not None else 0.0, least
+
+    return sorted(rows, key=key)
+
+
+def _row(
+    graph: Graph, device: Device, name: str, budget_bytes: int, times: MeasuredTimes | None, baseline_seconds: float
+) -> Row:
+    adapts = policy_named(name).plans_for_budget
+    try:
+        plan = make_plan(graph, device, name, budget_bytes if adapts else NO_LIMIT_BYTES, times)
+    except InfeasibleBudget as error:
+        message = " ".join(str(error).split())
+        return Row(name, None, False, baseline_seconds, message, error.floor_bytes)
+    plan = replace(plan, budget_bytes=budget_bytes)
+    return Row(name, plan, plan.peak_bytes <= budget_bytes, baseline_seconds)

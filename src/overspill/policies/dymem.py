@@ -1,0 +1,173 @@
+"""`dymem`: dependency-aware memory scheduling without barriers (Dymem: Lin et al., HPDC'20)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from overspill.core import Device, Graph, LayerType, Schedule
+
+from .algorithms import Choice, fastest_within, memory_optimal
+from .assemble import Transfer, assemble
+from .base import Policy
+from .candidates import fastest
+from .floor import below, peak_of
+from .layers import layers_of, offload_step
+from .order import depth_first, in_graph_order, reordered
+from .program import Gap, Positions, Program
+from .timing import releases, where_there_is_room
+
+STAYING = frozenset({LayerType.DROPOUT, LayerType.SOFTMAX, LayerType.LOSS, LayerType.LINEAR})
+"""Layers whose inputs are not selected for offloading (§3.3.2: "Dropout, Softmax, and FC"); softmax comes with the loss."""
+RESIDENT_CONVOLUTIONS = 2
+WORKSPACE_STEP_BYTES = 1 << 20
+RUNGS = 6
+UNLIMITED = 1 << 62
+
+
+class Dymem(Policy):
+    """Offload every layer's input without waiting, prefetch ahead within two convolutions, give workspace what is left.
+
+    Ops run in Algorithm 1's order. An offload starts beside the layer that is the last to read the tensor and is
+    awaited when it should be done, sooner only where memory is short, and at the latest at the end of forward (§3.2.1).
+    When a layer's backward starts, Algorithm 2 finds what to prefetch; it is awaited where it is needed (§3.2.2). Each
+    convolution takes the fastest algorithm whose workspace fits beside the feature maps (§4.2).
+
+    A plan for more memory may wait elsewhere and be the slower one. So plans are made for a ladder of memory sizes
+    that does not depend on the budget, from the least that works to where nothing is short, and the fastest of those
+    within the budget is taken: a larger budget then chooses among more. (A plan for the budget itself would break
+    this, for the next larger budget would not know it.) Without a budget there is the device's memory.
+    """
+
+    name = "dymem"
+    summary = "offload all inputs without barriers, prefetch within two convolutions, fit workspaces"
+    source = "Dymem §3.1, §3.2, §4.2"
+    offloads = True
+    plans_for_budget = True
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        limit = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+        order = depth_first(graph)
+        planner = Planner(reordered(graph, order), device, [seconds[op] for op in order])
+        best = fastest(planner.graph, device, planner.seconds, planner.rungs(limit), None)  # none is over it
+        if best is None:
+            least = planner.schedule(planner.floor_bytes)
+            raise below(peak_of(planner.graph, least), limit, self.name)
+        return in_graph_order(replace(best, budget_bytes=budget_bytes), order)
+
+
+class Planner:
+    """Plans for one graph under one memory size or another."""
+
+    def __init__(self, graph: Graph, device: Device, seconds: Sequence[float]) -> None:
+        self.graph = graph
+        self.device = device
+        self.seconds = seconds
+        self.least: Choice = memory_optimal(graph)
+        self.program = Program(graph, algorithms=self.least)
+        layers = layers_of(self.program)
+        away = [gap for layer in layers if layer.type not in STAYING for gap in layer.inputs]
+        self.wanted = prefetch_starts(self.program, away)
+        self.offloads = {gap: offload_step(self.program, gap) for gap in self.wanted}
+        self.live = self.program.live_bytes(self.wanted)
+        self.floor_bytes = int(self.live.max(initial=graph.persistent_bytes))
+
+    def rungs(self, limit: int) -> Iterator[Schedule]:
+        """The plans of the ladder for at most `limit` bytes."""
+        if self.floor_bytes > limit:
+            return
+        unlimited = self.schedule(UNLIMITED)
+        top = peak_of(self.graph, unlimited).nbytes
+        for size in sorted({self.floor_bytes + (top - self.floor_bytes) * rung // RUNGS for rung in range(RUNGS)}):
+            if size <= limit:
+                yield self.schedule(size)
+        if top <= limit:
+            yield unlimited
+
+    def schedule(self, size: int) -> Schedule:
+        """The plan for `size` bytes, which must be at least the floor.
+
+        Feature maps come before workspace: transfers are placed beside the least workspaces, and what they leave goes
+        to faster algorithms. These hasten the clock that transfers are placed by, so it is done twice; in the end
+        workspace fits what is really there.
+        """
+        choice: Choice = dict.fromkeys(self.least, 0)
+        for _ in range(2):
+            transfers, live = self._transfers(choice, size)
+            again = self._workspaces(live, size)
+            if again == choice:
+                break
+            choice = again
+        return assemble(self.program.with_algorithms(choice), transfers, Dymem.name, None)
+
+    def _transfers(self, choice: Choice, size: int) -> tuple[list[Transfer], Positions]:
+        """Transfers as they fit beside the least workspaces when ops take the times of `choice`, and the bytes then live."""
+        live = self.live.copy()
+        durations = self.program.with_algorithms(choice).durations(self.seconds)
+        clock = np.concatenate([[0.0], np.cumsum(durations)])
+        released = releases(self.program, self.wanted, live, clock, self.device, size, self.offloads)
+        issued = where_there_is_room(self.program, self.wanted, live, size, released)
+        transfers = [Transfer(gap, self.offloads[gap], released[gap], issued[gap], gap.end) for gap in self.wanted]
+        return transfers, live
+
+    def _workspaces(self, live: Positions, size: int) -> dict[int, int]:
+        """For each op with a choice, the fastest algorithm that fits what memory is left, in steps of 1 MiB (§4.2)."""
+        found = {}
+        for position, step in enumerate(self.program.steps):
+            if step.op in self.least:
+                op = self.program.op(step)
+                room = size - (int(live[position]) - op.workspace_of(self.least[step.op]))
+                found[step.op] = fastest_within(op, room // WORKSPACE_STEP_BYTES * WORKSPACE_STEP_BYTES)
+        return found
+
+
+def prefetch_starts(program: Program, gaps: Collection[Gap]) -> dict[Gap, int]:
+    """The steps at which Algorithm 2 starts the prefetch of the tensors away in `gaps`; for the others, where they are needed.
+
+    As each layer's backward starts, the search goes through the layers that follow in backward. It takes those that are
+    offloaded and not yet on their way, and ends at the convolution that would be the third on the device, the current
+    one included. The paper's pseudo-code slips: line 7 loops on `id`, and line 9 pushes it, where `next` is meant;
+    line 8 does not ask whether the convolution was offloaded and not yet prefetched, as line 11 does for the others;
+    and the loop runs on to the first layer, against the text: what is prefetched "too far away" wastes memory.
+    """
+    turns = _turns(program)
+    needed: dict[int, list[Gap]] = defaultdict(list)  # gaps by the turn at which they end
+    begins = [turn.begin for turn in turns]
+    for gap in gaps:
+        needed[bisect_right(begins, gap.end) - 1].append(gap)
+    found = {gap: gap.end for gap in gaps}
+    end = convolutions = (
+        0  # the search has been as far as turn `end`, past so many convolutions from the current one on
+    )
+    for place, current in enumerate(turns):
+        while end < len(turns) and convolutions + turns[end].conv <= RESIDENT_CONVOLUTIONS:
+            convolutions += turns[end].conv
+            found.update((gap, current.begin) for gap in needed[end] if end > place)
+            end += 1
+        convolutions -= current.conv
+    return found
+
+
+@dataclass
+class _Turn:
+    """A layer's turn in backward: steps in a row from `begin`; `conv` counts it if it is a convolution."""
+
+    layer: str
+    begin: int
+    conv: int = 0
+
+
+def _turns(program: Program) -> list[_Turn]:
+    """The layers in the order of backward; one that forward calls several times has as many turns."""
+    turns: list[_Turn] = []
+    for position in range(program.end_of_forward, program.end_of_backward):
+        op = program.op(program.steps[position])
+        if not turns or turns[-1].layer != op.layer:
+            turns.append(_Turn(op.layer, position))
+        if op.layer_type is LayerType.CONV:
+            turns[-1].conv = 1
+    return turns

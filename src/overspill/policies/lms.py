@@ -1,0 +1,106 @@
+"""`lms`: swap what is not used again within a distance in the graph (Le et al., ISMM'19, TFLMS)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import Device, Graph, Schedule
+
+from .assemble import assemble
+from .base import Policy, earliest_return, may_leave
+from .candidates import fastest
+from .distance import levels
+from .floor import below
+from .lru import evictions, smallest, trips
+from .program import Gap, Positions, Program
+
+THRESHOLDS = (0.0, 1 / 4, 1 / 2, 5 / 8, 3 / 4, 13 / 16, 7 / 8, 15 / 16)
+"""The swapout_thresholds tried, as shares of the graph's depth."""
+AHEADS = (0, 2, 8, 32)
+"""The swapin_aheads tried, in levels."""
+Swaps = Mapping[Gap, int]
+"""The gaps in which tensors are swapped out, with the steps before which they are swapped in."""
+
+
+class LargeModelSupport(Policy):
+    """Swap a tensor out between two uses that are further apart than `threshold`; start it back `ahead` of the later.
+
+    Distances are differences of topological levels. A swap-out starts right after the use and runs beside what follows;
+    its memory is awaited where it is needed, as TensorFlow's allocator waits for it. A swap-in is put before the last
+    op that is at least `ahead` levels below the use. Variables (parameters, optimizer state) stay, as in TensorFlow.
+
+    What is not given is tuned by simulation, as by LMS's own tuner. The values tried depend on the graph alone, and
+    less memory never makes a swap-out's memory be awaited later, so more memory or a faster link is never slower.
+    """
+
+    name = "lms"
+    summary = "swap out what is not used again within a distance in the graph"
+    source = "Le et al., ISMM'19 (TFLMS); adaptive window §2"
+    offloads = True
+    plans_for_budget = True
+
+    def __init__(self, *, memory_optimal: bool = False, threshold: int | None = None, ahead: int | None = None) -> None:
+        """`threshold` is LMS's swapout_threshold and `ahead` its swapin_ahead, both in levels; None: tuned."""
+        super().__init__(memory_optimal=memory_optimal)
+        self.threshold = threshold
+        self.ahead = ahead
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        program = Program(graph)
+        live = program.live_bytes()
+        if budget_bytes is None or live.max(initial=0) <= budget_bytes:
+            return assemble(program, (), self.name, budget_bytes)
+        level = levels(graph)
+        depths = np.array([*level, max(level, default=0) + 1], dtype=np.int64)  # at the end, outputs are used once more
+        options = list(self._options(program, depths))
+        candidates = self._candidates(program, options, live, budget_bytes)
+        best = fastest(graph, device, seconds, candidates, budget_bytes)
+        if best is None:
+            raise below(smallest(program, options, live), budget_bytes, self.name)
+        return best
+
+    def _thresholds(self, depths: NDArray[np.int64]) -> tuple[int, ...]:
+        if self.threshold is not None:
+            return (self.threshold,)
+        return tuple(dict.fromkeys(int(share * depths[-1]) for share in THRESHOLDS))
+
+    def _options(self, program: Program, depths: NDArray[np.int64]) -> Iterator[Swaps]:
+        """What all pairs of hyperparameters swap, and when it comes back; no two the same."""
+        seen: set[frozenset[tuple[Gap, int]]] = set()
+        for threshold in self._thresholds(depths):
+            gaps = swapped(program, depths, threshold)
+            for ahead in AHEADS if self.ahead is None else (self.ahead,):
+                swaps = {gap: swap_in(program, depths, gap, ahead) for gap in gaps}
+                key = frozenset(swaps.items())
+                if key not in seen:
+                    seen.add(key)
+                    yield swaps
+
+    def _candidates(
+        self, program: Program, options: Iterable[Swaps], live: Positions, budget_bytes: int
+    ) -> Iterator[Schedule]:
+        for swaps in options:
+            released = evictions(program, swaps, live, budget_bytes, always=True)
+            if released is not None:
+                yield assemble(program, trips(swaps, released), self.name, budget_bytes)
+
+
+def swapped(program: Program, depths: NDArray[np.int64], threshold: int) -> list[Gap]:
+    """The gaps between uses further apart than `threshold`, of tensors that are no variables."""
+    return [
+        gap
+        for gap in program.gaps
+        if may_leave(program, gap)
+        and not program.graph.tensors[gap.tensor].persistent
+        and depths[gap.end] - depths[gap.start] > threshold
+    ]
+
+
+def swap_in(program: Program, depths: NDArray[np.int64], gap: Gap, ahead: int) -> int:
+    """The step before which `gap`'s tensor is swapped in: the last that lies at least `ahead` below its use."""
+    below_use = np.flatnonzero(depths[gap.start + 1 : gap.end + 1] <= depths[gap.end] - ahead)
+    found = gap.start + 1 + int(below_use[-1]) if below_use.size else 0
+    return max(found, earliest_return(program, gap))

@@ -1,0 +1,205 @@
+"""`superneurons` and `superneurons-offload`: SuperNeurons (Wang et al., PPoPP'18, §3.2 to §3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule
+
+from .assemble import assemble
+from .base import Policy, earliest_return, may_leave
+from .candidates import fastest
+from .floor import below, floor_of
+from .lru import evictions, smallest, trips, without
+from .program import Gap, Positions, Program
+from .timing import where_there_is_room
+
+EXPENSIVE = (LayerType.CONV, LayerType.LINEAR)
+"""Layers that are not recomputed (§3.4); all others are cheap."""
+BY_THE_WAY = 64
+"""What a layer makes that is so many times smaller than what it reads, as batch norm's statistics, is no feature map."""
+ROOM_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass
+class Segment:
+    """What lies between two expensive layers: the result of `start`, and all that cheap layers make of it (§3.4).
+
+    `checkpoints` are the tensors from which the rest is made again: the saved ones that `start` makes or, where its
+    output is not saved because an activation follows, the first saved ones that are made of it (SuperNeurons' and
+    vDNN's activations work in place, so theirs is the convolution's output). `dropped` are the saved tensors that can
+    be made again, `made` those and what is on the way to them.
+    """
+
+    start: Op
+    join: bool
+    checkpoints: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
+
+
+class SuperneuronsOffload(Policy):
+    """Liveness analysis (§3.2) and the Unified Tensor Pool (§3.3): outputs of convolutions leave, if memory is short.
+
+    An output starts on its way behind its last use in forward, beside the next layers (§3.3.1). Which of them give up
+    their memory, and when, is for the LRU Tensor Cache (§3.3.2, Alg. 2): none while everything fits. In backward each
+    checkpoint is fetched while the layers behind the next one run, one convolution ahead (§3.3.1), or later where
+    memory has no room for it; how much is left to fetches is tried out in fixed shares.
+    """
+
+    name = "superneurons-offload"
+    summary = "offload outputs of convolutions through an LRU cache, without recomputation"
+    source = "SuperNeurons (PPoPP'18) §3.2, §3.3"
+    offloads = True
+    plans_for_budget = True
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        plain = Program(graph)
+        peak = int(plain.live_bytes().max(initial=0))
+        if budget_bytes is None or peak <= budget_bytes:
+            return assemble(plain, (), self.name, budget_bytes)
+        segments = segments_of(graph)
+        program = self._program(plain, segments)
+        gaps = checkpoint_gaps(program, segments, joins=self.recomputes)
+        best = fastest(graph, device, seconds, self._candidates(program, gaps, budget_bytes), budget_bytes)
+        if best is None:
+            live = program.live_bytes()
+            floors = smallest(program, fetches(program, gaps, live), live), floor_of(plain, {})
+            raise below(min(floors, key=lambda floor: floor.nbytes), budget_bytes, self.name)
+        return best
+
+    def _program(self, plain: Program, segments: Sequence[Segment]) -> Program:  # noqa: ARG002
+        return plain
+
+    def _candidates(self, program: Program, gaps: Sequence[Gap], budget_bytes: int) -> Iterator[Schedule]:
+        live = program.live_bytes()
+        tried: list[Mapping[Gap, int]] = []
+        for fetched in fetches(program, gaps, live):
+            if fetched in tried:
+                continue
+            tried.append(fetched)
+            released = evictions(program, fetched, live, budget_bytes)
+            if released is not None:
+                yield assemble(program, trips(fetched, released), self.name, budget_bytes)
+
+
+class Superneurons(SuperneuronsOffload):
+    """As `superneurons-offload`, and what cheap layers made is dropped and made again in backward (§3.4).
+
+    Cost-aware, segment by segment: speed-centric, made once and kept for the segment's whole backward, if what that
+    needs stays within the most that any layer needs (l_peak); else memory-centric, made again for each backward layer.
+    Where several segments meet (a residual sum, a concatenation), a new one begins and what is made there counts as a
+    checkpoint: to make it again would take every branch's segment, in a residual net back to its first layer. Random
+    layers are not recomputed. While the step fits without any of this, nothing is done.
+    """
+
+    name = "superneurons"
+    summary = "offload outputs of convolutions through an LRU cache, recompute cheap layers"
+    source = "SuperNeurons (PPoPP'18) §3.2 to §3.4"
+    recomputes = True
+
+    def _program(self, plain: Program, segments: Sequence[Segment]) -> Program:
+        graph = plain.graph
+        most = layer_peak_bytes(graph)
+        dropped = [t for segment in segments for t in segment.dropped]
+        fleeting = [t for s in segments if speed_centric_bytes(graph, s) > most for t in s.made]
+        return Program(graph, dropped, fleeting=fleeting)
+
+
+def segments_of(graph: Graph) -> list[Segment]:
+    """The segments of forward, in order. What is made of inputs and parameters alone belongs to none."""
+    found: list[Segment] = []
+    segment_of: dict[int, Segment] = {}
+    unsaved: set[int] = set()  # made by expensive layers, directly or by the way: making it again would be expensive
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            break
+        sources = {id(segment_of[t]): segment_of[t] for t in op.reads if t in segment_of}
+        cheap = op.layer_type not in EXPENSIVE and op.recomputable
+        if cheap and not sources:
+            continue
+        begins = not cheap or len(sources) > 1
+        segment = Segment(op, join=cheap) if begins else next(iter(sources.values()))
+        if begins:
+            found.append(segment)
+        anew = begins or any(t in unsaved for t in op.reads)
+        for tensor in op.writes:
+            if graph.tensors[tensor].persistent:
+                continue
+            segment_of[tensor] = segment
+            if not anew:
+                segment.made.append(tensor)
+            elif graph.first_backward_use(tensor) is None:
+                unsaved.add(tensor)
+            else:
+                segment.checkpoints.append(tensor)
+    writers = [sum(t in graph.ops[op].writes for op in uses) for t, uses in enumerate(graph.uses)]
+    for segment in found:
+        segment.dropped = [t for t in segment.made if writers[t] == 1 and _droppable(graph, segment, t)]
+    return found
+
+
+def _droppable(graph: Graph, segment: Segment, tensor: int) -> bool:
+    """Whether a cheap layer's result is worth dropping, and all checkpoints are still there when it is wanted again."""
+    op = graph.ops[graph.producer[tensor]]
+    wanted = [use for use in graph.uses[tensor] if graph.ops[use].phase is not Phase.FORWARD]
+    read_bytes = sum(graph.tensors[t].nbytes for t in op.recompute_reads)
+    return (
+        bool(wanted)
+        and tensor in op.recompute_writes
+        and tensor not in graph.outputs
+        and graph.tensors[tensor].nbytes * BY_THE_WAY >= read_bytes
+        and all(graph.uses[checkpoint][-1] >= wanted[-1] for checkpoint in segment.checkpoints)
+    )
+
+
+def layer_peak_bytes(graph: Graph) -> int:
+    """The most that any layer needs, all that it works with in forward and backward: §3.4's l_peak = max(l_i)."""
+    tensors = graph.tensors
+    needs = [0]
+    for layer in graph.layers.values():
+        ops = [graph.ops[op] for op in layer if graph.ops[op].layer_type is not LayerType.UPDATE]
+        touched = {t for op in ops for t in (*op.reads, *op.writes) if not tensors[t].persistent}
+        needs.append(sum(tensors[t].nbytes for t in touched) + max((op.workspace_bytes for op in ops), default=0))
+    return max(needs)
+
+
+def speed_centric_bytes(graph: Graph, segment: Segment) -> int:
+    """What `segment` takes when all of it is made at once: §3.4's memcost, its forward and the backward of its last layer."""
+    forward = set(segment.dropped)
+    readers = {op for t in forward for op in graph.consumers[t] if graph.ops[op].phase is not Phase.FORWARD}
+    last = graph.ops[min(readers)] if readers else segment.start  # backward begins with the last layer
+    beside = {t for t in (*last.reads, *last.writes) if not graph.tensors[t].persistent} - forward
+    return last.workspace_bytes + sum(graph.tensors[t].nbytes for t in forward | beside)
+
+
+def checkpoint_gaps(program: Program, segments: Sequence[Segment], *, joins: bool) -> list[Gap]:
+    """The gaps in which checkpoints may be off the device: those of convolutions, and of `joins` (§3.3: not of the rest)."""
+    offered = {
+        tensor
+        for segment in segments
+        if segment.start.layer_type is LayerType.CONV or (joins and segment.join)
+        for tensor in segment.checkpoints
+    }
+    return [gap for gap in program.gaps if gap.tensor in offered and may_leave(program, gap)]
+
+
+def fetches(program: Program, gaps: Collection[Gap], live: Positions) -> Iterator[dict[Gap, int]]:
+    """Steps before which tensors come back: one checkpoint ahead, where the memory set aside for that has room for them.
+
+    The shares of memory do not depend on the budget, so a larger one has the same to choose from.
+    """
+    wanted = one_ahead(program, gaps)
+    least = without(program, {gap: gap.end for gap in gaps}, live)
+    low, high = int(least.max(initial=0)), int(live.max(initial=0))
+    left = {gap: gap.start + 1 for gap in gaps}
+    for share in ROOM_SHARES:
+        yield where_there_is_room(program, wanted, least.copy(), low + int(share * (high - low)), left)
+
+
+def one_ahead(program: Program, gaps: Collection[Gap]) -> dict[Gap, int]:
+    """Each tensor is fetched when the checkpoint that is wanted before it has arrived."""
+    ends = sorted({gap.end for gap in gaps})
+    before = dict(zip(ends, [0, *ends], strict=False))
+    return {gap: min(max(before[gap.end], earliest_return(program, gap)), gap.end) for gap in gaps}

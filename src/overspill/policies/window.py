@@ -1,0 +1,126 @@
+"""`window`: swap by a window in bytes over the variables in order of use ("Out-of-core training ... adaptive window")."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from overspill.core import Device, Graph, Schedule
+
+from .assemble import Transfer, assemble
+from .base import Policy, earliest_return, latest_release, may_leave, may_move
+from .candidates import fastest
+from .floor import below
+from .lru import evictions, smallest
+from .program import Gap, Positions, Program
+
+WINDOWS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
+"""The schedule-windows tried, as shares of the peak without transfers."""
+
+
+class Window(Policy):
+    """Look ahead over the variables in order of use as far as `window_bytes` reach, and swap in what comes into sight.
+
+    At each function (§3, Fig. 2): (a) what comes into the window and is in the store is swapped in; (b) the oldest
+    swap-outs are awaited, and their memory freed, until all fits the budget; (c) behind the function, its variables are
+    swapped out, (d) but not those that are never used again or are in the window already. A variable that is still
+    there when it comes into the window stays. The paper's variables are all tensors: here those that may move,
+    parameters and optimizer state among them where the graph lets them; these are then at home in the store.
+
+    Departures: what the store holds already is not copied again, and what is never freed is not copied at all; the
+    paper copies each. Forward and backward are two graphs, so what leaves in forward is freed by its end and what
+    backward reads returns in it. `window_bytes` is set by hand in the paper; not given, the fastest of fixed shares
+    of the graph's own peak is taken. So with more memory the same windows are tried, and none is slower.
+    """
+
+    name = "window"
+    summary = "swap by a look-ahead window in bytes over all tensors in order of use"
+    source = "Adaptive window-based scheduling, §3"
+    offloads = True
+    plans_for_budget = True
+
+    def __init__(self, *, memory_optimal: bool = False, window_bytes: int | None = None) -> None:
+        """`window_bytes` is the paper's schedule-window; None: tuned."""
+        super().__init__(memory_optimal=memory_optimal)
+        self.window_bytes = window_bytes
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        program = Program(graph)
+        live = program.live_bytes()
+        peak = int(live.max(initial=0))
+        if budget_bytes is None or peak <= budget_bytes:
+            return assemble(program, (), self.name, budget_bytes)
+        windows = [int(share * peak) for share in WINDOWS] if self.window_bytes is None else [self.window_bytes]
+        sequence = VariableSequence(program)
+        options = [sequence.swaps(window_bytes) for window_bytes in windows]
+        candidates = self._candidates(program, options, live, budget_bytes)
+        best = fastest(graph, device, seconds, candidates, budget_bytes)
+        if best is None:
+            raise below(smallest(program, options, live), budget_bytes, self.name)
+        return best
+
+    def _candidates(
+        self, program: Program, options: Iterable[Mapping[Gap, int]], live: Positions, budget_bytes: int
+    ) -> Iterator[Schedule]:
+        for swaps in options:
+            released = evictions(program, swaps, live, budget_bytes)
+            if released is not None:
+                yield assemble(program, _transfers(program, swaps, released), self.name, budget_bytes)
+
+
+class VariableSequence:
+    """The variables of a program in order of use, each as often as it is used (§3, Fig. 1)."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        tensors = program.graph.tensors
+        uses: list[tuple[int, int]] = []  # (step, tensor)
+        for position, step in enumerate(program.steps):
+            reads, writes = program.reads_writes(step)
+            uses += [(position, t) for t in dict.fromkeys(reads + writes) if may_move(tensors[t])]
+        self.index = {use: number for number, use in enumerate(uses)}
+        bytes_to = np.cumsum([0, *(tensors[t].nbytes for _, t in uses)])
+        self.end_bytes = bytes_to[1:]  # bytes from the first use to each, with it
+        first_of = np.searchsorted([position for position, _ in uses], np.arange(program.length))
+        self.start_bytes = bytes_to[first_of]  # bytes from the first use to the first of each step
+
+    def swaps(self, window_bytes: int) -> dict[Gap, int]:
+        """The gaps in which a tensor is swapped out, with the step before which it would have to be swapped in again."""
+        found: dict[Gap, int] = {}
+        for gap in self.program.gaps:
+            if may_leave(self.program, gap):
+                seen = self._seen(gap, window_bytes)
+                if gap.wraps or seen > gap.start:
+                    found[gap] = min(max(seen, earliest_return(self.program, gap)), gap.end)
+        return found
+
+    def _seen(self, gap: Gap, window_bytes: int) -> int:
+        """The first step whose window reaches the use at the end of `gap`; its own has it in any case."""
+        use = self.index.get((gap.end, gap.tensor))
+        if use is None:  # an output, which is there at the end of the step
+            return gap.end
+        return min(int(np.searchsorted(self.start_bytes, self.end_bytes[use] - window_bytes)), gap.end)
+
+
+def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
+    """Transfers for the swap-outs that end with memory freed; each copy is made behind the first use that called for it.
+
+    A swap-out whose memory was not needed has copied the tensor all the same (Fig. 2c), which serves those that follow
+    until the tensor is updated.
+    """
+    copied: dict[tuple[int, int], Gap] = {}  # (tensor, updates so far) -> the swap-out that made the copy
+    for gap in sorted(swaps, key=lambda g: g.start):
+        copied.setdefault((gap.tensor, _updates(program, gap)), gap)
+    found = []
+    for gap, release in released.items():
+        first = copied[gap.tensor, _updates(program, gap)]
+        done = min(release, latest_release(program, first))
+        found.append(Transfer(gap, first.start + 1, release, swaps[gap], gap.end, done if first != gap else None))
+    return found
+
+
+def _updates(program: Program, gap: Gap) -> int:
+    """How often the tensor has been written when `gap` begins."""
+    return bisect_right(program.written[gap.tensor], gap.start)
