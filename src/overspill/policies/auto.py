@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +29,7 @@ THRESHOLDS = (0.5, 0.05, 0.95)
 """What the relaxation recomputes by more than this, the plan recomputes."""
 REPAIRS = 3
 """How often a plan that waits for transfers is made again with other transfers."""
-TOGGLES = 12
+TOGGLES = 24
 """How many single changes of what is recomputed are tried in the end."""
 
 
@@ -117,24 +118,36 @@ class _Planner:
             )
 
     def _toggled(self, best: _Attempt, hint: Relaxed | None, aim: float) -> _Attempt:
-        """Better attempts that recompute one of the tensors that stall most, or one tensor less."""
-        graph = self.program.graph
-        droppable = {t for t in saved_gaps(self.program) if t in graph.ops[graph.producer[t]].recompute_writes}
-        tried = 0
+        """Better attempts, each with one change of what is recomputed that concerns a tensor which stalls."""
+        tried: set[frozenset[int]] = set()
         improved = True
         while improved and best.seconds > aim:
             improved = False
-            stalled = sorted(best.stalls, key=lambda t: -best.stalls[t])
-            changes = [best.recompute | {t} for t in stalled if t in droppable - best.recompute]
-            for recompute in changes:
-                if tried >= TOGGLES:
+            for recompute in self._changes(best):
+                if recompute in tried:
+                    continue
+                if len(tried) >= TOGGLES:
                     return best
-                tried += 1
+                tried.add(recompute)
                 attempt = self._attempt(recompute, hint)
                 if attempt is not None and attempt.cost < best.cost:
                     best, improved = attempt, True
                     break
         return best
+
+    def _changes(self, attempt: _Attempt) -> Iterator[frozenset[int]]:
+        """For the tensors that stall most: recompute it as well; recompute no longer what is made from it, or itself."""
+        graph = self.program.graph
+        saved = saved_gaps(self.program)
+        for tensor in sorted(attempt.stalls, key=lambda t: -attempt.stalls[t]):
+            if attempt.stalls[tensor] < (GOOD_ENOUGH - 1) * sum(self.seconds):
+                return
+            makes = graph.ops[graph.producer[tensor]] if tensor in graph.producer else None
+            if makes is not None and tensor in saved and tensor in makes.recompute_writes:
+                yield attempt.recompute ^ {tensor}
+            for other in attempt.recompute:
+                if tensor in graph.ops[graph.producer[other]].recompute_reads:
+                    yield attempt.recompute - {other}
 
     # -- one attempt
 
@@ -205,7 +218,7 @@ class _Planner:
             i for i, c in enumerate(candidates)
             if c.gap and not penalty.get(c.gap.tensor) and self._hinted(program, hint, c.gap)
         ]  # fmt: skip
-        chosen, live = select(
+        chosen = select(
             program.live_bytes(), program.durations(self.seconds), candidates, self.budget_bytes,
             program.end_of_forward, first,
         )  # fmt: skip
@@ -214,10 +227,9 @@ class _Planner:
             if c.gap is None:
                 op = program.steps[c.position].op
                 algorithms[op] = max(algorithms.get(op, 0), c.algorithm)
-        gaps = [c.gap for c in chosen if c.gap]
-        if algorithms:
-            program = program.choosing(algorithms)
-            live = program.live_bytes(gaps)
+        gaps = list(dict.fromkeys(c.gap for c in chosen if c.gap))
+        program = program.choosing(algorithms)
+        live = program.live_bytes(gaps)
         transfers = timed(program, gaps, live, self.seconds, self.device, self.budget_bytes)
         return assemble(program, transfers, Auto.name, self.budget_bytes)
 
@@ -236,21 +248,56 @@ class _Planner:
 
 
 def _candidates(program: Program, device: Device, seconds: Sequence[float]) -> list[Candidate]:
-    """Every trip that a tensor may make, and every slower algorithm in place of the next faster one."""
+    """Every trip that a tensor may make, and every slower algorithm in place of the next faster one.
+
+    A trip is up to three candidates: while its tensor is away without a stall, while it would still be leaving, and
+    while it would already be arriving. The latter two cost the wait for it.
+    """
     found = []
+    clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
     for gap in program.gaps:
         if may_leave(program, gap):
             nbytes = program.graph.tensors[gap.tensor].nbytes
             out, back = device.offload_seconds(nbytes), device.prefetch_seconds(nbytes)
-            found.append(Candidate(nbytes, (out + back) * device.transfer_compute_share, out, back, gap))
+            disturbed = (out + back) * device.transfer_compute_share
+            first, last = gap.start + 1, min(gap.end, program.length)
+            gone = int(np.searchsorted(clock, clock[first] + out))
+            needed = int(np.searchsorted(clock, clock[last] - back, side="right")) - 1
+            away, leaving, arriving = _parts(first, gone, needed, last, program.length, wraps=gap.wraps)
+            if away:
+                found.append(Candidate(away, nbytes, disturbed, out, back, gap))
+            if leaving:
+                found.append(Candidate(leaving, nbytes, disturbed + out, 0.0, 0.0, gap))
+            if arriving:
+                found.append(Candidate(arriving, nbytes, disturbed + back, 0.0, 0.0, gap))
     for position, step in enumerate(program.steps):
         op = program.op(step)
-        for number, (one, other) in enumerate(zip(op.algorithms, op.algorithms[1:], strict=False), start=1):
+        for number, (one, other) in enumerate(pairwise(op.algorithms), start=1):
             slower = seconds[op.id] * (other.slowdown - one.slowdown)
-            found.append(
-                Candidate(one.workspace_bytes - other.workspace_bytes, slower, position=position, algorithm=number)
-            )
+            saved = one.workspace_bytes - other.workspace_bytes
+            span = (position, position + 1)
+            found.append(Candidate((span,), saved, slower, position=position, algorithm=number))
     return found
+
+
+_Spans = tuple[tuple[int, int], ...]
+
+
+def _parts(first: int, gone: int, needed: int, last: int, length: int, *, wraps: bool) -> tuple[_Spans, _Spans, _Spans]:
+    """The steps of a trip: away, leaving, arriving. One too short to be away without a stall is leaving all along."""
+    away: _Spans = ()
+    leaving: _Spans = ((first, last),)
+    arriving: _Spans = ()
+    if wraps:
+        gone, needed = min(gone, length), max(needed, 0)
+        away, leaving, arriving = ((0, needed), (gone, length)), ((first, gone),), ((needed, last),)
+    elif gone < needed:
+        away, leaving, arriving = ((gone, needed),), ((first, gone),), ((needed, last),)
+    return _filled(away), _filled(leaving), _filled(arriving)
+
+
+def _filled(spans: _Spans) -> _Spans:
+    return tuple((start, end) for start, end in spans if start < end)
 
 
 def _dearer(candidate: Candidate, seconds: float) -> Candidate:

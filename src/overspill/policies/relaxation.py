@@ -10,7 +10,6 @@ optimum is a lower bound. Solved by HiGHS.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -160,29 +159,32 @@ class _Trip:
 
 
 class _Time:
-    """When steps start: the time of the ops before them, and for each stretch between `positions` what is added."""
+    """When steps start: after the ops before them, and a delay, a column for each of `positions` and the step's end."""
 
     def __init__(self, lp: _Linear, durations: NDArray[np.float64], positions: set[int]) -> None:
         self.lp = lp
         self.clock = np.concatenate([[0.0], np.cumsum(durations)])
-        length = len(durations)
-        self.at = sorted(p for p in positions if p < length)
-        self.before = lp.variable(cost=1.0)
-        self.extra = [lp.variable(cost=1.0) for _ in self.at]
+        self.delay: dict[int, int] = {}
+        previous = None
+        for position in sorted({0, *positions, len(durations)}):
+            column = self.delay[position] = lp.variable(cost=1.0 if position == len(durations) else 0.0)
+            if previous is not None:
+                lp.row([(column, 1.0), (previous, -1.0)], lower=0.0)
+            previous = column
 
     def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
         """The sum of `terms` takes no longer than from the start of step `start`, or its end, to the start of `end`."""
         ops = self._span(start + 1 if after else start, end)
-        self.lp.row([*terms, *((c, -1.0) for c in self._between(start, end))], upper=ops)
+        if sum(value * self.lp.upper[column] for column, value in terms) > ops:
+            self.lp.row([*terms, *self._delay(start, end)], upper=ops)
 
     def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
         """The sum of `terms` is spent between the two steps, beside the ops there."""
-        self.lp.row([*terms, *((c, -1.0) for c in self._between(start, end))], upper=0.0)
+        self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
 
-    def _between(self, start: int, end: int) -> list[int]:
-        if start < 0:
-            return [self.before]
-        return self.extra[bisect_left(self.at, start) : bisect_left(self.at, end)]
+    def _delay(self, start: int, end: int) -> list[tuple[int, float]]:
+        """Minus the delay between two steps; a start of -1 is before the first."""
+        return [(self.delay[end], -1.0), *([(self.delay[start], 1.0)] if start >= 0 else [])]
 
     def _span(self, start: int, end: int) -> float:
         return float(self.clock[end] - self.clock[start]) if start >= 0 else 0.0
@@ -489,6 +491,82 @@ class Relaxation:
             if column is None:
                 copied.add(gap.tensor)
         return trips
+
+    def _remaking(
+        self, tensor: int, turn: int, last: int, end: int, coming: list[tuple[int, int, list[tuple[int, float]]]]
+    ) -> int | None:
+        """The column of a recomputation of `tensor` after step `last` and before step `end`, or None if it can not be.
+
+        What that reads and could not be on the device during `last` has to come, or be made, in the same window.
+        """
+        first: int | None = None
+        pending: list[tuple[int, int | None, int]] = [(tensor, None, 0)]
+        made: dict[int, int] = {}
+        while pending:
+            wanted, reader, depth = pending.pop()
+            whole = self._column(wanted, turn)
+            op = self.graph.ops[self.graph.producer[wanted]]
+            column = made.get(op.id)
+            if whole is not None and column is None:
+                column = made[op.id] = self.lp.variable(1.0)
+                self.lp.row([(whole, 1.0), (column, -1.0)], lower=0.0)
+                if depth < DEPTH:
+                    reads = [t for t in op.recompute_reads if not self.graph.tensors[t].persistent]
+                    pending += [(t, column, depth + 1) for t in reads if not self._room_for(t, last)]
+            if reader is None:
+                first = column
+                continue
+            moved = self.lp.variable(1.0)
+            coming.append((last, end, [(moved, self._link_times()[1] * self.graph.tensors[wanted].nbytes / self.unit)]))
+            by = [(moved, 1.0), *([(column, 1.0)] if column is not None else [])]
+            self.lp.row([*by, (reader, -1.0)], lower=0.0)
+        seconds = [(c, self.op_seconds[op] / self.total) for op, c in made.items()]
+        if seconds:
+            self.time.beyond(seconds, last, end)
+        return first
+
+    def _room_for(self, tensor: int, position: int) -> bool:
+        """Whether `tensor` can be on the device during a step: as one of its own, or beside the least that it needs."""
+        step = self.program.steps[position]
+        if tensor in self.program.op(step).reads or tensor in self.program.op(step).writes:
+            return True
+        return bool(self.budget_bytes - self.alone[position] >= self.graph.tensors[tensor].nbytes)
+
+    def _gaps(self) -> list[Gap]:
+        """The gaps in which a tensor may be away."""
+        tensors = self.graph.tensors
+        return [
+            gap
+            for gap in self.program.gaps
+            if not gap.remade and tensors[gap.tensor].movable and (gap.wraps or gap.end - gap.start > 1)
+        ]
+
+    def _windows(self, trips: Sequence[_Trip]) -> None:
+        """A forced trip has only the steps between its uses and the place that has no room for it to move in."""
+        out, back = self._link_times()
+        leaving: list[tuple[int, int, list[tuple[int, float]]]] = []
+        coming: list[tuple[int, int, list[tuple[int, float]]]] = []
+        for trip in trips:
+            moved = self.lp.variable(1.0)
+            if trip.held is not None:
+                self.lp.row([(moved, 1.0), (trip.held, -1.0)], lower=0.0)
+            else:
+                again = self._remaking(trip.gap.tensor, self.turn[trip.gap], trip.last, trip.gap.end, coming)
+                self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+            coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
+            if trip.copied:
+                leaving.append((trip.gap.start, trip.first, [(moved, out * trip.size)]))
+        for moves in [leaving, coming] if self.device.full_duplex else [leaving + coming]:
+            moves.sort(key=lambda m: m[:2])
+            for i, (start, end, _) in enumerate(moves):
+                for other in {end, *(max(end, m[1]) for m in moves[i + 1 : i + 1 + NEIGHBOURS])}:
+                    inside = []
+                    for a, b, terms in moves[i:]:
+                        if a >= other:
+                            break
+                        if b <= other:
+                            inside += terms
+                    self.time.at_most(_added(inside), start, other, after=True)
 
     def _remaking(
         self, tensor: int, turn: int, last: int, end: int, coming: list[tuple[int, int, list[tuple[int, float]]]]

@@ -16,12 +16,13 @@ BYTE_COST_SECONDS = 1e-15
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to have `nbytes` less on the device: at `cost_seconds` of compute, and seconds on the links each way.
+    """A way to have `nbytes` less on the device during `spans`, at most two half-open stretches of steps.
 
-    Either the trip of a tensor in `gap`, or at step `position` algorithm number `algorithm` of its op in place of the
-    one before.
+    It costs `cost_seconds` of compute, and seconds on the links each way. Either the trip of a tensor in `gap`, or a
+    part of it, or algorithm number `algorithm` of the op at step `position` in place of the one before.
     """
 
+    spans: tuple[tuple[int, int], ...]
     nbytes: int
     cost_seconds: float
     offload_seconds: float = 0.0
@@ -29,14 +30,6 @@ class Candidate:
     gap: Gap | None = None
     position: int = 0
     algorithm: int = 0
-
-    def spans(self, length: int) -> list[tuple[int, int]]:
-        """The half-open stretches of steps that are relieved, in a program of `length` steps."""
-        if self.gap is None:
-            return [(self.position, self.position + 1)]
-        if self.gap.wraps:
-            return [(0, self.gap.end), (self.gap.start + 1, length)]
-        return [(self.gap.start + 1, min(self.gap.end, length))]
 
 
 def select(
@@ -46,19 +39,19 @@ def select(
     budget_bytes: int,
     end_of_forward: int,
     first: Collection[int] = (),
-) -> tuple[list[Candidate], Positions]:
-    """The candidates taken, those numbered `first` before all others, and the live bytes at each step that they leave.
+) -> list[Candidate]:
+    """The candidates taken, those numbered `first` before all others; what they leave may stay above the budget.
 
-    These may stay above the budget. A link hides as many transfer seconds as there are compute seconds beside it:
-    offloads in forward, prefetches in backward. What goes beyond is exposed and counts in full.
+    A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches in
+    backward. What goes beyond is exposed and counts in full.
     """
     choice = _Choice(live, seconds, candidates, budget_bytes, end_of_forward)
     for index in first:
         choice.take(index)
-    while (index := choice.best()) is not None:
+    while (index := choice.best()) >= 0:
         choice.take(index)
     choice.prune()
-    return [candidates[i] for i in choice.taken], choice.live
+    return [candidates[i] for i in choice.taken]
 
 
 class _Choice:
@@ -74,10 +67,9 @@ class _Choice:
         self.seconds = seconds
         self.budget_bytes = budget_bytes
         self.candidates = candidates
-        self.spans = [c.spans(len(live)) for c in candidates]
-        self.start = np.array([[s[0][0], s[-1][0]] for s in self.spans], dtype=np.int64).reshape(-1, 2)
-        self.end = np.array([[s[0][1], s[-1][1] if len(s) > 1 else s[0][0]] for s in self.spans], dtype=np.int64)
-        self.end = np.maximum(self.end.reshape(-1, 2), self.start)
+        spans = [(*c.spans, *([(0, 0)] * (2 - len(c.spans)))) for c in candidates]
+        bounds = np.array(spans, dtype=np.int64).reshape(-1, 2, 2)
+        self.start, self.end = bounds[:, :, 0], bounds[:, :, 1]
         self.nbytes = np.array([c.nbytes for c in candidates], dtype=np.int64)
         self.tensor = np.array([-1 if c.gap is None else c.gap.tensor for c in candidates], dtype=np.int64)
         self.cost = np.array([c.cost_seconds for c in candidates]) + BYTE_COST_SECONDS * self.nbytes
@@ -88,17 +80,17 @@ class _Choice:
         self.room_back = float(seconds[end_of_forward:].sum())
         self.taken: list[int] = []
 
-    def best(self) -> int | None:
-        """The open candidate with the lowest cost per byte-second relieved, or None when all fits or none helps."""
+    def best(self) -> int:
+        """The open candidate with the lowest cost per byte-second relieved, or -1 when all fits or none helps."""
         over = self.live > self.budget_bytes
         if not over.any() or not self.open.any():
-            return None
+            return -1
         # A step of no time still counts as a place where the budget is exceeded.
         relieved = np.concatenate([[0.0], np.cumsum(np.where(over, self.seconds + 1e-9, 0.0))])
         area = self.nbytes * (relieved[self.end] - relieved[self.start]).sum(axis=1)
         useful = self.open & (area > 0)
         if not useful.any():
-            return None
+            return -1
         exposed = np.clip(self.out - max(0.0, self.room_out), 0, None) + np.clip(
             self.back - max(0.0, self.room_back), 0, None
         )
@@ -107,7 +99,7 @@ class _Choice:
 
     def take(self, index: int) -> None:
         """Take a candidate: its bytes are gone where it relieves; one copy in the store serves every gap of a tensor."""
-        for start, end in self.spans[index]:
+        for start, end in self.candidates[index].spans:
             self.live[start:end] -= self.nbytes[index]
         self.open[index] = False
         self.room_out -= float(self.out[index])
@@ -119,9 +111,8 @@ class _Choice:
     def prune(self) -> None:
         """Give back, dearest first, what later choices made superfluous."""
         for index in sorted(self.taken, key=lambda i: self.cost[i] + self.back[i], reverse=True):
-            if all(
-                (self.live[a:b] + self.nbytes[index]).max(initial=0) <= self.budget_bytes for a, b in self.spans[index]
-            ):
-                for start, end in self.spans[index]:
+            spans = self.candidates[index].spans
+            if all((self.live[a:b] + self.nbytes[index]).max(initial=0) <= self.budget_bytes for a, b in spans):
+                for start, end in spans:
                     self.live[start:end] += self.nbytes[index]
                 self.taken.remove(index)

@@ -116,12 +116,11 @@ def where_there_is_room(
     What `live` has to hold sooner for them is added to it.
     """
     found: dict[Gap, int] = {}
-    previous = 0
     for gap in sorted(wanted, key=lambda g: (g.end, g.tensor)):
         nbytes = program.graph.tensors[gap.tensor].nbytes
         after = 0 if gap.wraps else released[gap]
-        first = min(max(wanted[gap], previous, earliest_return(program, gap), after), gap.end)
+        first = min(max(wanted[gap], earliest_return(program, gap), after), gap.end)
         full = np.flatnonzero(live[first : gap.end] + nbytes > budget_bytes)
-        found[gap] = previous = first + int(full[-1]) + 1 if full.size else first
+        found[gap] = first + int(full[-1]) + 1 if full.size else first
         live[found[gap] : gap.end] += nbytes
     return found
