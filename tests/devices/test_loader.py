@@ -15,10 +15,19 @@ from overspill.devices import calibrated_path, device_names, load_device, this_c
 
 FOLDER = Path(next(iter(overspill.devices.__path__)))
 PROMISED = {
-    *("k80", "titan-x", "p40", "p100", "gtx1080ti", "titan-v", "v100", "titan-rtx", "rtx2080ti", "t4"),
+    *("k40", "k80", "titan-x", "p40", "p100", "p100-nvlink", "gtx1080ti", "titan-v", "v100", "v100-nvlink"),
+    *("titan-rtx", "rtx2080ti", "t4"),
     *("a100-40gb", "a100-80gb", "a10", "a10g", "a6000", "rtx3060", "rtx3070", "rtx3080", "rtx3080ti", "rtx3090"),
     *("rtx4060", "rtx4060ti-16gb", "rtx4070", "rtx4080", "rtx4090", "l4", "l40s", "h100", "h200", "b200", "rtx5090"),
     "cpu",
+}
+# The machine of each of the five papers: memory in marketing GB, and the most that its link carries one way.
+MACHINES_OF_THE_PAPERS = {
+    "vDNN, MICRO 2016": ("titan-x", 12, 16e9),
+    "Dymem, HPDC 2020": ("titan-x", 12, 16e9),
+    "DNNMem, FSE 2020": ("p40", 24, 16e9),
+    "profile-guided placement": ("p100-nvlink", 16, 40e9),
+    "adaptive window and virtual addressing": ("v100-nvlink", 16, 50e9),
 }
 # Fields that a file may leave out, such as one written before they existed.
 OPTIONAL = {"context_low_bytes", "context_high_bytes", "compute_capability", "multiprocessors"}
@@ -56,6 +65,15 @@ def figures(device: Device) -> dict[str, float]:
 def test_all_promised_devices_are_shipped() -> None:
     assert set(device_names()) >= PROMISED
     assert list(device_names()) == sorted(device_names())
+
+
+@pytest.mark.parametrize("paper", MACHINES_OF_THE_PAPERS)
+def test_the_machine_of_every_paper_has_a_device(paper: str) -> None:
+    name, gigabytes, link_bytes_per_second = MACHINES_OF_THE_PAPERS[paper]
+    device = load_device(name)
+    assert gigabytes * 0.93e9 < device.memory_bytes < gigabytes * 2**30
+    for rate in (device.offload_bytes_per_second, device.prefetch_bytes_per_second):
+        assert 0.6 * link_bytes_per_second < rate < link_bytes_per_second
 
 
 @every_device
@@ -118,11 +136,13 @@ def test_devices_stand_in_the_order_that_their_makers_claim() -> None:
 
     memory = column(
         "memory_bytes", "b200", "h200", "h100", "a100-80gb", "a6000", "l40s", "a100-40gb", "rtx5090", "rtx3090",
-        *("rtx4090", "p40", "a10g", "l4", "p100", "v100", "rtx4080", "titan-x", "rtx3060", "rtx4070", "k80"),
+        *("rtx4090", "p40", "a10g", "l4", "p100", "v100", "rtx4080", "titan-x", "rtx3060", "rtx4070", "k40", "k80"),
         *("gtx1080ti", "rtx2080ti", "rtx3080", "rtx4060", "rtx3070"),
     )  # fmt: skip
     bandwidth = column("memory_bytes_per_second", "h200", "h100", "a100-80gb", "a100-40gb", "v100", "p100", "titan-x")
-    link = column("offload_bytes_per_second", "h200", "v100-nvlink", "a100-40gb", "titan-x", "v100", "cpu")
+    link = column(
+        "offload_bytes_per_second", "h200", "v100-nvlink", "p100-nvlink", "a100-40gb", "titan-x", "v100", "cpu"
+    )
     half = [load_device(name).flops_per_second["float16"] for name in ("h100", "a100-80gb", "v100", "p100", "titan-x")]
     # The 80 GB cards of two generations report the same memory to within one part in a thousand, in either order.
     memory[1:3] = [max(memory[1:3])]

@@ -103,7 +103,7 @@ def test_its_plan_carries_the_figures_of_check(name: str) -> None:
     assert plan.step_seconds >= plan.lower_bound_seconds * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(n for n in POLICIES if not POLICIES[n].plans_for_budget))
+@pytest.mark.parametrize("name", sorted(n for n, p in POLICIES.items() if not (p.plans_for_budget or p.unlimited)))
 def test_a_fixed_schedule_that_does_not_fit_is_infeasible_with_its_peak_as_the_floor(name: str) -> None:
     graph = network([Layer(10_000) for _ in range(8)])
     peak = check(graph, POLICIES[name]().plan(graph, DEVICE)).peak_bytes

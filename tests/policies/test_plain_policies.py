@@ -1,4 +1,4 @@
-"""`in-core`, `liveness` and `checkpoint`: what they keep, and for how long."""
+"""`in-core`, `liveness`, `oracle` and `checkpoint`: what they keep, and for how long."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.simulate.graphs import DEVICE, Layer, layers, network, networks
 
 from overspill.core import Graph, Phase, TensorKind, Verb
 from overspill.policies.checkpoint import Checkpoint
-from overspill.policies.in_core import InCore, Liveness
-from overspill.policies.planning import retained_bytes
+from overspill.policies.in_core import InCore, Liveness, Oracle
+from overspill.policies.planning import make_plan, retained_bytes, unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -97,3 +97,17 @@ def test_checkpoint_cuts_where_few_bytes_cross() -> None:
 def test_checkpoint_of_a_step_too_short_to_cut_is_liveness() -> None:
     graph = network([Layer(1000)])
     assert Checkpoint().plan(graph, DEVICE).instructions == Liveness().plan(graph, DEVICE).instructions
+
+
+@given(networks())
+@EXAMPLES
+def test_the_oracle_does_what_liveness_does_whatever_the_budget(graph: Graph) -> None:
+    plan = make_plan(graph, DEVICE, "oracle", 1)
+    assert plan.schedule.instructions == Liveness().plan(graph, DEVICE).instructions
+    assert plan.peak_bytes == unmanaged_peak(graph, DEVICE)
+    assert plan.slowdown == pytest.approx(1)
+
+
+def test_no_other_policy_is_unlimited() -> None:
+    assert Oracle.unlimited
+    assert not Liveness.unlimited

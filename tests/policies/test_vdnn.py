@@ -1,14 +1,21 @@
-"""`vdnn-all` and `vdnn-conv` against the paper: which feature maps go, when, and when they come back (§III, Fig. 10)."""
+"""vDNN's policies against the paper: which feature maps go, when, when they come back (§III, Fig. 10), which algorithms."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulate.graphs import DEVICE, Layer, network, networks
+from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
-from overspill.core import Graph, LayerType, Phase, Schedule, Verb
-from overspill.policies.vdnn import VdnnAll, VdnnConv
+from overspill.core import Algorithm, Device, Graph, LayerType, Phase, Schedule, Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import op_seconds
+from overspill.policies.base import Policy
+from overspill.policies.in_core import Liveness
+from overspill.policies.vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic, downgraded
+from overspill.simulate import check, simulate
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 CONV, ACTV, POOL, FC = LayerType.CONV, LayerType.ACTIVATION, LayerType.POOL, LayerType.LINEAR
@@ -111,3 +118,115 @@ def test_what_goes_comes_back_once(graph: Graph) -> None:
         made = policy().plan(graph, DEVICE)
         sent = sorted(made.targets(Verb.OFFLOAD))
         assert sent == sorted(made.targets(Verb.PREFETCH)) == sorted(set(sent))
+
+
+# -- vdnn-dynamic
+
+
+def with_menu(graph: Graph, *workspaces: int) -> Graph:
+    """Every convolution, forward and backward, has algorithms of these workspaces, the fastest first."""
+    menu = tuple(Algorithm(f"algorithm {i}", nbytes, 1.0 + i) for i, nbytes in enumerate(workspaces))
+    ops = (
+        replace(op, algorithms=menu, workspace_bytes=workspaces[0]) if op.layer_type is CONV else op for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops))
+
+
+def peak(graph: Graph, policy: Policy) -> int:
+    return check(graph, policy.plan(graph, DEVICE)).peak_bytes
+
+
+def choices(made: Schedule) -> list[int]:
+    return [i.algorithm for i in made.instructions if i.verb is Verb.RUN]
+
+
+MIXED = with_menu(chain([CONV, POOL, CONV, CONV, POOL, POOL, CONV]), 40_000, 20_000, 0)
+LEAST = VdnnAll(memory_optimal=True)
+
+
+def test_the_passes_come_in_the_order_of_the_paper() -> None:
+    all_m, all_p, conv_p, none_p = (peak(MIXED, p) for p in (LEAST, VdnnAll(), VdnnConv(), Liveness()))
+    assert all_m < all_p < conv_p < none_p
+    for budget, same in (
+        (none_p, Liveness()), (none_p - 1, VdnnConv()), (conv_p, VdnnConv()), (conv_p - 1, VdnnAll()), (all_p, VdnnAll()),
+    ):  # fmt: skip
+        made = VdnnDynamic().plan(MIXED, DEVICE, budget)
+        assert made == replace(same.plan(MIXED, DEVICE), policy="vdnn-dynamic", budget_bytes=budget)
+
+
+def test_the_last_phase_tries_conv_before_all_and_downgrades_only_what_overflows() -> None:
+    all_p = peak(MIXED, VdnnAll())
+    made = VdnnDynamic().plan(MIXED, DEVICE, all_p - 1)
+    assert made.targets(Verb.OFFLOAD) == VdnnConv().plan(MIXED, DEVICE).targets(Verb.OFFLOAD)
+    # Ops 0 to 7 are forward, 8 to 15 backward; layers 0, 2, 3 and 6 are convolutions.
+    assert choices(made) == [0, 0, 0, 0, 0, 0, 1, 0, 0, 2, 0, 0, 1, 1, 0, 0]
+    conv_g = check(MIXED, made).peak_bytes
+    made = VdnnDynamic().plan(MIXED, DEVICE, conv_g - 1)
+    assert made.targets(Verb.OFFLOAD) == VdnnAll().plan(MIXED, DEVICE).targets(Verb.OFFLOAD)
+    assert choices(made) == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0]
+
+
+def test_vdnn_all_with_memory_optimal_algorithms_decides_what_can_be_trained() -> None:
+    floor = peak(MIXED, LEAST)
+    assert check(MIXED, VdnnDynamic().plan(MIXED, DEVICE, floor)).peak_bytes == floor
+    with pytest.raises(InfeasibleBudget) as caught:
+        VdnnDynamic().plan(MIXED, DEVICE, floor - 1)
+    assert (caught.value.floor_bytes, caught.value.budget_bytes) == (floor, floor - 1)
+    assert "vdnn-dynamic's floor" in str(caught.value)
+
+
+def test_without_a_budget_there_is_what_the_device_has_beside_its_context() -> None:
+    for room in (peak(MIXED, VdnnAll()), peak(MIXED, VdnnConv())):
+        device = replace(DEVICE, memory_bytes=room + 7, context_bytes=7)
+        made = VdnnDynamic().plan(MIXED, device)
+        assert made == replace(VdnnDynamic().plan(MIXED, device, room), budget_bytes=None)
+    with pytest.raises(InfeasibleBudget):
+        VdnnDynamic().plan(MIXED, replace(DEVICE, memory_bytes=peak(MIXED, LEAST) + 6, context_bytes=7))
+
+
+def test_an_op_is_downgraded_step_by_step_until_it_fits_or_is_memory_optimal() -> None:
+    build = Build()
+    for _ in range(5):
+        build.op([], [build.tensor(10)], kind=CONV)
+    graph = with_menu(build.graph(), 100, 60, 5, 20)
+    made = Schedule("by hand", Liveness().plan(graph, DEVICE).instructions[::2])  # the Runs, without their Frees
+    beside = [0, 1, 41, 96, 90]  # live bytes beside the workspace
+    assert choices(downgraded(graph, made, [100 + nbytes for nbytes in beside], 100)) == [0, 1, 2, 2, 2]
+
+
+@given(networks(), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+@EXAMPLES
+def test_vdnn_dynamic_keeps_to_its_budget_with_every_menu(graph: Graph, share: float) -> None:
+    graph = with_menu(graph, 50_000, 70_000, 20_000, 100)
+    floor, top = peak(graph, LEAST), peak(graph, Liveness())
+    budget = floor + int(share * (top - floor))
+    assert check(graph, VdnnDynamic().plan(graph, DEVICE, budget)).peak_bytes <= budget
+
+
+# -- sequential
+
+
+@given(networks(), devices(max_share=0.0))
+@EXAMPLES
+def test_one_stream_hides_nothing(graph: Graph, device: Device) -> None:
+    made = Sequential().plan(graph, device)
+    timeline = simulate(graph, made, device, op_seconds(graph, device))
+    assert set(made.targets(Verb.OFFLOAD)) == set(VdnnAll().plan(graph, device).targets(Verb.OFFLOAD))
+    assert timeline.step_seconds == pytest.approx(timeline.compute_seconds + timeline.transfer_seconds)
+
+
+def test_one_stream_sends_behind_the_layer_and_fetches_in_front_of_its_backward() -> None:
+    graph = chain([CONV, CONV])
+    made = Sequential().plan(graph, DEVICE)
+    y0 = next(t.id for t in graph.tensors if t.name == "y0")
+    y1 = next(t.id for t in graph.tensors if t.name == "y1")
+    l1, loss = op_of(graph, "l1", Phase.FORWARD), op_of(graph, "loss", Phase.FORWARD)
+    away, back = (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE), (Verb.PREFETCH, Verb.AWAIT_PREFETCH)
+    spelled = [(i.verb, i.target) for i in made.instructions]
+    behind = spelled.index((Verb.RUN, l1)) + 1
+    assert spelled[behind : behind + 3] == [(verb, y0) for verb in away]
+    in_front = spelled.index((Verb.RUN, op_of(graph, "l1", Phase.BACKWARD)))
+    assert spelled[in_front - 2 : in_front] == [(verb, y0) for verb in back]
+    # What the loss reads goes and comes between its forward and its backward, if there is anything between.
+    assert (Verb.OFFLOAD, y1) not in spelled
+    assert spelled.index((Verb.RUN, loss)) == behind + 3

@@ -16,7 +16,7 @@ import typer
 
 import overspill
 
-from . import calibrate, devices, estimate, models, plan, policies, snapshot, train
+from . import calibrate, compare, devices, estimate, models, plan, policies, snapshot, train
 from .common import Outcome, print_human, print_json
 from .failures import Failure, explain
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.command("estimate")(estimate.estimate)
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("compare")(compare.compare)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)
 app.command("devices")(devices.devices)

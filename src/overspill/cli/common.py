@@ -40,6 +40,14 @@ Budget = Annotated[
         show_default=False,
     ),
 ]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A name that `overspill devices` lists, or a device file.  [default: this CPU]",
+        show_default=False,
+    ),
+]
 PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
 OptimizerName = Annotated[
     str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")

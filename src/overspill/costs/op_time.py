@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from overspill.core import Device, Graph, Op
 from overspill.core.saved import Saved
 
+from .convolution import fastest_seconds
+
 
 @dataclass(frozen=True)
 class MeasuredTimes(Saved):
@@ -29,7 +31,8 @@ def op_seconds(graph: Graph, device: Device, measured: MeasuredTimes | None = No
     """Seconds that each op of `graph` takes on `device`: measured where known, else the roofline.
 
     The roofline is Williams et al. 2009: the larger of FLOPs over the dtype's FLOP/s (times the share of it that
-    the layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost an op.
+    the layer type reaches) and bytes moved over memory bandwidth, plus a fixed cost an op. A convolution with a choice
+    of algorithms takes what its fastest does.
     """
     known = measured.seconds if measured is not None and measured.device == device.name else {}
     return tuple(_seconds(graph, op, device, known) for op in graph.ops)
@@ -40,6 +43,8 @@ def _seconds(graph: Graph, op: Op, device: Device, known: dict[str, float]) -> f
         return seconds
     if not op.flops and not op.moved_bytes:
         return device.op_overhead_seconds
+    if op.algorithms and (chosen := fastest_seconds(graph, op, device)) is not None:
+        return device.op_overhead_seconds + chosen
     dtype = graph.tensors[op.writes[0]].dtype if op.writes else "float32"
     rate = device.flops_per_second.get(dtype) or device.flops_per_second["float32"]
     compute = op.flops / (rate * device.efficiency.get(op.layer_type, 1.0))

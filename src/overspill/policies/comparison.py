@@ -11,9 +11,11 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes
 
-from . import POLICIES, policy_named
+from . import policy_named
 from .planning import Plan, make_plan
 
+BASELINE = "oracle"
+"""What slowdowns are relative to: it has all the memory and the fastest algorithms."""
 NO_LIMIT_BYTES = 1 << 60
 """More than any device has: what a policy that makes one schedule is asked for."""
 
@@ -66,11 +68,6 @@ class Row:
         return found
 
 
-def baseline_policy() -> str:
-    """What slowdowns are relative to: the oracle, which has all the memory and the fastest algorithms."""
-    return "oracle" if "oracle" in POLICIES else "liveness"
-
-
 def compare(
     graph: Graph,
     device: Device,
@@ -88,7 +85,7 @@ def compare(
     for name in names:
         policy_named(name)
     budget = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
-    baseline = make_plan(graph, device, baseline_policy(), NO_LIMIT_BYTES, times)
+    baseline = make_plan(graph, device, BASELINE, NO_LIMIT_BYTES, times)
     rows = []
     for name in names:
         if progress is not None:

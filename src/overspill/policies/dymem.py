@@ -143,10 +143,10 @@ def prefetch_starts(program: Program, gaps: Collection[Gap]) -> dict[Gap, int]:
     end = convolutions = (
         0  # the search has been as far as turn `end`, past so many convolutions from the current one on
     )
-    for place, current in enumerate(turns):
+    for current in turns:
         while end < len(turns) and convolutions + turns[end].conv <= RESIDENT_CONVOLUTIONS:
             convolutions += turns[end].conv
-            found.update((gap, current.begin) for gap in needed[end] if end > place)
+            found.update((gap, current.begin) for gap in needed[end])
             end += 1
         convolutions -= current.conv
     return found

@@ -17,9 +17,9 @@ from .floor import below
 from .lru import evictions, smallest, trips
 from .program import Gap, Positions, Program
 
-THRESHOLDS = (0.0, 1 / 4, 1 / 2, 5 / 8, 3 / 4, 13 / 16, 7 / 8, 15 / 16)
+THRESHOLDS = (0.0, 1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 15 / 16)
 """The swapout_thresholds tried, as shares of the graph's depth."""
-AHEADS = (0, 2, 8, 32)
+AHEADS = (0, 4, 12, 32)
 """The swapin_aheads tried, in levels."""
 Swaps = Mapping[Gap, int]
 """The gaps in which tensors are swapped out, with the steps before which they are swapped in."""

@@ -10,14 +10,14 @@ import numpy as np
 from overspill.core import Device, Graph, Schedule
 
 from .assemble import Transfer, assemble
-from .base import Policy, earliest_return, latest_release, may_leave, may_move
+from .base import Policy, earliest_return, may_leave, may_move
 from .candidates import fastest
 from .floor import below
 from .lru import evictions, smallest
 from .program import Gap, Positions, Program
 
-WINDOWS = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
-"""The schedule-windows tried, as shares of the peak without transfers."""
+WINDOWS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2, 7 / 4, 2.0, 5 / 2)
+"""The schedule-windows tried, as multiples of the peak without transfers; a variable counts at each of its uses."""
 
 
 class Window(Policy):
@@ -31,7 +31,7 @@ class Window(Policy):
 
     Departures: what the store holds already is not copied again, and what is never freed is not copied at all; the
     paper copies each. Forward and backward are two graphs, so what leaves in forward is freed by its end and what
-    backward reads returns in it. `window_bytes` is set by hand in the paper; not given, the fastest of fixed shares
+    backward reads returns in it. `window_bytes` is set by hand in the paper; not given, the fastest of fixed multiples
     of the graph's own peak is taken. So with more memory the same windows are tried, and none is slower.
     """
 
@@ -74,7 +74,6 @@ class VariableSequence:
     """The variables of a program in order of use, each as often as it is used (§3, Fig. 1)."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
         tensors = program.graph.tensors
         uses: list[tuple[int, int]] = []  # (step, tensor)
         for position, step in enumerate(program.steps):
@@ -85,15 +84,15 @@ class VariableSequence:
         self.end_bytes = bytes_to[1:]  # bytes from the first use to each, with it
         first_of = np.searchsorted([position for position, _ in uses], np.arange(program.length))
         self.start_bytes = bytes_to[first_of]  # bytes from the first use to the first of each step
+        self.gaps = [(gap, earliest_return(program, gap)) for gap in program.gaps if may_leave(program, gap)]
 
     def swaps(self, window_bytes: int) -> dict[Gap, int]:
         """The gaps in which a tensor is swapped out, with the step before which it would have to be swapped in again."""
         found: dict[Gap, int] = {}
-        for gap in self.program.gaps:
-            if may_leave(self.program, gap):
-                seen = self._seen(gap, window_bytes)
-                if gap.wraps or seen > gap.start:
-                    found[gap] = min(max(seen, earliest_return(self.program, gap)), gap.end)
+        for gap, earliest in self.gaps:
+            seen = self._seen(gap, window_bytes)
+            if gap.wraps or seen > gap.start:
+                found[gap] = min(max(seen, earliest), gap.end)
         return found
 
     def _seen(self, gap: Gap, window_bytes: int) -> int:
@@ -108,7 +107,7 @@ def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap
     """Transfers for the swap-outs that end with memory freed; each copy is made behind the first use that called for it.
 
     A swap-out whose memory was not needed has copied the tensor all the same (Fig. 2c), which serves those that follow
-    until the tensor is updated.
+    until the tensor is updated. What starts in forward is awaited in forward.
     """
     copied: dict[tuple[int, int], Gap] = {}  # (tensor, updates so far) -> the swap-out that made the copy
     for gap in sorted(swaps, key=lambda g: g.start):
@@ -116,8 +115,9 @@ def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap
     found = []
     for gap, release in released.items():
         first = copied[gap.tensor, _updates(program, gap)]
-        done = min(release, latest_release(program, first))
-        found.append(Transfer(gap, first.start + 1, release, swaps[gap], gap.end, done if first != gap else None))
+        in_forward = first.start < program.end_of_forward
+        done = min(release, program.end_of_forward) if in_forward else release
+        found.append(Transfer(gap, first.start + 1, release, swaps[gap], gap.end, done))
     return found
 
 

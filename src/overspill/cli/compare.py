@@ -1,0 +1,155 @@
+"""`overspill compare`: every policy on one training step, side by side."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.errors import RequestError
+from overspill.core.units import format_bytes, is_share, parse_bytes
+
+from .common import (
+    AsJson,
+    Batch,
+    Budget,
+    Gpu,
+    ImageSize,
+    ModelChoice,
+    ModelName,
+    OptimizerName,
+    Outcome,
+    SeqLen,
+    Small,
+    check_request,
+    narrate,
+    quiet_torch,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from overspill.core import Device, Graph
+    from overspill.policies.comparison import Row
+
+PolicyNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B,…",
+        help="Names that `overspill policies` lists; NAME:m takes the algorithms of least workspace.  [default: all]",
+        show_default=False,
+    ),
+]
+MoveState = Annotated[
+    bool, typer.Option("--move-state", help="Parameters, gradients and optimizer state may leave the device too.")
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw memory against slowdown: .png or .html.", show_default=False),
+]
+
+
+def compare(
+    model: ModelName,
+    batch: Batch,
+    gpu: Gpu = None,
+    budget: Budget = None,
+    policies: PolicyNames = None,
+    optimizer: OptimizerName = "sgd",
+    small: Small = False,
+    image_size: ImageSize = None,
+    seq_len: SeqLen = None,
+    move_state: MoveState = False,
+    plot: PlotFile = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Compare policies on one training step: the memory that each takes, and what that costs in simulated time."""
+    del json  # `main` reads it from the arguments
+    from overspill.costs import op_seconds, with_algorithms
+    from overspill.devices import load_device
+    from overspill.report.plot import check_plot
+
+    begun = time.perf_counter()
+    names = _policy_names(policies)
+    check_request(model, budget, "auto", plot)
+    if plot is not None:
+        check_plot(plot)
+    device = load_device(gpu or "cpu")
+    with narrate() as narrator:
+        quiet_torch()
+        from overspill.policies import comparison
+        from overspill.policies.relaxation import lower_bound_seconds
+        from overspill.runtime.training import Training, step_graph
+
+        training = Training(ModelChoice(model, small, image_size, seq_len).build, batch, optimizer)
+        narrator.now(f"capturing {model} for {device.name}")
+        graph = step_graph(training, device, state_moves=move_state)
+        budget_bytes = _budget_bytes(budget, graph, device)
+        if device.kind == "cuda":
+            graph = with_algorithms(graph, device)
+        rows = comparison.compare(
+            graph, device, names, budget_bytes, progress=lambda name: narrator.now(f"planning {name}")
+        )
+        bound = None
+        if any(row.fits for row in rows):
+            bound = lower_bound_seconds(graph, device, budget_bytes, op_seconds(graph, device))
+    request = {
+        "model": model,
+        "batch": batch,
+        "optimizer": optimizer,
+        "gpu": device.name,
+        "budget_bytes": budget_bytes,
+        "baseline": comparison.BASELINE,
+        "lower_bound_seconds": bound,
+    }
+    return _outcome(request, rows, device, plot, begun)
+
+
+def _policy_names(asked: str | None) -> tuple[str, ...]:
+    """The policies that the user named, or all. Raises RequestError for one that is not there."""
+    from overspill.policies import POLICIES, policy_named
+
+    if asked is None:
+        return tuple(POLICIES)
+    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
+    if not names:
+        raise RequestError(f"--policies names none. Policies: {', '.join(POLICIES)}")
+    for name in names:
+        policy_named(name)
+    return names
+
+
+def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
+    from overspill.policies.planning import unmanaged_peak
+
+    if budget is None:
+        return device.memory_bytes - device.context_bytes
+    return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
+
+
+def _outcome(request: dict[str, Any], rows: Sequence[Row], device: Device, plot: Path | None, begun: float) -> Outcome:
+    from overspill.report.compare import compare_report, row_figures
+    from overspill.report.plot import plot as draw
+
+    found = [row_figures(row, device.memory_bytes - device.context_bytes) for row in rows]
+    budget_bytes = request["budget_bytes"]
+    title = (
+        f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}, "
+        f"within {format_bytes(budget_bytes)}: simulated"
+    )
+    note = None
+    if plot is not None:
+        draw(found, plot, title, budget_bytes, request["baseline"])
+        note = f"plot saved to {plot}"
+    answer = request | {"seconds": time.perf_counter() - begun, "rows": found}
+    human = compare_report(found, device, budget_bytes, request["lower_bound_seconds"], title, note)
+    if any(row.fits for row in rows):
+        return Outcome(answer, human)
+    least = min(((row.least_bytes, row.policy) for row in rows if row.least_bytes is not None), default=None)
+    message = f"infeasible: no policy fits {format_bytes(budget_bytes)}"
+    if least is not None:
+        message += f"; {least[1]} needs the least, {format_bytes(least[0])}; --budget {least[0]} would do"
+    refusal = {"floor_bytes": None if least is None else least[0], "error": message, "exit_code": 1}
+    return Outcome(answer | refusal, human, 1, message)

@@ -1,0 +1,169 @@
+"""Policies beside one another: as JSON rows, and as a table for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from overspill.core import Device
+from overspill.core.units import format_bytes, format_seconds
+from overspill.placement import CachingConfig, Events, replay
+from overspill.policies.comparison import BASELINE, Row
+from overspill.policies.planning import Plan
+from overspill.simulate import trace_of
+
+from .listing import format_flops, listing, percent, yes
+from .plan import peak_of
+
+FIGURES = (
+    "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
+    "step_seconds", "slowdown", "compute_seconds", "overlapped_seconds", "exposed_transfer_seconds", "stall_seconds",
+    "stall_cause", "fragmentation", "reserved_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
+)  # fmt: skip
+"""What a row has of a plan; null where there is none."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A schedule under PyTorch's caching allocator: what it reserves, the share that no live byte needs, whether it fits.
+
+    Where the device is too small for the allocator, the figures are those of an unlimited one, and `expandable_fits`
+    says whether the device does with `expandable_segments:True`, which moves no block but needs no segment in one piece.
+    """
+
+    reserved_bytes: int
+    fragmentation: float
+    fits: bool
+    expandable_fits: bool
+
+
+def placed(plan: Plan, capacity_bytes: int) -> Placed:
+    """How `plan` lies in `capacity_bytes` under PyTorch's caching allocator."""
+    trace = trace_of(plan.graph, plan.schedule)
+    events = Events.of(trace)
+    done = replay(events, capacity_bytes=capacity_bytes)
+    fits = expandable_fits = done.fits
+    if not fits:
+        expandable = CachingConfig(expandable_segments=True)
+        expandable_fits = replay(events, capacity_bytes=capacity_bytes, config=expandable).fits
+        done = replay(events)
+    reserved = done.peak_reserved_bytes
+    return Placed(reserved, 1 - trace.lower_bound_bytes / reserved if reserved else 0.0, fits, expandable_fits)
+
+
+def row_figures(row: Row, capacity_bytes: int) -> dict[str, Any]:
+    """The JSON object of `row`; `capacity_bytes` are what the device leaves to its allocator."""
+    head = {"policy": row.policy, "fits": row.fits, "error": row.error, "floor_bytes": row.floor_bytes}
+    plan = row.plan
+    if plan is None:
+        return head | dict.fromkeys(FIGURES)
+    timeline, place, peak = plan.timeline, placed(plan, capacity_bytes), peak_of(plan)
+    figures = {
+        "max_bytes": plan.peak_bytes,
+        "average_bytes": round(timeline.average_bytes),
+        "offloaded_bytes": plan.offloaded_bytes,
+        "prefetched_bytes": plan.prefetched_bytes,
+        "recomputed_flops": plan.recomputed_flops,
+        "recomputed_ops": plan.recomputed_ops,
+        "step_seconds": plan.step_seconds,
+        "slowdown": row.slowdown,
+        "compute_seconds": timeline.compute_seconds,
+        "overlapped_seconds": float(timeline.overlapped_seconds),
+        "exposed_transfer_seconds": timeline.exposed_transfer_seconds,
+        "stall_seconds": row.stall_seconds,
+        "stall_cause": row.stall_cause,
+        "fragmentation": place.fragmentation,
+        "reserved_bytes": place.reserved_bytes,
+        "allocator_fits": place.fits,
+        "expandable_fits": place.expandable_fits,
+        "peak_op": peak.at,
+        "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
+        "plan_seconds": plan.plan_seconds,
+    }
+    return head | {name: figures[name] for name in FIGURES}
+
+
+def compare_report(
+    rows: Sequence[Mapping[str, Any]],
+    device: Device,
+    budget_bytes: int,
+    lower_bound_seconds: float | None,
+    title: str,
+    note: str | None = None,
+) -> RenderableType:
+    """The table of `rows`, each as `row_figures` gives it, and what a reader must know of it."""
+    explanation = _explanation(device, budget_bytes, lower_bound_seconds)
+    parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(explanation)]
+    if remarks := _remarks(rows, device):
+        parts += ["", *map(Text, remarks)]
+    return Group(*parts, *([Text(note)] if note else []))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = (
+        *("policy", "fits", "max", "step", "slowdown", "average", "offloaded", "recomputed", "overlap", "exposed"),
+        "fragm.",
+    )
+    table = listing(columns, map(_cells, rows), numbers=range(2, len(columns)))
+    table.padding = (0, 0, 0, 1)  # eleven columns have to stand in 120 characters
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    fits = yes(row["fits"]) or "no"
+    if row["max_bytes"] is None:
+        return row["policy"], fits, *("",) * 9
+    return (
+        row["policy"],
+        fits,
+        format_bytes(row["max_bytes"]),
+        format_seconds(row["step_seconds"]),
+        f"{row['slowdown']:.3f}",
+        format_bytes(row["average_bytes"]),
+        format_bytes(row["offloaded_bytes"]) if row["offloaded_bytes"] else "",
+        _recomputed(row),
+        format_seconds(row["overlapped_seconds"]) if row["overlapped_seconds"] else "",
+        format_seconds(row["exposed_transfer_seconds"]) if row["exposed_transfer_seconds"] else "",
+        percent(row["fragmentation"], 1) if row["allocator_fits"] or not row["fits"] else "no room",
+    )
+
+
+def _recomputed(row: Mapping[str, Any]) -> str:
+    """What is done again: FLOPs, or ops where they count none, as pooling and activations do."""
+    if row["recomputed_flops"] or not row["recomputed_ops"]:
+        return format_flops(row["recomputed_flops"]) if row["recomputed_ops"] else ""
+    return f"{row['recomputed_ops']} ops"
+
+
+def _explanation(device: Device, budget_bytes: int, lower_bound_seconds: float | None) -> str:
+    """What the figures are, and the bound on all that keeps to the budget."""
+    budget = format_bytes(budget_bytes)
+    text = (
+        f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}. "
+        f"What fits stays within {budget}, the fastest first. "
+        "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs."
+    )
+    if lower_bound_seconds is not None:
+        text += (
+            f" No schedule in the graph's order takes less than {format_seconds(lower_bound_seconds)} within {budget}."
+        )
+    return text
+
+
+def _remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
+    """What the table has no room for: where the allocator runs out of memory, and why a policy has no plan."""
+    found = []
+    crowded = [row for row in rows if row["fits"] and not row["allocator_fits"]]
+    for expandable, verdict in ((True, "does not"), (False, "does too")):
+        names = [row["policy"] for row in crowded if row["expandable_fits"] is expandable]
+        if names:
+            found.append(
+                f"PyTorch's caching allocator runs out of memory on {device.name} under {', '.join(names)}; "
+                f"with expandable_segments:True it {verdict}."
+            )
+    return found + [f"{row['policy']}: {row['error']}" for row in rows if row["error"] is not None]

@@ -1,0 +1,208 @@
+"""Policies in a picture: memory against slowdown, one labelled point a policy. matplotlib or plotly, by the file's ending."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from overspill.core.errors import RequestError
+
+GIB = 1 << 30
+LIBRARIES = {".png": "matplotlib", ".html": "plotly"}
+# Okabe and Ito's, which the colour-blind tell apart, without the yellow that is too pale on white; then some of Tol's.
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    *("#882255", "#999933", "#332288", "#44AA99", "#AA4499"),
+)
+MEMORY_AXIS, TIME_AXIS = "maximum memory (GiB)", "simulated slowdown (step time over that of {baseline})"
+VERDICTS = {True: "fits", False: "does not fit"}
+SIZE_INCHES = (9.0, 5.5)
+_AXES_POINTS = (600.0, 345.0)
+"""About what the axes take of the picture; a label's letter is about `_LETTER_POINTS` wide and high."""
+_LETTER_POINTS = (6.3, 12.0)
+
+
+class Place(NamedTuple):
+    """Where a label stands beside its point: the offset in points, and which of its sides is there."""
+
+    offset: tuple[int, int]
+    horizontal: Literal["left", "center", "right"]
+    vertical: Literal["bottom", "center", "top"]
+
+
+PLACES = (
+    Place((7, 0), "left", "center"),
+    Place((-7, 0), "right", "center"),
+    Place((0, 7), "center", "bottom"),
+    Place((0, -7), "center", "top"),
+    *(Place((7, 14 * rows), "left", "center") for rows in (1, -1, 2, -2)),
+    *(Place((-7, 14 * rows), "right", "center") for rows in (1, -1, 2, -2)),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One policy in the picture."""
+
+    name: str
+    gib: float
+    slowdown: float
+    fits: bool
+    colour: str
+    place: Place = PLACES[0]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn: the points, the budget, and the ranges of the axes, which leave room for the labels."""
+
+    title: str
+    time_axis: str
+    points: tuple[Point, ...]
+    budget_gib: float
+    memory_range: tuple[float, float]
+    time_range: tuple[float, float]
+
+
+def check_plot(path: Path) -> None:
+    """Raise RequestError where `path` can not become a picture, before work is done for it."""
+    suffix = path.suffix.lower()
+    library = LIBRARIES.get(suffix)
+    if library is None:
+        raise RequestError(f"cannot plot to {path}: the file must end in {' or '.join(LIBRARIES)}")
+    if find_spec(library) is None:
+        raise RequestError(f"a plot in a {suffix} file needs {library}: pip install overspill[plot]")
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes: int, baseline: str) -> None:
+    """Draw `rows`, each as `report.compare.row_figures` gives it, into `path`; rows without figures are left out."""
+    check_plot(path)
+    made = picture(rows, title, budget_bytes, baseline)
+    try:
+        (_draw_png if path.suffix.lower() == ".png" else _draw_html)(made, path)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def picture(rows: Sequence[Mapping[str, Any]], title: str, budget_bytes: int, baseline: str) -> Picture:
+    """The picture of `rows`, from the least memory to the most, with labels that keep clear of one another."""
+    known = sorted((r for r in rows if r["max_bytes"] is not None), key=lambda r: (r["max_bytes"], r["slowdown"]))
+    points = [
+        Point(row["policy"], row["max_bytes"] / GIB, row["slowdown"], row["fits"], COLOURS[i % len(COLOURS)])
+        for i, row in enumerate(known)
+    ]
+    budget_gib = budget_bytes / GIB
+    slowdowns = [p.slowdown for p in points] or [1.0]
+    margin = 0.15 * max(max(slowdowns) - min(slowdowns), 0.05)
+    memory_range = (0.0, 1.15 * max([budget_gib, *(p.gib for p in points)]))
+    time_range = (min(slowdowns) - margin, max(slowdowns) + margin)
+    placed = _placed(points, budget_gib, memory_range, time_range)
+    return Picture(title, TIME_AXIS.format(baseline=baseline), placed, budget_gib, memory_range, time_range)
+
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right and top in points of the page."""
+
+
+def _placed(
+    points: Sequence[Point], budget_gib: float, memory_range: tuple[float, float], time_range: tuple[float, float]
+) -> tuple[Point, ...]:
+    """`points`, each with the first free place for its label, or the one that meets the fewest others, points and line."""
+    at = [
+        (
+            p.gib / memory_range[1] * _AXES_POINTS[0],
+            (p.slowdown - time_range[0]) / (time_range[1] - time_range[0]) * _AXES_POINTS[1],
+        )
+        for p in points
+    ]
+    taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in at]
+    line = budget_gib / memory_range[1] * _AXES_POINTS[0]
+    taken.append((line - 1, 0.0, line + 1, _AXES_POINTS[1]))
+    found = []
+    for point, (x, y) in zip(points, at, strict=True):
+        boxes = [_box(place, x, y, len(point.name)) for place in PLACES]
+        best = min(range(len(PLACES)), key=lambda i: _collisions(boxes[i], taken))
+        taken.append(boxes[best])
+        found.append(replace(point, place=PLACES[best]))
+    return tuple(found)
+
+
+def _box(place: Place, x: float, y: float, letters: int) -> Box:
+    """What a label of so many letters takes at `place` beside the point at (x, y)."""
+    width, height = letters * _LETTER_POINTS[0], _LETTER_POINTS[1]
+    left = x + place.offset[0] - {"left": 0.0, "center": 0.5, "right": 1.0}[place.horizontal] * width
+    bottom = y + place.offset[1] - {"bottom": 0.0, "center": 0.5, "top": 1.0}[place.vertical] * height
+    return left, bottom, left + width, bottom + height
+
+
+def _collisions(box: Box, taken: Sequence[Box]) -> int:
+    """How many of `taken` the box meets, leaving the picture counted in."""
+    outside = box[0] < 0 or box[1] < 0 or box[2] > _AXES_POINTS[0] or box[3] > _AXES_POINTS[1]
+    return outside + sum(
+        box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in taken
+    )
+
+
+def _draw_png(made: Picture, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an optional library
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axvline(made.budget_gib, color="0.4", linestyle="--", linewidth=1, label=f"budget, {made.budget_gib:.2f} GiB")
+    for fits, verdict in VERDICTS.items():  # for the legend alone
+        axes.plot([], [], color="0.4", linestyle="", markersize=8, label=verdict, **_marker(fits))
+    for point in made.points:
+        axes.plot([point.gib], [point.slowdown], color=point.colour, linestyle="", markersize=9, **_marker(point.fits))
+        axes.annotate(
+            point.name, (point.gib, point.slowdown), point.place.offset, textcoords="offset points",
+            color=point.colour, ha=point.place.horizontal, va=point.place.vertical,
+        )  # fmt: skip
+    axes.set(title=made.title, xlabel=MEMORY_AXIS, ylabel=made.time_axis, xlim=made.memory_range, ylim=made.time_range)
+    axes.grid(visible=True, alpha=0.3)
+    figure.legend(loc="outside lower right", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _marker(fits: bool) -> dict[str, Any]:
+    return {"marker": "o"} if fits else {"marker": "X", "markeredgewidth": 0}
+
+
+def _draw_html(made: Picture, path: Path) -> None:
+    from plotly import graph_objects  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional library
+
+    figure = graph_objects.Figure()
+    for point in made.points:
+        verdict = VERDICTS[point.fits]
+        figure.add_scatter(
+            x=[point.gib],
+            y=[point.slowdown],
+            mode="markers",
+            name=f"{point.name}, {verdict}",
+            marker={"size": 12, "color": point.colour, "symbol": "circle" if point.fits else "x"},
+            hovertemplate=f"{point.name}: %{{x:.2f}} GiB, slowdown %{{y:.3f}}, {verdict}<extra></extra>",
+        )
+        figure.add_annotation(
+            x=point.gib,
+            y=point.slowdown,
+            text=point.name,
+            showarrow=False,
+            font={"color": point.colour},
+            xshift=point.place.offset[0],
+            yshift=point.place.offset[1],
+            xanchor=point.place.horizontal,
+            yanchor="middle" if point.place.vertical == "center" else point.place.vertical,
+        )
+    figure.add_vline(
+        x=made.budget_gib,
+        line={"dash": "dash", "color": "gray", "width": 1},
+        annotation_text=f"budget, {made.budget_gib:.2f} GiB",
+    )
+    figure.update_layout(title=made.title, template="plotly_white")
+    figure.update_xaxes(title=MEMORY_AXIS, range=made.memory_range)
+    figure.update_yaxes(title=made.time_axis, range=made.time_range)
+    figure.write_html(path, include_plotlyjs=True, full_html=True)

@@ -1,0 +1,177 @@
+"""`overspill compare`: its contract, the budget that every policy is held to, its pictures, and its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import Overspill
+from tests.cli.test_contract import assert_units
+
+from overspill.policies import POLICIES
+from overspill.report import plot as plotting
+
+COMPARE = "compare nets:deep --batch 512"
+SOME = "--policies auto,in-core,liveness,vdnn-all,checkpoint"
+REQUEST_KEYS = {"model", "batch", "optimizer", "gpu", "budget_bytes", "seconds", "rows"}
+ROW_KEYS = {
+    "policy", "max_bytes", "average_bytes", "offloaded_bytes", "step_seconds", "slowdown", "compute_seconds",
+    "overlapped_seconds", "exposed_transfer_seconds", "fragmentation", "fits",
+}  # fmt: skip
+
+
+def by_policy(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["policy"]: row for row in answer["rows"]}
+
+
+def test_compare_gives_the_keys_of_the_contract_for_every_policy(overspill: Overspill) -> None:
+    done = overspill("compare alexnet --small --batch 16 --gpu titan-x --optimizer momentum --json")
+    answer = done.answer
+    assert done.code == 0
+    assert answer.keys() >= REQUEST_KEYS
+    assert_units(answer)
+    assert (answer["model"], answer["batch"], answer["optimizer"], answer["gpu"]) == (
+        "alexnet",
+        16,
+        "momentum",
+        "titan-x",
+    )
+    assert answer["budget_bytes"] == 12_799_967_232 - 314_572_800  # all of the device but its context
+    assert {row["policy"] for row in answer["rows"]} == set(POLICIES)
+    for row in answer["rows"]:
+        assert row.keys() >= ROW_KEYS
+        assert row["fits"] is True
+        assert row["error"] is None
+        assert 0 < row["average_bytes"] <= row["max_bytes"] <= answer["budget_bytes"]
+        assert row["compute_seconds"] + row["exposed_transfer_seconds"] == pytest.approx(row["step_seconds"])
+        assert 0 <= row["fragmentation"] < 1
+        assert row["allocator_fits"] is True
+        assert row["stall_seconds"].keys() >= {"offload", "prefetch"}
+        assert row["peak_op"]
+    assert by_policy(answer)["liveness"]["slowdown"] >= 1.0 - 1e-9
+    times = [row["step_seconds"] for row in answer["rows"]]
+    assert times == sorted(times)
+
+
+def test_the_budget_is_respected_or_the_row_says_by_how_much_it_is_not(overspill: Overspill) -> None:
+    done = overspill(f"{COMPARE} {SOME} --budget 80% --json")
+    answer = done.answer
+    assert done.code == 0
+    rows = by_policy(answer)
+    assert rows["auto"]["fits"] is True
+    assert rows["auto"]["offloaded_bytes"] > 0 or rows["auto"]["recomputed_ops"] > 0
+    for row in answer["rows"]:
+        assert row["fits"] is (row["max_bytes"] <= answer["budget_bytes"])
+    assert rows["liveness"]["fits"] is False
+    assert answer["budget_bytes"] == int(0.8 * rows["liveness"]["max_bytes"])
+    assert answer["rows"][0]["fits"] is True
+    assert 0 < answer["lower_bound_seconds"] <= answer["rows"][0]["step_seconds"]
+    assert answer["rows"][-1]["policy"] == "in-core"
+
+
+def test_a_share_is_of_what_plan_takes_it_of(overspill: Overspill) -> None:
+    words = "alexnet --small --batch 16 --gpu titan-x --budget 90% --json"
+    compared = overspill(f"compare {words} --policies auto").answer
+    assert compared["budget_bytes"] == overspill(f"plan {words}").answer["budget_bytes"]
+
+
+def test_where_nothing_fits_the_answer_is_no_and_names_what_would_do(overspill: Overspill) -> None:
+    done = overspill(f"{COMPARE} --policies auto,liveness --budget 10KiB --json")
+    answer = done.answer
+    assert done.code == answer["exit_code"] == 1
+    assert_units(answer)
+    assert "infeasible: no policy fits 10.0 KiB; auto needs the least" in done.error
+    assert answer["lower_bound_seconds"] is None
+    auto, liveness = answer["rows"]
+    assert auto["policy"] == "auto"
+    assert auto.keys() == liveness.keys()
+    assert {auto[key] for key in ROW_KEYS - {"policy", "fits"}} == {None}
+    assert "below auto's floor" in auto["error"]
+    assert liveness["max_bytes"] > answer["floor_bytes"] == auto["floor_bytes"]
+    again = overspill(f"{COMPARE} --policies auto,liveness --budget {answer['floor_bytes']} --json")
+    assert again.code == 0
+
+
+def test_a_reader_sees_the_fastest_that_fits_first_and_that_times_are_simulated(overspill: Overspill) -> None:
+    done = overspill(f"{COMPARE} {SOME} --budget 80%")
+    assert done.code == 0
+    text = " ".join(done.out.split())
+    assert "nets:deep, batch 512, sgd on cpu, within" in text
+    assert "simulated" in done.out.splitlines()[0]
+    assert "Times are simulated for cpu, not measured" in text
+    assert "No schedule in the graph's order takes less than" in text
+    lines = [line.split()[:2] for line in done.out.splitlines() if line[:1].isalpha()]
+    verdicts = [line[1] for line in lines if len(line) == 2 and line[0] in POLICIES]
+    assert verdicts == sorted(verdicts, reverse=True)  # yes before no
+    assert len(verdicts) == 5
+    assert done.err.splitlines() == [
+        "capturing nets:deep for cpu",
+        *(f"planning {name}" for name in ("auto", "in-core", "liveness", "vdnn-all", "checkpoint")),
+    ]
+
+
+def test_a_gpu_offers_convolutions_a_choice_of_algorithms_and_a_cpu_does_not(overspill: Overspill) -> None:
+    words = "compare alexnet --small --batch 16 --policies liveness,liveness:m --json"
+    rows = by_policy(overspill(f"{words} --gpu titan-x").answer)
+    assert rows["liveness:m"]["step_seconds"] > rows["liveness"]["step_seconds"]
+    assert rows["liveness:m"]["max_bytes"] <= rows["liveness"]["max_bytes"]
+    rows = by_policy(overspill(words).answer)
+    assert rows["liveness:m"]["step_seconds"] == rows["liveness"]["step_seconds"]
+
+
+def test_state_may_move_too_where_asked(overspill: Overspill) -> None:
+    words = "compare alexnet --small --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1KiB"
+    staying, moving = (overspill(f"{words}{more}").answer for more in ("", " --move-state"))
+    assert moving["floor_bytes"] < staying["floor_bytes"]
+
+
+@pytest.mark.parametrize("ending", ["png", "html"])
+def test_a_plot_is_saved_where_asked(overspill: Overspill, tmp_path: Path, ending: str) -> None:
+    done = overspill(f"{COMPARE} {SOME} --budget 80% --plot picture.{ending}")
+    assert done.code == 0
+    assert f"plot saved to picture.{ending}" in done.out
+    content = (tmp_path / f"picture.{ending}").read_bytes()
+    assert len(content) > 10_000
+    assert content[:4] == b"\x89PNG" or b"http" not in content.split(b"<script", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--policies auto,lifeness", "unknown policy 'lifeness'; did you mean 'liveness'? Policies: auto, "),
+        ("--policies nothing-like-it", "unknown policy 'nothing-like-it'. Policies: auto, "),
+        ("--policies ,", "--policies names none. Policies: auto, "),
+        ("--plot picture.pdf", "cannot plot to picture.pdf: the file must end in .png or .html"),
+        ("--plot absent/picture.png", "there is no directory absent"),
+        ("--budget 12XB", "'12XB' is not a size"),
+        ("--gpu titan-z", "unknown device 'titan-z'"),
+        ("--optimizer lion", "unknown optimizer 'lion'"),
+        ("--seq-len 8", "seq_len does not apply"),
+        ("--batch 0", "'--batch'"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_work_begins(overspill: Overspill, options: str, said: str) -> None:
+    done = overspill(f"compare alexnet --batch 2 {options} --json")
+    assert done.code == 2
+    assert said in done.error
+    assert done.answer["exit_code"] == 2
+    assert "planning" not in done.err
+
+
+def test_a_missing_plotting_library_is_said_before_work_begins(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plotting, "find_spec", lambda _: None)
+    done = overspill(f"{COMPARE} --plot picture.png")
+    assert done.code == 2
+    assert "needs matplotlib: pip install overspill[plot]" in done.error
+    assert "capturing" not in done.err
+
+
+def test_help_shows_the_options_of_compare(overspill: Overspill) -> None:
+    done = overspill("compare --help")
+    assert done.code == 0
+    for option in ("--policies", "--budget", "--gpu", "--move-state", "--plot", "--json"):
+        assert option in done.out
+    assert "compare" in overspill("--help").out

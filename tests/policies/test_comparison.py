@@ -1,0 +1,108 @@
+"""Every policy on one step: who fits, in which order, and what is said of those that cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.simulate.graphs import DEVICE, Layer, network
+
+from overspill.core import Graph, LayerType
+from overspill.core.errors import RequestError
+from overspill.policies import POLICIES
+from overspill.policies.comparison import BASELINE, compare, in_order
+from overspill.policies.planning import make_plan, unmanaged_peak
+
+LIMITLESS = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """Six convolutions of 64 KiB whose transfers take about as long as they do."""
+    return network([Layer(65536, LayerType.CONV, flops=10**8, weight_bytes=4096) for _ in range(6)], 65536)
+
+
+def test_every_policy_has_one_row_and_what_fits_comes_first_by_time(graph: Graph) -> None:
+    rows = compare(graph, DEVICE, POLICIES, unmanaged_peak(graph, DEVICE))
+    assert sorted(row.policy for row in rows) == sorted(POLICIES)
+    fitting = [row for row in rows if row.fits]
+    assert rows[: len(fitting)] == fitting
+    times = [row.plan.step_seconds for row in fitting if row.plan is not None]
+    assert times == sorted(times)
+    assert len(times) == len(fitting) > 0
+
+
+def test_a_plan_is_the_one_that_the_policy_makes_alone(graph: Graph) -> None:
+    budget = int(0.8 * unmanaged_peak(graph, DEVICE))
+    for row in compare(graph, DEVICE, ("auto", "vdnn-all"), budget):
+        limit = budget if row.policy == "auto" else LIMITLESS
+        assert row.plan is not None
+        assert row.plan.schedule == make_plan(graph, DEVICE, row.policy, limit).schedule
+        assert row.plan.budget_bytes == budget
+
+
+def test_a_policy_with_one_schedule_has_its_figures_where_they_are_over_the_budget(graph: Graph) -> None:
+    budget = int(0.8 * unmanaged_peak(graph, DEVICE))
+    rows = {row.policy: row for row in compare(graph, DEVICE, ("auto", "liveness", "in-core"), budget)}
+    auto, liveness = rows["auto"], rows["liveness"]
+    assert auto.fits
+    assert auto.plan is not None
+    assert auto.plan.peak_bytes <= budget
+    assert not liveness.fits
+    assert liveness.error is None
+    assert liveness.plan is not None
+    assert liveness.least_bytes == liveness.plan.peak_bytes == unmanaged_peak(graph, DEVICE)
+
+
+def test_a_policy_that_cannot_meet_the_budget_names_a_floor_that_works(graph: Graph) -> None:
+    (row,) = compare(graph, DEVICE, ("auto",), 1024)
+    assert (row.plan, row.fits, row.slowdown, row.stall_cause) == (None, False, None, None)
+    assert row.error is not None
+    assert "auto's floor" in row.error
+    assert row.floor_bytes is not None
+    (again,) = compare(graph, DEVICE, ("auto",), row.floor_bytes)
+    assert again.fits
+
+
+def test_what_does_not_fit_comes_by_the_memory_that_it_needs(graph: Graph) -> None:
+    rows = compare(graph, DEVICE, ("in-core", "liveness", "auto"), 1024)
+    assert [row.policy for row in rows] == ["auto", "liveness", "in-core"]
+    assert in_order(rows[::-1]) == rows
+
+
+def test_without_a_budget_the_device_is_the_budget_less_its_context(graph: Graph) -> None:
+    device = replace(DEVICE, memory_bytes=1 << 20, context_bytes=1 << 18)
+    (row,) = compare(graph, device, ("liveness",))
+    assert row.plan is not None
+    assert row.plan.budget_bytes == (1 << 20) - (1 << 18)
+
+
+def test_stalls_are_told_apart_by_what_they_wait_for_and_add_up(graph: Graph) -> None:
+    slow = replace(DEVICE, offload_bytes_per_second=1e5, prefetch_bytes_per_second=1e5)
+    (row,) = compare(graph, slow, ("vdnn-all",), LIMITLESS)
+    assert row.plan is not None
+    assert row.stall_seconds.keys() == {"offload", "prefetch"}
+    assert min(row.stall_seconds.values()) > 0
+    assert sum(row.stall_seconds.values()) == pytest.approx(row.plan.timeline.exposed_transfer_seconds)
+    assert row.stall_cause is not None
+    assert row.stall_cause.startswith(("offload of ", "prefetch of "))
+
+
+def test_slowdown_is_to_the_baseline_which_has_all_the_memory(graph: Graph) -> None:
+    (row,) = compare(graph, DEVICE, (BASELINE,), 1024)
+    assert not row.fits
+    assert row.slowdown == 1.0
+
+
+def test_a_name_counts_once_and_every_one_is_announced(graph: Graph) -> None:
+    told: list[str] = []
+    rows = compare(graph, DEVICE, ("liveness", "vdnn-all:m", "liveness"), LIMITLESS, progress=told.append)
+    assert told == ["liveness", "vdnn-all:m"]
+    assert {row.policy for row in rows} == set(told)
+
+
+def test_an_unknown_name_is_refused_before_anything_is_planned(graph: Graph) -> None:
+    told: list[str] = []
+    with pytest.raises(RequestError, match="unknown policy 'lifeness'; did you mean 'liveness'"):
+        compare(graph, DEVICE, ("auto", "lifeness"), LIMITLESS, progress=told.append)
+    assert told == []
