@@ -16,7 +16,7 @@ import typer
 
 import overspill
 
-from . import calibrate, compare, devices, estimate, models, plan, policies, snapshot, train
+from . import calibrate, compare, devices, estimate, models, plan, policies, reproduce, snapshot, train
 from .common import Outcome, print_human, print_json
 from .failures import Failure, explain
 
@@ -34,6 +34,7 @@ app.command("models")(models.models)
 app.command("policies")(policies.policies)
 app.command("devices")(devices.devices)
 app.command("calibrate")(calibrate.calibrate)
+app.command("reproduce")(reproduce.reproduce)
 app.command("snapshot")(snapshot.snapshot)
 
 INTERRUPTED = 130
