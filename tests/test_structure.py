@@ -21,6 +21,7 @@ ORDER = (
     ("placement",),
     ("estimation",),
     ("runtime",),
+    ("papers",),
     ("report",),
     ("cli",),
 )

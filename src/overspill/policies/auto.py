@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overspill.core import Device, Graph, Schedule, Verb
 from overspill.simulate import simulate
@@ -15,11 +16,12 @@ from overspill.simulate import simulate
 from .algorithms import memory_optimal
 from .assemble import assemble
 from .base import Policy, may_leave, saved_gaps
-from .floor import infeasible
-from .program import Gap, Program
+from .floor import algorithms_within, infeasible
+from .program import Program
 from .relaxation import Relaxation, Relaxed
-from .select import Candidate, select
-from .timing import timed
+from .select import Choices
+from .timing import Seconds, timed
+from .trips import candidates
 
 GOOD_ENOUGH = 1.005
 """A plan within this factor of the relaxation's bound is not worth another attempt."""
@@ -27,10 +29,16 @@ SHARES = (1.0, 0.95, 0.85, 0.7)
 """How much of what the budget leaves beside the least is used where the relaxation is asked for a hint."""
 THRESHOLDS = (0.5, 0.05, 0.95)
 """What the relaxation recomputes by more than this, the plan recomputes."""
+MOSTLY = 0.5
+"""What the relaxation moves by more than this, the plan moves."""
 REPAIRS = 3
 """How often a plan that waits for transfers is made again with other transfers."""
-TOGGLES = 24
-"""How many single changes of what is recomputed are tried in the end."""
+ROUNDING_SHARE = 0.5
+"""The share of the effort after which no further rounding of the relaxation is tried."""
+EFFORT_STEPS = 16_000
+"""Steps of schedules that are tried: attempts times the length of the program, so that planning takes about a second."""
+MOST_ATTEMPTS = 80
+"""How many attempts a short program gets."""
 
 
 class Auto(Policy):
@@ -55,20 +63,58 @@ class Auto(Policy):
         program = Program(graph)
         if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
-        least = program.choosing(memory_optimal(graph))
+        least = program.with_algorithms(memory_optimal(graph))
         if least.live_bytes([g for g in least.gaps if may_leave(least, g)]).max(initial=0) > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
+        program = program.with_algorithms(algorithms_within(program, budget_bytes))
         return _Planner(program, device, budget_bytes, seconds).best()
 
 
 @dataclass(frozen=True)
+class _Hint:
+    """What a relaxation moves: for a gap, by its tensor and the ops at its ends, the share of its group that is away."""
+
+    away: Mapping[tuple[int, int, int], float]
+
+    @classmethod
+    def of(cls, program: Program, relaxed: Relaxed | None) -> _Hint | None:
+        """The hint of a relaxation of `program`, if it has a solution."""
+        return None if relaxed is None else cls({program.ends(gap): share for gap, share in relaxed.away.items()})
+
+
+class _Ground:
+    """A program with the candidates for it, and which of them a hint takes."""
+
+    def __init__(self, program: Program, device: Device, seconds: Sequence[float], hint: _Hint | None) -> None:
+        self.program = program
+        self.hint = hint
+        self.live = program.live_bytes()
+        self.choices = Choices(candidates(program, device, seconds), program.durations(seconds), program.end_of_forward)
+        away = hint.away if hint is not None else {}
+        among = self.choices.candidates
+        self.hinted = np.array(
+            [c.gap is not None and away.get(program.ends(c.gap), 0.0) > MOSTLY for c in among], dtype=bool
+        )
+        # Whose loss a candidate is: its tensor's, or minus one minus its op's.
+        self.keys = [c.gap.tensor if c.gap is not None else -1 - program.steps[c.position].op for c in among]
+
+    def lost(self, attempt: _Attempt) -> Seconds:
+        """For each candidate, the seconds that its tensor or op has lost in `attempt`."""
+        return np.array([attempt.lost.get(key, 0.0) for key in self.keys])
+
+
+@dataclass(frozen=True)
 class _Attempt:
-    """A schedule that fits, what it recomputes, its simulated seconds, and the seconds that each tensor stalled it."""
+    """A schedule that fits, what it recomputes, and its simulated seconds with the bytes that it moves.
+
+    `lost` are seconds: by tensor, those that compute waited for it; by -1 minus an op, those of its slower algorithm.
+    """
 
     schedule: Schedule
     recompute: frozenset[int]
     cost: tuple[float, int]
-    stalls: Mapping[int, float]
+    lost: Mapping[int, float]
+    ground: _Ground
 
     @property
     def seconds(self) -> float:
@@ -82,27 +128,74 @@ class _Planner:
     budget_bytes: int
     seconds: tuple[float, ...]
     seen: dict[frozenset[int], _Attempt | None] = field(default_factory=dict)
+    effort: int = 0
+
+    @cached_property
+    def droppable(self) -> frozenset[int]:
+        """Saved tensors that may be recomputed."""
+        graph = self.program.graph
+        saved = saved_gaps(self.program)
+        return frozenset(t for t in saved if t in graph.ops[graph.producer[t]].recompute_writes)
 
     def best(self) -> Schedule:
         """The schedule of the best attempt; there is always one, for without recomputation the least fits."""
         relaxation = Relaxation(self.program, self.device, self.budget_bytes, self.seconds)
         bound = relaxation.solve()
         aim = GOOD_ENOUGH * max(sum(self.seconds), bound.seconds if bound else 0.0)
-        best: _Attempt | None = None
-        hint: Relaxed | None = bound
-        for share in SHARES:
-            hint = bound if share == SHARES[0] else relaxation.solve(share)
-            for recompute in self._roundings(hint):
-                attempt = self._attempt(recompute, hint)
-                if attempt is not None and (best is None or attempt.cost < best.cost):
-                    best = attempt
-            if best is not None and best.seconds <= aim:
-                return best.schedule
-        none = self._attempt(frozenset(), bound)
-        if best is None or (none is not None and none.cost < best.cost):
-            best = none
+        best = self._attempt(frozenset(), _Hint.of(self.program, bound))
         assert best is not None
-        return self._toggled(best, bound, aim).schedule
+        for share in SHARES:
+            relaxed = bound if share == SHARES[0] else relaxation.solve(share)
+            hint = _Hint.of(self.program, relaxed)
+            for recompute in self._roundings(relaxed):
+                if self.effort < ROUNDING_SHARE * EFFORT_STEPS or share == SHARES[0]:
+                    best = self._better(best, recompute, hint)
+            if best.seconds <= aim:
+                return best.schedule
+        for improve in (self._refined, self._toggled, self._perturbed):
+            best = improve(best, aim)
+        return best.schedule
+
+    def _better(self, best: _Attempt, recompute: frozenset[int], hint: _Hint | None) -> _Attempt:
+        """The better of `best` and the attempt to recompute these."""
+        attempt = self._attempt(recompute, hint)
+        return attempt if attempt is not None and attempt.cost < best.cost else best
+
+    def _refined(self, best: _Attempt, aim: float) -> _Attempt:
+        """`best` with other transfers: as the relaxation finds them when it knows the steps that recompute."""
+        program = best.ground.program
+        relaxation = Relaxation(program, self.device, self.budget_bytes, self.seconds)
+        for share in SHARES:
+            if best.seconds <= aim or self.effort >= EFFORT_STEPS:
+                break
+            if (hint := _Hint.of(program, relaxation.solve(share))) is not None:
+                attempt = self._repaired(program, best.recompute, hint)
+                best = attempt if attempt.cost < best.cost else best
+        return best
+
+    def _perturbed(self, best: _Attempt, aim: float) -> _Attempt:
+        """`best` with other costs of the candidates, drawn at random (with a fixed seed), as long as effort is left."""
+        random = np.random.default_rng(0)
+        while self.effort < EFFORT_STEPS and best.seconds > aim:
+            recompute = best.recompute
+            if self.droppable and random.random() < 0.5:
+                changed = random.choice(sorted(self.droppable), size=1 + int(random.integers(2)))
+                recompute = recompute ^ frozenset(int(t) for t in changed)
+            ground = best.ground
+            if recompute != best.recompute:
+                program = self._fitting(set(recompute))
+                if program is None:
+                    self.effort += max(self.program.length, EFFORT_STEPS // MOST_ATTEMPTS)
+                    continue
+                ground = _Ground(program, self.device, self.seconds, best.ground.hint)
+            choices = ground.choices
+            dearer = random.random() * ground.lost(best) + random.random() * random.random(len(choices.cost)) * (
+                choices.out + choices.back
+            )
+            first = ground.hinted & (random.random(len(choices.cost)) < random.random() + 0.5)
+            attempt = self._simulated(ground, recompute, dearer, first)
+            best = attempt if attempt.cost < best.cost else best
+        return best
 
     def _roundings(self, hint: Relaxed | None) -> Iterator[frozenset[int]]:
         """What to recompute: the saved tensors whose ops the relaxation runs again by more than a threshold."""
@@ -111,194 +204,115 @@ class _Planner:
         graph = self.program.graph
         for threshold in THRESHOLDS:
             yield frozenset(
-                tensor
-                for tensor in saved_gaps(self.program)
-                if tensor in (op := graph.ops[graph.producer[tensor]]).recompute_writes
-                and hint.recompute.get(op.id, 0.0) > threshold
+                tensor for tensor in self.droppable if hint.recompute.get(graph.producer[tensor], 0.0) > threshold
             )
 
-    def _toggled(self, best: _Attempt, hint: Relaxed | None, aim: float) -> _Attempt:
+    def _toggled(self, best: _Attempt, aim: float) -> _Attempt:
         """Better attempts, each with one change of what is recomputed that concerns a tensor which stalls."""
-        tried: set[frozenset[int]] = set()
         improved = True
         while improved and best.seconds > aim:
             improved = False
             for recompute in self._changes(best):
-                if recompute in tried:
+                if recompute in self.seen:
                     continue
-                if len(tried) >= TOGGLES:
+                if self.effort >= EFFORT_STEPS:
                     return best
-                tried.add(recompute)
-                attempt = self._attempt(recompute, hint)
+                attempt = self._attempt(recompute, best.ground.hint)
                 if attempt is not None and attempt.cost < best.cost:
                     best, improved = attempt, True
                     break
         return best
 
     def _changes(self, attempt: _Attempt) -> Iterator[frozenset[int]]:
-        """For the tensors that stall most: recompute it as well; recompute no longer what is made from it, or itself."""
-        graph = self.program.graph
-        saved = saved_gaps(self.program)
-        for tensor in sorted(attempt.stalls, key=lambda t: -attempt.stalls[t]):
-            if attempt.stalls[tensor] < (GOOD_ENOUGH - 1) * sum(self.seconds):
+        """For the tensors that stall most: recompute them as well, or no longer what is made from them, or themselves.
+
+        First many at once, then one by one.
+        """
+        graph, stalls = self.program.graph, attempt.lost
+        stalled = sorted((t for t in stalls if t >= 0 and stalls[t] > 0.0), key=lambda t: (-stalls[t], t))
+        droppable = [t for t in stalled if t in self.droppable and t not in attempt.recompute]
+        share = len(droppable)
+        while share > 1:
+            yield attempt.recompute | frozenset(droppable[:share])
+            share //= 2
+        for tensor in stalled:
+            if stalls[tensor] < (GOOD_ENOUGH - 1) * sum(self.seconds):
                 return
-            makes = graph.ops[graph.producer[tensor]] if tensor in graph.producer else None
-            if makes is not None and tensor in saved and tensor in makes.recompute_writes:
+            if tensor in self.droppable:
                 yield attempt.recompute ^ {tensor}
-            for other in attempt.recompute:
-                if tensor in graph.ops[graph.producer[other]].recompute_reads:
-                    yield attempt.recompute - {other}
+            readers = {t for t in attempt.recompute if tensor in graph.ops[graph.producer[t]].recompute_reads}
+            if readers:
+                yield attempt.recompute - readers
 
     # -- one attempt
 
-    def _attempt(self, recompute: frozenset[int], hint: Relaxed | None) -> _Attempt | None:
+    def _attempt(self, recompute: frozenset[int], hint: _Hint | None) -> _Attempt | None:
         """The best plan that recomputes these tensors, or as many of them as fit where they are made again."""
         if recompute not in self.seen:
             self.seen[recompute] = self._planned(set(recompute), hint)
         return self.seen[recompute]
 
-    def _planned(self, recompute: set[int], hint: Relaxed | None) -> _Attempt | None:
+    def _planned(self, recompute: set[int], hint: _Hint | None) -> _Attempt | None:
+        program = self._fitting(recompute)
+        return None if program is None else self._repaired(program, frozenset(recompute), hint)
+
+    def _fitting(self, recompute: set[int]) -> Program | None:
+        """The program that recomputes these, less those for which there is no room where they are made again."""
         graph = self.program.graph
         choice = memory_optimal(graph)
         while True:
-            program = Program(graph, recompute) if recompute else self.program
-            least = program.choosing(choice)
+            program = Program(graph, recompute, self.program.algorithms) if recompute else self.program
+            least = program.with_algorithms(choice)
             over = least.live_bytes([g for g in least.gaps if may_leave(least, g)]) > self.budget_bytes
             if not over.any():
-                return self._repaired(program, frozenset(recompute), hint)
+                return program
             if not recompute:
                 return None
             around = {p + d for p in np.flatnonzero(over).tolist() for d in (-1, 0, 1)}
             recompute -= {g.tensor for g in program.gaps if g.remade and g.end in around} or recompute
 
-    def _repaired(self, program: Program, recompute: frozenset[int], hint: Relaxed | None) -> _Attempt:
-        """The best of several plans, each of which avoids the transfers that stalled the one before."""
-        penalty: dict[int, float] = defaultdict(float)
+    def _repaired(self, program: Program, recompute: frozenset[int], hint: _Hint | None) -> _Attempt:
+        """The best of several plans, each of which avoids the stalls and slow algorithms of the one before."""
+        ground = _Ground(program, self.device, self.seconds, hint)
+        penalty = np.zeros(len(ground.choices.candidates))
         best: _Attempt | None = None
-        candidates = _candidates(program, self.device, self.seconds)
         for _ in range(REPAIRS):
-            attempt = self._simulated(program, recompute, candidates, hint, penalty)
+            attempt = self._simulated(ground, recompute, penalty, ground.hinted & (penalty == 0.0))
             if best is not None and attempt.cost >= best.cost:
                 break
             best = attempt
-            if sum(attempt.stalls.values()) <= (GOOD_ENOUGH - 1) * attempt.seconds:
+            if sum(attempt.lost.values()) <= (GOOD_ENOUGH - 1) * attempt.seconds or self.effort >= EFFORT_STEPS:
                 break
-            for tensor, stalled in attempt.stalls.items():
-                penalty[tensor] += stalled
+            penalty += ground.lost(attempt)
         assert best is not None
         return best
 
     def _simulated(
-        self,
-        program: Program,
-        recompute: frozenset[int],
-        candidates: Sequence[Candidate],
-        hint: Relaxed | None,
-        penalty: Mapping[int, float],
+        self, ground: _Ground, recompute: frozenset[int], dearer: Seconds, first: NDArray[np.bool_]
     ) -> _Attempt:
-        schedule = self._schedule(program, candidates, hint, penalty)
-        graph = program.graph
+        program, graph = ground.program, self.program.graph
+        self.effort += max(program.length, EFFORT_STEPS // MOST_ATTEMPTS)
+        schedule = self._schedule(ground, dearer, first)
         timeline = simulate(graph, schedule, self.device, self.seconds)
-        stalls: dict[int, float] = defaultdict(float)
+        lost: dict[int, float] = defaultdict(float)
         for stall in timeline.stalls:
-            stalls[schedule.instructions[stall.instruction].target] += stall.end_seconds - stall.start_seconds
+            lost[schedule.instructions[stall.instruction].target] += stall.end_seconds - stall.start_seconds
+        for i in schedule.instructions:
+            if i.algorithm and i.algorithm > (least := program.algorithms.get(i.target, 0)):
+                op = graph.ops[i.target]
+                lost[-1 - op.id] += self.seconds[op.id] * (op.slowdown_of(i.algorithm) - op.slowdown_of(least))
         moved = sum(graph.tensors[t].nbytes for t in schedule.targets(Verb.OFFLOAD))
-        return _Attempt(schedule, recompute, (timeline.step_seconds, moved), stalls)
+        return _Attempt(schedule, recompute, (timeline.step_seconds, moved), lost, ground)
 
-    def _schedule(
-        self,
-        program: Program,
-        candidates: Sequence[Candidate],
-        hint: Relaxed | None,
-        penalty: Mapping[int, float],
-    ) -> Schedule:
-        if penalty:
-            candidates = [_dearer(c, penalty.get(c.gap.tensor, 0.0)) if c.gap else c for c in candidates]
-        first = [] if hint is None else [
-            i for i, c in enumerate(candidates)
-            if c.gap and not penalty.get(c.gap.tensor) and self._hinted(program, hint, c.gap)
-        ]  # fmt: skip
-        chosen = select(
-            program.live_bytes(), program.durations(self.seconds), candidates, self.budget_bytes,
-            program.end_of_forward, first,
-        )  # fmt: skip
-        algorithms: dict[int, int] = {}
-        for c in chosen:
-            if c.gap is None:
-                op = program.steps[c.position].op
-                algorithms[op] = max(algorithms.get(op, 0), c.algorithm)
+    def _schedule(self, ground: _Ground, dearer: Seconds, first: NDArray[np.bool_]) -> Schedule:
+        program = ground.program
+        chosen = ground.choices.select(ground.live, self.budget_bytes, np.flatnonzero(first), dearer)
+        algorithms = dict(program.algorithms)
+        for candidate in chosen:
+            if candidate.gap is None:
+                op = program.steps[candidate.position].op
+                algorithms[op] = max(algorithms.get(op, 0), candidate.algorithm)
         gaps = list(dict.fromkeys(c.gap for c in chosen if c.gap))
-        program = program.choosing(algorithms)
-        live = program.live_bytes(gaps)
-        transfers = timed(program, gaps, live, self.seconds, self.device, self.budget_bytes)
+        program = program.with_algorithms(algorithms)
+        transfers = timed(program, gaps, program.live_bytes(gaps), self.seconds, self.device, self.budget_bytes)
         return assemble(program, transfers, Auto.name, self.budget_bytes)
-
-    def _hinted(self, program: Program, hint: Relaxed, gap: Gap) -> bool:
-        """Whether the relaxation moves most of what goes with `gap`, which it knows by the ops at its ends."""
-        if program is self.program:
-            return hint.away.get(gap, 0.0) > 0.5
-        return self._by_ops(hint).get(program.ends(gap), 0.0) > 0.5
-
-    def _by_ops(self, hint: Relaxed) -> Mapping[tuple[int, int, int], float]:
-        if self._indexed is None or self._indexed[0] is not hint:
-            self._indexed = hint, {self.program.ends(gap): share for gap, share in hint.away.items()}
-        return self._indexed[1]
-
-    _indexed: tuple[Relaxed, dict[tuple[int, int, int], float]] | None = None
-
-
-def _candidates(program: Program, device: Device, seconds: Sequence[float]) -> list[Candidate]:
-    """Every trip that a tensor may make, and every slower algorithm in place of the next faster one.
-
-    A trip is up to three candidates: while its tensor is away without a stall, while it would still be leaving, and
-    while it would already be arriving. The latter two cost the wait for it.
-    """
-    found = []
-    clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
-    for gap in program.gaps:
-        if may_leave(program, gap):
-            nbytes = program.graph.tensors[gap.tensor].nbytes
-            out, back = device.offload_seconds(nbytes), device.prefetch_seconds(nbytes)
-            disturbed = (out + back) * device.transfer_compute_share
-            first, last = gap.start + 1, min(gap.end, program.length)
-            gone = int(np.searchsorted(clock, clock[first] + out))
-            needed = int(np.searchsorted(clock, clock[last] - back, side="right")) - 1
-            away, leaving, arriving = _parts(first, gone, needed, last, program.length, wraps=gap.wraps)
-            if away:
-                found.append(Candidate(away, nbytes, disturbed, out, back, gap))
-            if leaving:
-                found.append(Candidate(leaving, nbytes, disturbed + out, 0.0, 0.0, gap))
-            if arriving:
-                found.append(Candidate(arriving, nbytes, disturbed + back, 0.0, 0.0, gap))
-    for position, step in enumerate(program.steps):
-        op = program.op(step)
-        for number, (one, other) in enumerate(pairwise(op.algorithms), start=1):
-            slower = seconds[op.id] * (other.slowdown - one.slowdown)
-            saved = one.workspace_bytes - other.workspace_bytes
-            span = (position, position + 1)
-            found.append(Candidate((span,), saved, slower, position=position, algorithm=number))
-    return found
-
-
-_Spans = tuple[tuple[int, int], ...]
-
-
-def _parts(first: int, gone: int, needed: int, last: int, length: int, *, wraps: bool) -> tuple[_Spans, _Spans, _Spans]:
-    """The steps of a trip: away, leaving, arriving. One too short to be away without a stall is leaving all along."""
-    away: _Spans = ()
-    leaving: _Spans = ((first, last),)
-    arriving: _Spans = ()
-    if wraps:
-        gone, needed = min(gone, length), max(needed, 0)
-        away, leaving, arriving = ((0, needed), (gone, length)), ((first, gone),), ((needed, last),)
-    elif gone < needed:
-        away, leaving, arriving = ((gone, needed),), ((first, gone),), ((needed, last),)
-    return _filled(away), _filled(leaving), _filled(arriving)
-
-
-def _filled(spans: _Spans) -> _Spans:
-    return tuple((start, end) for start, end in spans if start < end)
-
-
-def _dearer(candidate: Candidate, seconds: float) -> Candidate:
-    return candidate if not seconds else replace(candidate, cost_seconds=candidate.cost_seconds + seconds)

@@ -12,6 +12,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.simulate import check
 
+from .algorithms import fastest_within, memory_optimal
 from .base import may_leave
 from .program import Gap, Program
 
@@ -52,6 +53,23 @@ def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floo
         int(live[position]),
         f"{_persistent(graph)} + {_op_tensors(graph, there)} at {op.name} of {op.layer or graph.name}",
     )
+
+
+def algorithms_within(program: Program, budget_bytes: int) -> dict[int, int]:
+    """The algorithm of every op that can not take its fastest: not even where all that can leave has left.
+
+    The fastest with a workspace that has room then, or the least if none has; no plan within the budget is faster there.
+    """
+    graph = program.graph
+    least = program.with_algorithms(memory_optimal(graph))
+    alone = least.live_bytes([gap for gap in least.gaps if may_leave(least, gap)])
+    found: dict[int, int] = {}
+    for position, step in enumerate(least.steps):
+        op = least.op(step)
+        if op.algorithms:
+            room = budget_bytes - int(alone[position]) + op.workspace_of(least.algorithm(step))
+            found[op.id] = max(fastest_within(op, room), found.get(op.id, 0))
+    return {op: number for op, number in found.items() if number}
 
 
 def infeasible(program: Program, budget_bytes: int, policy: str) -> InfeasibleBudget:

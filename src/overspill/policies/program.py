@@ -11,6 +11,7 @@ in which its device copy is not needed:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -102,12 +103,6 @@ class Program:
         other.algorithms = dict(algorithms)
         return other
 
-    def choosing(self, algorithms: Mapping[int, int]) -> Program:
-        """The same steps with these algorithms."""
-        other = copy(self)
-        other.algorithms = dict(algorithms)
-        return other
-
     def ends(self, gap: Gap) -> tuple[int, int, int]:
         """The tensor of `gap` and the ops at its ends, which are the same in every program of a graph."""
         steps, beyond = self.steps, len(self.graph.ops)
@@ -132,12 +127,13 @@ class Program:
 
     def transient_bytes(self, step: Step) -> int:
         """Bytes that `step` needs only while it runs: workspace, and recomputed outputs that nobody wants again."""
-        op = self.op(step)
-        workspace_bytes = op.workspace_of(self.algorithm(step))
+        return self._unwanted_bytes(step) + self.op(step).workspace_of(self.algorithm(step))
+
+    def _unwanted_bytes(self, step: Step) -> int:
         if not step.recompute:
-            return workspace_bytes
-        unwanted = set(op.recompute_writes) - set(step.makes)
-        return workspace_bytes + sum(self.graph.tensors[t].nbytes for t in unwanted)
+            return 0
+        unwanted = set(self.op(step).recompute_writes) - set(step.makes)
+        return sum(self.graph.tensors[t].nbytes for t in unwanted)
 
     @cached_property
     def end_of_forward(self) -> int:
@@ -169,6 +165,26 @@ class Program:
 
     def live_bytes(self, absent: Collection[Gap] = ()) -> Positions:
         """Bytes on the device during each step, where tensors are away in the gaps `absent` and wherever they are remade."""
+        change = self._changes.copy()
+        tensors = self.graph.tensors
+        for gap in absent:
+            if gap.remade:
+                continue
+            nbytes = tensors[gap.tensor].nbytes
+            change[gap.start + 1] -= nbytes
+            change[gap.end] += nbytes
+            if gap.wraps:
+                change[0] -= nbytes
+        live: Positions = np.cumsum(change[: self.length]) + self._transient
+        for op, algorithm in self.algorithms.items():
+            if saved := self.graph.ops[op].workspace_bytes - self.graph.ops[op].workspace_of(algorithm):
+                for position in self._positions[op]:
+                    live[position] -= saved
+        return live
+
+    @cached_property
+    def _changes(self) -> Positions:
+        """By how much the bytes on the device grow at each step when nothing is away but what is remade."""
         change = np.zeros(self.length + 2, dtype=np.int64)
         for tensor in self.graph.tensors:
             if touches := self.touches[tensor.id]:
@@ -178,13 +194,24 @@ class Program:
                 change[last + 1] -= tensor.nbytes
             elif tensor.persistent:
                 change[0] += tensor.nbytes
-        for gap in {*absent, *(gap for gap in self.gaps if gap.remade)}:
-            change[gap.start + 1] -= self.graph.tensors[gap.tensor].nbytes
-            change[gap.end] += self.graph.tensors[gap.tensor].nbytes
-            if gap.wraps:
-                change[0] -= self.graph.tensors[gap.tensor].nbytes
-        live: Positions = np.cumsum(change[: self.length])
-        return live + np.array([self.transient_bytes(step) for step in self.steps], dtype=np.int64)
+        for gap in self.gaps:
+            if gap.remade:
+                change[gap.start + 1] -= self.graph.tensors[gap.tensor].nbytes
+                change[gap.end] += self.graph.tensors[gap.tensor].nbytes
+        return change
+
+    @cached_property
+    def _transient(self) -> Positions:
+        """Bytes that each step needs only while it runs, with its op's fastest algorithm."""
+        return np.array([self._unwanted_bytes(s) + self.op(s).workspace_bytes for s in self.steps], dtype=np.int64)
+
+    @cached_property
+    def _positions(self) -> dict[int, list[int]]:
+        """The steps of each op."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for position, step in enumerate(self.steps):
+            found[step.op].append(position)
+        return found
 
 
 class _Recomputations:

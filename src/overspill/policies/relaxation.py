@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from overspill.core import Device, Graph
 
 from .algorithms import memory_optimal
+from .floor import algorithms_within
 from .program import Gap, Positions, Program
 
 MARKERS = 40
@@ -54,6 +55,7 @@ def lower_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds
     program = Program(graph)
     if program.live_bytes().max(initial=0) <= budget_bytes:
         return sum(seconds)
+    program = program.with_algorithms(algorithms_within(program, budget_bytes))
     relaxed = Relaxation(program, device, budget_bytes, seconds).solve()
     return sum(seconds) if relaxed is None else max(sum(seconds), relaxed.seconds)
 
@@ -116,7 +118,7 @@ class _Linear:
         program.a_matrix_.start_ = np.array(self.starts)
         program.a_matrix_.index_ = np.array(self.columns)
         program.a_matrix_.value_ = np.array(self.values)
-        solver = highspy.Highs()
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.passModel(program)
@@ -499,6 +501,8 @@ class Relaxation:
 
         What that reads and could not be on the device during `last` has to come, or be made, in the same window.
         """
+        if self._column(tensor, turn) is None:
+            return None
         first: int | None = None
         pending: list[tuple[int, int | None, int]] = [(tensor, None, 0)]
         made: dict[int, int] = {}
@@ -567,77 +571,6 @@ class Relaxation:
                         if b <= other:
                             inside += terms
                     self.time.at_most(_added(inside), start, other, after=True)
-
-    def _remaking(
-        self, tensor: int, turn: int, last: int, end: int, coming: list[tuple[int, int, list[tuple[int, float]]]]
-    ) -> int | None:
-        """The column of a recomputation of `tensor` after step `last` and before step `end`, or None if it can not be.
-
-        What that reads and could not be on the device during `last` has to come, or be made, in the same window.
-        """
-        first: int | None = None
-        pending: list[tuple[int, int | None, int]] = [(tensor, None, 0)]
-        made: dict[int, int] = {}
-        while pending:
-            wanted, reader, depth = pending.pop()
-            whole = self._column(wanted, turn)
-            op = self.graph.ops[self.graph.producer[wanted]]
-            column = made.get(op.id)
-            if whole is not None and column is None:
-                column = made[op.id] = self.lp.variable(1.0)
-                self.lp.row([(whole, 1.0), (column, -1.0)], lower=0.0)
-                if depth < DEPTH:
-                    reads = [t for t in op.recompute_reads if not self.graph.tensors[t].persistent]
-                    pending += [(t, column, depth + 1) for t in reads if not self._room_for(t, last)]
-            if reader is None:
-                first = column
-                continue
-            moved = self.lp.variable(1.0)
-            coming.append((last, end, [(moved, self._link_times()[1] * self.graph.tensors[wanted].nbytes / self.unit)]))
-            by = [(moved, 1.0), *([(column, 1.0)] if column is not None else [])]
-            self.lp.row([*by, (reader, -1.0)], lower=0.0)
-        seconds = [(c, self.op_seconds[op] / self.total) for op, c in made.items()]
-        if seconds:
-            self.time.beyond(seconds, last, end)
-        return first
-
-    def _room_for(self, tensor: int, position: int) -> bool:
-        """Whether `tensor` can be on the device during a step: as one of its own, or beside the least that it needs."""
-        step = self.program.steps[position]
-        if tensor in self.program.op(step).reads or tensor in self.program.op(step).writes:
-            return True
-        return bool(self.budget_bytes - self.alone[position] >= self.graph.tensors[tensor].nbytes)
-
-    def _gaps(self) -> list[Gap]:
-        """The gaps in which a tensor may be away."""
-        tensors = self.graph.tensors
-        return [
-            gap
-            for gap in self.program.gaps
-            if not gap.remade and tensors[gap.tensor].movable and (gap.wraps or gap.end - gap.start > 1)
-        ]
-
-    def _windows(self, trips: Sequence[_Trip]) -> None:
-        """A forced trip has only the steps between its uses and the place that has no room for it to move in."""
-        out, back = self._link_times()
-        leaving: list[tuple[int, int, list[tuple[int, float]]]] = []
-        coming: list[tuple[int, int, list[tuple[int, float]]]] = []
-        for trip in trips:
-            moved = self.lp.variable(1.0)
-            if trip.held is not None:
-                self.lp.row([(moved, 1.0), (trip.held, -1.0)], lower=0.0)
-            else:
-                again = self._remaking(trip.gap.tensor, self.turn[trip.gap], trip.last, trip.gap.end, coming)
-                self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
-            coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
-            if trip.copied:
-                leaving.append((trip.gap.start, trip.first, [(moved, out * trip.size)]))
-        for moves in [leaving, coming] if self.device.full_duplex else [leaving + coming]:
-            moves.sort(key=lambda m: m[:2])
-            for i, (start, end, _) in enumerate(moves):
-                for other in {end, *(m[1] for m in moves[i + 1 : i + 1 + NEIGHBOURS])}:
-                    inside = [t for a, b, terms in moves[i:] if a >= start and b <= max(end, other) for t in terms]
-                    self.time.at_most(_added(inside), start, max(end, other), after=True)
 
     # -- budget and time
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,41 +32,15 @@ class Candidate:
     algorithm: int = 0
 
 
-def select(
-    live: Positions,
-    seconds: NDArray[np.float64],
-    candidates: Sequence[Candidate],
-    budget_bytes: int,
-    end_of_forward: int,
-    first: Collection[int] = (),
-) -> list[Candidate]:
-    """The candidates taken, those numbered `first` before all others; what they leave may stay above the budget.
+class Choices:
+    """Candidates for one program, and the greedy choice among them, which may be made several times."""
 
-    A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches in
-    backward. What goes beyond is exposed and counts in full.
-    """
-    choice = _Choice(live, seconds, candidates, budget_bytes, end_of_forward)
-    for index in first:
-        choice.take(index)
-    while (index := choice.best()) >= 0:
-        choice.take(index)
-    choice.prune()
-    return [candidates[i] for i in choice.taken]
-
-
-class _Choice:
-    def __init__(
-        self,
-        live: Positions,
-        seconds: NDArray[np.float64],
-        candidates: Sequence[Candidate],
-        budget_bytes: int,
-        end_of_forward: int,
-    ) -> None:
-        self.live = live.copy()
-        self.seconds = seconds
-        self.budget_bytes = budget_bytes
+    def __init__(self, candidates: Sequence[Candidate], seconds: NDArray[np.float64], end_of_forward: int) -> None:
+        """`seconds` are those of the program's steps; forward ends before step `end_of_forward`."""
         self.candidates = candidates
+        self.seconds = seconds
+        self.room_out = float(seconds[:end_of_forward].sum())
+        self.room_back = float(seconds[end_of_forward:].sum())
         spans = [(*c.spans, *([(0, 0)] * (2 - len(c.spans)))) for c in candidates]
         bounds = np.array(spans, dtype=np.int64).reshape(-1, 2, 2)
         self.start, self.end = bounds[:, :, 0], bounds[:, :, 1]
@@ -75,9 +49,33 @@ class _Choice:
         self.cost = np.array([c.cost_seconds for c in candidates]) + BYTE_COST_SECONDS * self.nbytes
         self.out = np.array([c.offload_seconds for c in candidates])
         self.back = np.array([c.prefetch_seconds for c in candidates])
-        self.open = np.ones(len(candidates), dtype=bool)
-        self.room_out = float(seconds[:end_of_forward].sum())
-        self.room_back = float(seconds[end_of_forward:].sum())
+
+    def select(
+        self, live: Positions, budget_bytes: int, first: Iterable[int] = (), dearer: NDArray[np.float64] | None = None
+    ) -> list[Candidate]:
+        """The candidates taken, those numbered `first` before all others; what they leave may stay above the budget.
+
+        A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches
+        in backward. What goes beyond is exposed and counts in full. `dearer` are seconds that candidates cost more.
+        """
+        choice = _Choice(self, live, budget_bytes, dearer)
+        for index in first:
+            choice.take(index)
+        while (index := choice.best()) >= 0:
+            choice.take(index)
+        choice.prune()
+        return [self.candidates[i] for i in choice.taken]
+
+
+class _Choice:
+    def __init__(self, among: Choices, live: Positions, budget_bytes: int, dearer: NDArray[np.float64] | None) -> None:
+        self.among = among
+        self.live = live.copy()
+        self.budget_bytes = budget_bytes
+        self.cost = among.cost if dearer is None else among.cost + dearer
+        self.out = among.out.copy()
+        self.open = np.ones(len(among.candidates), dtype=bool)
+        self.room_out, self.room_back = among.room_out, among.room_back
         self.taken: list[int] = []
 
     def best(self) -> int:
@@ -86,33 +84,35 @@ class _Choice:
         if not over.any() or not self.open.any():
             return -1
         # A step of no time still counts as a place where the budget is exceeded.
-        relieved = np.concatenate([[0.0], np.cumsum(np.where(over, self.seconds + 1e-9, 0.0))])
-        area = self.nbytes * (relieved[self.end] - relieved[self.start]).sum(axis=1)
+        relieved = np.concatenate([[0.0], np.cumsum(np.where(over, self.among.seconds + 1e-9, 0.0))])
+        times = relieved[self.among.end] - relieved[self.among.start]
+        area = self.among.nbytes * (times[:, 0] + times[:, 1])
         useful = self.open & (area > 0)
         if not useful.any():
             return -1
-        exposed = np.clip(self.out - max(0.0, self.room_out), 0, None) + np.clip(
-            self.back - max(0.0, self.room_back), 0, None
-        )
+        exposed = np.maximum(self.out - max(0.0, self.room_out), 0.0)
+        exposed += np.maximum(self.among.back - max(0.0, self.room_back), 0.0)
         score = np.where(useful, (self.cost + exposed) / np.maximum(area, 1e-30), np.inf)
         return int(np.argmin(score))
 
     def take(self, index: int) -> None:
         """Take a candidate: its bytes are gone where it relieves; one copy in the store serves every gap of a tensor."""
-        for start, end in self.candidates[index].spans:
-            self.live[start:end] -= self.nbytes[index]
+        among = self.among
+        for start, end in among.candidates[index].spans:
+            self.live[start:end] -= among.nbytes[index]
         self.open[index] = False
         self.room_out -= float(self.out[index])
-        self.room_back -= float(self.back[index])
-        if self.tensor[index] >= 0:
-            self.out[self.tensor == self.tensor[index]] = 0.0
+        self.room_back -= float(among.back[index])
+        if among.tensor[index] >= 0:
+            self.out[among.tensor == among.tensor[index]] = 0.0
         self.taken.append(index)
 
     def prune(self) -> None:
         """Give back, dearest first, what later choices made superfluous."""
-        for index in sorted(self.taken, key=lambda i: self.cost[i] + self.back[i], reverse=True):
-            spans = self.candidates[index].spans
-            if all((self.live[a:b] + self.nbytes[index]).max(initial=0) <= self.budget_bytes for a, b in spans):
+        among = self.among
+        for index in sorted(self.taken, key=lambda i: self.cost[i] + among.back[i], reverse=True):
+            spans = among.candidates[index].spans
+            if all((self.live[a:b] + among.nbytes[index]).max(initial=0) <= self.budget_bytes for a, b in spans):
                 for start, end in spans:
-                    self.live[start:end] += self.nbytes[index]
+                    self.live[start:end] += among.nbytes[index]
                 self.taken.remove(index)

@@ -1,0 +1,171 @@
+"""`auto` against every policy of the papers: simulated step times on the same graph, device and budget.
+
+    python bench/policies.py [--models resnet50,…] [--gpus titan-x,…] [--processes 2] [--json FILE]
+
+Budgets are 75, 50 and 33 % of what the step takes unmanaged, where any plan can meet them, and the smallest that
+`auto` meets. A line for each case gives the slowdown of `auto` and of the best of the papers' policies to the ops'
+own time, the proven bound of the step, and how far `auto` is from it. Everything here is simulated; only the planning
+time is measured. A full run takes about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypedDict
+
+from overspill import models
+from overspill.core import Device, Graph
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import op_seconds, with_algorithms
+from overspill.devices import load_device
+from overspill.policies import POLICIES, policy_named
+from overspill.policies.algorithms import memory_optimal
+from overspill.policies.floor import floor_of
+from overspill.policies.program import Program
+from overspill.policies.relaxation import lower_bound_seconds
+from overspill.runtime.training import Training, step_graph
+from overspill.simulate import check, simulate
+
+BATCHES = {
+    "alexnet": 256, "overfeat": 128, "vgg16": 64, "googlenet": 128, "resnet50": 64, "resnet152": 32,
+    "inception-v3": 32, "inception-v4": 32, "inception-resnet-v2": 32, "densenet121": 32, "unet": 16,
+    "deeplabv3plus": 8, "pix2pixhd": 1, "gpt2": 8, "bert-base": 32, "lstm": 20,
+}  # fmt: skip
+GPUS = ("titan-x", "v100", "a100-40gb", "h200", "rtx4090")
+SHARES = (0.75, 0.5, 0.33)
+SMALLEST = "smallest"
+OURS = "auto"
+PAPERS = tuple(name for name, policy in POLICIES.items() if name != OURS and not policy.unlimited)
+
+
+class Case(TypedDict):
+    """One model, GPU and budget. Slowdowns are to the ops' own time with their fastest algorithms."""
+
+    model: str
+    batch: int
+    gpu: str
+    budget: str
+    budget_bytes: int
+    unmanaged_peak_bytes: int
+    proven_floor_bytes: int
+    auto_slowdown: float
+    bound_slowdown: float
+    gap: float
+    best_policy: str | None
+    best_slowdown: float | None
+    plan_seconds: float
+    slowdowns: dict[str, float]
+
+
+def cases(model: str, batch: int, gpus: list[str]) -> list[Case]:
+    """All cases of one model."""
+    captured = step_graph(Training(lambda: models.load(model), batch), load_device(gpus[0]))
+    return [case for gpu in gpus for case in _on(captured, model, batch, load_device(gpu))]
+
+
+def _on(captured: Graph, model: str, batch: int, device: Device) -> Iterator[Case]:
+    graph = with_algorithms(captured, device)
+    seconds = op_seconds(graph, device)
+    program = Program(graph)
+    peak = int(program.live_bytes().max())
+    floor = floor_of(program.with_algorithms(memory_optimal(graph))).nbytes
+    budgets = {f"{share:.0%}": int(share * peak) for share in SHARES if share * peak > floor}
+    for name, budget in (budgets | {SMALLEST: floor}).items():
+        begun = time.process_time()
+        ours = _slowdown(graph, device, OURS, budget, seconds)
+        planned = time.process_time() - begun
+        if ours is None:
+            raise AssertionError(f"{OURS} does not fit {model} into its own floor of {budget} bytes")
+        bound = lower_bound_seconds(graph, device, budget, seconds) / sum(seconds)
+        others = {p: s for p in PAPERS if (s := _slowdown(graph, device, p, budget, seconds)) is not None}
+        best = min(others, key=lambda p: others[p], default=None)
+        yield {
+            "model": model, "batch": batch, "gpu": device.name, "budget": name, "budget_bytes": budget,
+            "unmanaged_peak_bytes": peak, "proven_floor_bytes": floor, "auto_slowdown": ours,
+            "bound_slowdown": bound, "gap": ours / bound - 1, "best_policy": best,
+            "best_slowdown": None if best is None else others[best], "plan_seconds": planned, "slowdowns": others,
+        }  # fmt: skip
+
+
+def _slowdown(graph: Graph, device: Device, policy: str, budget_bytes: int, seconds: tuple[float, ...]) -> float | None:
+    chosen = policy_named(policy)
+    try:
+        schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None)
+    except InfeasibleBudget:
+        return None
+    if check(graph, schedule).peak_bytes > budget_bytes:
+        return None
+    return simulate(graph, schedule, device, seconds).step_seconds / sum(seconds)
+
+
+def spell(case: Case) -> str:
+    """The case as a line of the table."""
+    best = "-" if case["best_slowdown"] is None else f"{case['best_slowdown']:.3f} {case['best_policy']}"
+    return (
+        f"{case['model']:20} {case['gpu']:10} {case['budget']:>8} {case['auto_slowdown']:7.3f} "
+        f"{case['bound_slowdown']:7.3f} {case['gap']:7.1%} {case['plan_seconds']:6.2f} s  {best}"
+    )
+
+
+def summary(found: list[Case]) -> dict[str, float | int | None]:
+    """What the cases come to; the advantage is over the best of the papers' policies, where one fits."""
+    met = [c for c in found if c["best_slowdown"] is not None]
+    ratios = [(c["best_slowdown"] or 0.0) / c["auto_slowdown"] for c in met]
+    gaps = [c["gap"] for c in found]
+    return {
+        "cases": len(found),
+        "cases_that_a_paper_policy_meets": len(met),
+        "auto_slower_than_a_paper_policy": sum(r < 1 - 1e-9 for r in ratios),
+        "geometric_mean_advantage": statistics.geometric_mean(ratios) if ratios else None,
+        "median_gap": statistics.median(gaps),
+        "worst_gap": max(gaps),
+        "median_gap_above_the_smallest": statistics.median([c["gap"] for c in found if c["budget"] != SMALLEST] or gaps),
+        "longest_plan_cpu_seconds": max(c["plan_seconds"] for c in found),
+    }
+
+
+def main() -> None:
+    """Run the cases, print them as they come, and record them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(BATCHES))
+    parser.add_argument("--gpus", default=",".join(GPUS))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(f"{'model':20} {'gpu':10} {'budget':>8} {'auto':>7} {'bound':>7} {'gap':>7} {'plan':>8}  best of the papers")
+    found: list[Case] = []
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+        gpus = arguments.gpus.split(",")
+        waiting = [pool.submit(cases, m, BATCHES[m], gpus) for m in arguments.models.split(",")]
+        for done in as_completed(waiting):
+            for case in done.result():
+                found.append(case)
+                print(spell(case), flush=True)
+    figures = summary(found)
+    for name, value in figures.items():
+        print(f"{name.replace('_', ' ')}: {value if not isinstance(value, float) else round(value, 4)}")
+    if arguments.json:
+        record = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "note": "step times are simulated; plan_seconds are CPU seconds measured on this machine",
+            "summary": figures,
+            "cases": found,
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"recorded in {arguments.json}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

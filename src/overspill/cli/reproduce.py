@@ -1,0 +1,43 @@
+"""`overspill reproduce`: the figures of a paper beside what Overspill finds for them."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from .common import AsJson, Outcome, narrate, quiet_torch
+
+
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="vdnn, dymem or window.", show_default=False)],
+    table: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="One table or figure alone, as fig11 or table1.", show_default=False),
+    ] = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Compute a paper's figures anew, simulated on its machine: where they stand, theirs, ours and the ratio."""
+    del json  # `main` reads it from the arguments
+    from overspill import papers
+    from overspill.report.reproduce import reproduce_report, result_figures
+
+    begun = time.perf_counter()
+    chosen = papers.paper_named(paper)
+    claims = papers.claims_of(chosen, table)
+    found = []
+    with narrate() as narrator:
+        quiet_torch()
+        for result in papers.results(claims, papers.Lab(narrator.now)):
+            found.append(result)
+            narrator.now(f"{result.claim.where}: {result.claim.what}", lasting=False)
+    answer = {
+        "paper": chosen.name,
+        "title": chosen.title,
+        "machine": chosen.machine,
+        "simulated": True,
+        "seconds": time.perf_counter() - begun,
+        "rows": [result_figures(result) for result in found],
+    }
+    return Outcome(answer, reproduce_report(chosen, found))

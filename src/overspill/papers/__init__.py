@@ -1,0 +1,65 @@
+"""The papers that Overspill follows: what they measured, as data, and the code that finds our figure for each."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from overspill.core.errors import RequestError
+
+from .claim import TOLERANCE as TOLERANCE
+from .claim import Claim as Claim
+from .claim import Result as Result
+from .claim import results as results
+from .lab import Lab as Lab
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper: `name` is what a user calls it and the module here that holds its claims."""
+
+    name: str
+    title: str
+    machine: str
+    aliases: tuple[str, ...]
+
+
+PAPERS = (
+    Paper("vdnn", "vDNN, Rhu et al., MICRO 2016", "titan-x", ("vdnn-micro16", "micro16")),
+    Paper("dymem", "Dymem, Yang and Cheng, HPDC 2020", "titan-x", ("dymem-hpdc20", "hpdc20")),
+    Paper(
+        "window",
+        "Adaptive window with virtual addressing, under review 2020",
+        "v100-nvlink, p100-nvlink",
+        ("adaptive-window", "adaptive-window-virtual-addressing"),
+    ),
+)
+_BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.aliases)}
+
+
+def paper_named(name: str) -> Paper:
+    """The paper of this name or alias. Raises RequestError with the names that exist."""
+    if (paper := _BY_NAME.get(name.lower())) is not None:
+        return paper
+    close = get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise RequestError(f"unknown paper {name!r}{hint} Papers: {', '.join(paper.name for paper in PAPERS)}")
+
+
+def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:
+    """All claims of `paper`, or those of one table or figure. Raises RequestError with the names that exist."""
+    claims: tuple[Claim, ...] = importlib.import_module(f"{__name__}.{paper.name}").CLAIMS
+    if table is None:
+        return claims
+    found = tuple(claim for claim in claims if _plain(claim.where) == _plain(table))
+    if not found:
+        places = ", ".join(dict.fromkeys(claim.where for claim in claims))
+        raise RequestError(f"{paper.name} has nothing of {table!r}. Tables and figures: {places}")
+    return found
+
+
+def _plain(where: str) -> str:
+    """`Fig. 11`, `fig11` and `figure 11` alike."""
+    letters = "".join(c for c in where.lower() if c.isalnum())
+    return letters.replace("figure", "fig").replace("tab", "table").replace("tablele", "table")

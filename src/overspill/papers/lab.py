@@ -1,0 +1,254 @@
+"""Where claims are computed: each model is captured once, other batch sizes follow, and plans are made on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, Tensor, TensorKind, Timeline, Verb
+from overspill.costs import op_seconds, with_algorithms
+from overspill.devices import load_device
+from overspill.placement import CnmemConfig, Events, Replay, replay
+from overspill.policies import policy_named
+from overspill.simulate import check, simulate, trace_of
+
+from .frameworks import as_layers
+
+if TYPE_CHECKING:
+    from overspill.models import Job
+
+MIB = 1 << 20
+POOL_BYTES = 1 << 40
+"""A pool that is never full: what lies highest in it tells how large a pool had to be."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training step of a paper: its network, batch, machine and software.
+
+    `layers`: as the papers' frameworks run it, else as PyTorch does. `features`: without the classifier, whose memory
+    and time then count nothing. `batch_norm` false leaves batch norm out of the network. `tensor_cores`: float32 goes
+    through them, at the rate of float16, as cuDNN may convert.
+    """
+
+    model: str
+    batch: int
+    device: str = "titan-x"
+    image_size: int | None = None
+    cudnn: int = 7
+    layers: bool = True
+    features: bool = False
+    state_moves: bool = False
+    batch_norm: bool = True
+    tensor_cores: bool = False
+    optimizer: str = "sgd"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy's schedule of a setting, checked and on the clock."""
+
+    graph: Graph
+    device: Device
+    schedule: Schedule
+    peak_bytes: int
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.step_seconds
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that a step sends to the host."""
+        return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.OFFLOAD))
+
+    @cached_property
+    def placed(self) -> Replay:
+        """The schedule's blocks in a pool of CNMeM's that is never full."""
+        events = Events.of(trace_of(self.graph, self.schedule))
+        return replay(events, "cnmem", config=CnmemConfig(pool_bytes=POOL_BYTES, grows=False))
+
+    @property
+    def pool_bytes(self) -> int:
+        """The most bytes that CNMeM has handed out at once."""
+        return self.placed.peak_allocated_bytes
+
+    @property
+    def spread_bytes(self) -> int:
+        """From the start of CNMeM's pool to the end of the block that ever lay highest: with what fragments waste."""
+        trace = trace_of(self.graph, self.schedule)
+        base = self.placed.segment_events[0].address
+        return max(int(a) + b.nbytes for a, b in zip(self.placed.addresses, trace.blocks, strict=True)) - base
+
+    def seconds_of(self, layer: LayerType) -> float:
+        """Seconds in which ops of layers of this type ran."""
+        runs = (e for e in self.timeline.events if e.verb in (Verb.RUN, Verb.RECOMPUTE))
+        return sum(e.end_seconds - e.start_seconds for e in runs if self.graph.ops[e.target].layer_type is layer)
+
+
+class Lab:
+    """Captured graphs and finished runs, kept as long as the lab is; `say` is told what takes time."""
+
+    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
+        self._say = say
+        self._captured: dict[Setting, dict[int, Graph]] = {}
+        self._runs: dict[tuple[Setting, str, int | None], Run] = {}
+
+    def device(self, setting: Setting) -> Device:
+        """The machine of `setting`."""
+        device = load_device(setting.device)
+        if not setting.tensor_cores:
+            return device
+        rates = device.flops_per_second
+        return replace(device, flops_per_second={**rates, "float32": rates["float16"]})
+
+    def graph(self, setting: Setting) -> Graph:
+        """The step as planned: in the framework's layers, with a choice of algorithms for each convolution."""
+        graph = self._step(
+            Setting(
+                setting.model,
+                setting.batch,
+                image_size=setting.image_size,
+                state_moves=setting.state_moves,
+                batch_norm=setting.batch_norm,
+                optimizer=setting.optimizer,
+            )
+        )
+        if setting.layers:
+            graph = as_layers(graph)
+        graph = with_algorithms(graph, self.device(setting), cudnn=setting.cudnn)
+        return feature_extraction(graph) if setting.features else graph
+
+    def run(self, setting: Setting, policy: str, budget_bytes: int | None = None) -> Run:
+        """The run of `policy`; one that plans for a budget gets `budget_bytes`, by default the device's free memory.
+
+        Raises InfeasibleBudget where such a policy finds no schedule.
+        """
+        key = setting, policy, budget_bytes
+        if key not in self._runs:
+            graph, device, chosen = self.graph(setting), self.device(setting), policy_named(policy)
+            self._say(f"{setting.model} ({setting.batch}): {policy}")
+            budget = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+            schedule = chosen.plan(graph, device, budget if chosen.plans_for_budget else None)
+            peak_bytes = check(graph, schedule).peak_bytes
+            timeline = simulate(graph, schedule, device, op_seconds(graph, device))
+            self._runs[key] = Run(graph, device, schedule, peak_bytes, timeline)
+        return self._runs[key]
+
+    def _step(self, setting: Setting) -> Graph:
+        """PyTorch's graph of the step. Two batch sizes are captured; all others lie on the line through them."""
+        known = self._captured.setdefault(replace(setting, batch=0), {})
+        if setting.batch not in known:
+            first_two = list(known)[:2]
+            if len(first_two) == 2:
+                one, other = first_two
+                known[setting.batch] = between(known[one], known[other], one, other, setting.batch)
+            else:
+                self._say(f"capturing {setting.model} ({setting.batch})")
+                known[setting.batch] = _captured(setting, self.device(setting))
+        return known[setting.batch]
+
+
+def network_wide_bytes(graph: Graph) -> int:
+    """Bytes of vDNN's baseline: all that the network ever needs, reserved at once (MICRO'16, Fig. 2 and §IV-A).
+
+    Weights, their gradients and all feature maps, two gradient maps of the largest size, and the largest workspace.
+    """
+    gradient_maps = [
+        tensor.nbytes
+        for tensor in graph.tensors
+        if tensor.kind is TensorKind.TEMPORARY and _made_in(graph, tensor) is Phase.BACKWARD
+    ]
+    return (
+        graph.persistent_bytes
+        + sum(_held_bytes(graph, kind) for kind in (TensorKind.ACTIVATION, TensorKind.GRADIENT))
+        + 2 * max(gradient_maps, default=0)
+        + max((op.workspace_bytes for op in graph.ops), default=0)
+    )
+
+
+def feature_extraction(graph: Graph) -> Graph:
+    """`graph` in which the classifier weighs and takes nothing: what only ops behind the last convolution or pooling use.
+
+    vDNN manages the layers before (§III) and compares their times alone (§V-C).
+    """
+    spatial = (LayerType.CONV, LayerType.POOL)
+    first = 1 + max((op.id for op in graph.ops if op.phase is Phase.FORWARD and op.layer_type in spatial), default=-1)
+    behind = {op.layer for op in graph.ops if op.phase is Phase.FORWARD and op.id >= first}
+
+    def of_classifier(op: Op) -> bool:
+        return op.layer in behind or op.phase is Phase.UPDATE
+
+    mine = {
+        t for op in graph.ops if not of_classifier(op) and op.name != "step.gradients" for t in op.reads + op.writes
+    }
+    tensors = tuple(t if t.id in mine else replace(t, nbytes=0) for t in graph.tensors)
+    ops = tuple(
+        replace(op, flops=0, moved_bytes=0, workspace_bytes=0, algorithms=()) if of_classifier(op) else op
+        for op in graph.ops
+    )
+    return replace(graph, tensors=tensors, ops=ops)
+
+
+def between(one: Graph, other: Graph, at: int, at_other: int, wanted: int) -> Graph:
+    """The graph at batch `wanted`, where `one` and `other` are the same step at two batches: every size is a line.
+
+    Raises ValueError where the two do not have the same ops.
+    """
+
+    def line(first: int, second: int) -> int:
+        return first + (second - first) * (wanted - at) // (at_other - at)
+
+    def tensor(a: Tensor, b: Tensor) -> Tensor:
+        shape = tuple(line(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+        return replace(a, nbytes=line(a.nbytes, b.nbytes), shape=shape)
+
+    def op(a: Op, b: Op) -> Op:
+        if (a.name, a.reads, a.writes) != (b.name, b.reads, b.writes):
+            raise ValueError(f"{one.name}: op {a.id} is {a.name} at batch {at} and {b.name} at batch {at_other}")
+        return replace(
+            a,
+            workspace_bytes=line(a.workspace_bytes, b.workspace_bytes),
+            flops=line(a.flops, b.flops),
+            moved_bytes=line(a.moved_bytes, b.moved_bytes),
+        )
+
+    return replace(
+        one,
+        tensors=tuple(tensor(a, b) for a, b in zip(one.tensors, other.tensors, strict=True)),
+        ops=tuple(op(a, b) for a, b in zip(one.ops, other.ops, strict=True)),
+    )
+
+
+def _held_bytes(graph: Graph, kind: TensorKind) -> int:
+    return sum(t.nbytes for t in graph.tensors if t.kind is kind and not t.persistent)
+
+
+def _made_in(graph: Graph, tensor: Tensor) -> Phase | None:
+    maker = graph.producer.get(tensor.id)
+    return None if maker is None else graph.ops[maker].phase
+
+
+def _captured(setting: Setting, device: Device) -> Graph:
+    from overspill.runtime.training import Training, step_graph  # noqa: PLC0415  # imports torch
+
+    training = Training(lambda: _job(setting), setting.batch, setting.optimizer)
+    return step_graph(training, device, state_moves=setting.state_moves)
+
+
+def _job(setting: Setting) -> Job:
+    from torch import nn  # noqa: PLC0415  # what only lists claims does without
+
+    from overspill import models  # noqa: PLC0415
+
+    job = models.load(setting.model, image_size=setting.image_size)
+    if not setting.batch_norm:
+        for module in list(job.module.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.BatchNorm2d):
+                    setattr(module, name, nn.Identity())
+    return job

@@ -1,0 +1,77 @@
+"""A paper's figures beside ours: as JSON rows, and as a table for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from overspill.papers import TOLERANCE, Paper, Result
+
+from .listing import listing, yes
+
+
+def result_figures(result: Result) -> dict[str, Any]:
+    """The JSON object of `result`."""
+    claim = result.claim
+    return {
+        "where": claim.where,
+        "what": claim.what,
+        "section": claim.section,
+        "quote": claim.quote,
+        "unit": claim.unit,
+        "bound": claim.bound,
+        "paper": float(claim.value),
+        "ours": None if result.ours is None else float(result.ours),
+        "ratio": None if result.ratio is None else float(result.ratio),
+        "agrees": result.agrees,
+        "note": claim.note or None,
+        "error": result.trouble or None,
+    }
+
+
+def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
+    """The table of `found`, and below it what is to be known of single rows."""
+    remarks: dict[str, int] = {}
+    rows = []
+    for result in found:
+        remark = result.trouble or result.claim.note
+        number = remarks.setdefault(remark, len(remarks) + 1) if remark else None
+        rows.append(_cells(result, number))
+    columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
+    agreeing = sum(result.agrees for result in found)
+    parts: list[RenderableType] = [
+        Text(
+            f"{paper.title}: {agreeing} of {len(found)} figures within {TOLERANCE:.0%}, or on the paper's side of a limit"
+        ),
+        "",
+        listing(columns, rows, numbers=(2, 3, 4)),
+        "",
+        *(Text(f"({number}) {remark}") for remark, number in remarks.items()),
+        *([""] if remarks else []),
+        Text(
+            f"Ours are simulated, on {paper.machine} and the step as the paper's framework runs it; nothing was measured."
+        ),
+    ]
+    return Group(*parts)
+
+
+def _cells(result: Result, number: int | None) -> tuple[str, ...]:
+    claim = result.claim
+    bound = "" if claim.bound == "=" else f"{claim.bound} "
+    return (
+        claim.where,
+        claim.what,
+        f"{bound}{_figure(claim.value)} {claim.unit}",
+        "none" if result.ours is None else f"{_figure(result.ours)} {claim.unit}",
+        "" if result.ratio is None else f"{result.ratio:.2f}",
+        yes(result.agrees) or "no",
+        "" if number is None else f"({number})",
+    )
+
+
+def _figure(value: float) -> str:
+    """Three digits, more where the number has them before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

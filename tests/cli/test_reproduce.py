@@ -1,0 +1,73 @@
+"""`overspill reproduce` by its contract: keys, exit codes, and no traceback; on claims that cost nothing."""
+
+from __future__ import annotations
+
+import pytest
+from tests.cli.commands import Overspill
+
+from overspill import papers
+from overspill.papers import Claim
+
+KEYS = {
+    "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "note", "error",
+}  # fmt: skip
+
+
+@pytest.fixture
+def two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = (
+        Claim("vdnn", "Fig. 1", "one", "said so", "I", 28.0, "GB", lambda _: 28.0),
+        Claim("vdnn", "Fig. 2", "two", "said so", "II", 2.0, "x", lambda _: 3.0, "[half] more by an experiment", ">"),
+    )
+    monkeypatch.setattr("overspill.papers.vdnn.CLAIMS", made)
+
+
+@pytest.mark.usefixtures("two_claims")
+def test_the_answer_has_a_row_a_claim(overspill: Overspill) -> None:
+    done = overspill("reproduce vdnn --json")
+    assert done.code == 0
+    answer = done.answer
+    assert answer["paper"] == "vdnn"
+    assert answer["simulated"] is True
+    assert [set(row) for row in answer["rows"]] == [KEYS, KEYS]
+    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5]
+    assert [row["note"] for row in answer["rows"]] == [None, "[half] more by an experiment"]
+
+
+@pytest.mark.usefixtures("two_claims")
+def test_the_table_says_that_it_is_simulated_and_what_each_figure_is(overspill: Overspill) -> None:
+    done = overspill("reproduce vdnn")
+    assert done.code == 0
+    assert "simulated" in done.out
+    assert "2 of 2 figures" in done.out
+    assert "28 GB" in done.out
+    assert "> 2 x" in done.out
+    assert "(1) [half] more by an experiment" in done.out
+
+
+@pytest.mark.usefixtures("two_claims")
+def test_one_table_alone(overspill: Overspill) -> None:
+    done = overspill("reproduce", "micro16", "--table", "fig 2", "--json")
+    assert [row["where"] for row in done.answer["rows"]] == ["Fig. 2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("reproduce", "resnet"), "Papers: vdnn, dymem, window"),
+        (("reproduce", "vdnn", "--table", "Fig. 99"), "Tables and figures: Fig. 1"),
+        (("reproduce",), "PAPER"),
+    ],
+)
+def test_an_unknown_paper_or_table_is_the_users_mistake(
+    overspill: Overspill, words: tuple[str, ...], told: str
+) -> None:
+    done = overspill(*words)
+    assert done.code == 2
+    assert told in done.err
+    assert "Traceback" not in done.err
+
+
+def test_the_help_names_every_paper(overspill: Overspill) -> None:
+    done = overspill("reproduce --help")
+    assert all(paper.name in done.out for paper in papers.PAPERS)

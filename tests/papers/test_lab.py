@@ -1,0 +1,67 @@
+"""The lab: batch sizes between two captured ones, the network-wide baseline, and what is left without the classifier."""
+
+from __future__ import annotations
+
+import pytest
+
+from overspill import models
+from overspill.core import Graph, LayerType, Phase, TensorKind
+from overspill.devices import load_device
+from overspill.papers.lab import Lab, Setting, between, feature_extraction, network_wide_bytes
+from overspill.runtime.training import Training, step_graph
+from overspill.simulate import check
+
+TITAN_X = load_device("titan-x")
+
+
+def small(name: str, batch: int) -> Graph:
+    return step_graph(Training(lambda: models.load(name, small=True), batch), TITAN_X)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet18"])
+def test_a_batch_between_two_captured_ones_is_as_if_captured(name: str) -> None:
+    made = between(small(name, 2), small(name, 4), 2, 4, 16)
+    assert made == small(name, 16)
+
+
+def test_two_different_steps_have_no_batch_between_them() -> None:
+    with pytest.raises(ValueError, match=r"zip|is convolution"):
+        between(small("alexnet", 2), small("resnet18", 4), 2, 4, 8)
+
+
+def test_the_baseline_is_all_that_is_ever_needed_at_once() -> None:
+    graph = small("alexnet", 4)
+    held = sum(
+        t.nbytes for t in graph.tensors if t.persistent or t.kind in (TensorKind.ACTIVATION, TensorKind.GRADIENT)
+    )
+    largest = max(
+        t.nbytes
+        for t in graph.tensors
+        if t.kind is TensorKind.TEMPORARY and graph.ops[graph.producer[t.id]].phase is Phase.BACKWARD
+    )
+    assert network_wide_bytes(graph) == held + 2 * largest + max(op.workspace_bytes for op in graph.ops)
+
+
+def test_without_the_classifier_its_weights_and_times_count_nothing() -> None:
+    graph = small("alexnet", 4)
+    features = feature_extraction(graph)
+    for op in features.ops:
+        if op.layer_type is LayerType.LINEAR:
+            assert not op.flops
+            assert not sum(features.tensors[t].nbytes for t in op.reads if features.tensors[t].persistent)
+        if op.layer_type is LayerType.CONV:
+            assert op == graph.ops[op.id]
+    assert features.persistent_bytes < graph.persistent_bytes
+
+
+def test_a_run_is_made_once_and_its_pool_holds_at_least_its_live_bytes() -> None:
+    lab, said = Lab(), []
+    lab._say = said.append
+    setting = Setting("resnet32-cifar", 2, batch_norm=False)
+    run = lab.run(setting, "vdnn-all:m")
+    assert lab.run(setting, "vdnn-all:m") is run
+    assert said == ["capturing resnet32-cifar (2)", "resnet32-cifar (2): vdnn-all:m"]
+    assert not any(op.layer_type is LayerType.NORM for op in run.graph.ops)
+    assert run.peak_bytes == check(run.graph, run.schedule).peak_bytes
+    assert run.peak_bytes <= run.pool_bytes <= run.spread_bytes
+    assert 0 < run.seconds_of(LayerType.CONV) < run.seconds
