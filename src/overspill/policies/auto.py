@@ -37,7 +37,7 @@ ROUNDING_SHARE = 0.5
 """The share of the effort after which no further rounding of the relaxation is tried."""
 EFFORT_STEPS = 16_000
 """Steps of schedules that are tried: attempts times the length of the program, so that planning takes about a second."""
-MOST_ATTEMPTS = 80
+MOST_ATTEMPTS = 160
 """How many attempts a short program gets."""
 
 
@@ -68,6 +68,23 @@ class Auto(Policy):
             raise infeasible(least, budget_bytes, self.name)
         program = program.with_algorithms(algorithms_within(program, budget_bytes))
         return _Planner(program, device, budget_bytes, seconds).best()
+
+
+@dataclass(frozen=True)
+class _Remade:
+    """Tensors to recompute, and those among them to drop again as soon as the op that wanted them has run."""
+
+    tensors: frozenset[int] = frozenset()
+    fleeting: frozenset[int] = frozenset()
+
+    def toggled(self, *tensors: int) -> _Remade:
+        """Without those of `tensors` that are recomputed, and with the others."""
+        changed = self.tensors ^ frozenset(tensors)
+        return _Remade(changed, self.fleeting & changed)
+
+    def shortened(self, tensor: int) -> _Remade:
+        """With `tensor` recomputed for every use, or no longer."""
+        return _Remade(self.tensors, self.fleeting ^ {tensor})
 
 
 @dataclass(frozen=True)
@@ -111,7 +128,7 @@ class _Attempt:
     """
 
     schedule: Schedule
-    recompute: frozenset[int]
+    remade: _Remade
     cost: tuple[float, int]
     lost: Mapping[int, float]
     ground: _Ground
@@ -127,7 +144,7 @@ class _Planner:
     device: Device
     budget_bytes: int
     seconds: tuple[float, ...]
-    seen: dict[frozenset[int], _Attempt | None] = field(default_factory=dict)
+    seen: dict[_Remade, _Attempt | None] = field(default_factory=dict)
     effort: int = 0
 
     @cached_property
@@ -142,23 +159,25 @@ class _Planner:
         relaxation = Relaxation(self.program, self.device, self.budget_bytes, self.seconds)
         bound = relaxation.solve()
         aim = GOOD_ENOUGH * max(sum(self.seconds), bound.seconds if bound else 0.0)
-        best = self._attempt(frozenset(), _Hint.of(self.program, bound))
+        best = self._attempt(_Remade(), _Hint.of(self.program, bound))
         assert best is not None
         for share in SHARES:
             relaxed = bound if share == SHARES[0] else relaxation.solve(share)
             hint = _Hint.of(self.program, relaxed)
             for recompute in self._roundings(relaxed):
                 if self.effort < ROUNDING_SHARE * EFFORT_STEPS or share == SHARES[0]:
-                    best = self._better(best, recompute, hint)
+                    best = self._better(best, _Remade(recompute), hint)
             if best.seconds <= aim:
                 return best.schedule
+        every_use = _Remade(best.remade.tensors, best.remade.tensors)
+        best = self._better(best, every_use, best.ground.hint)
         for improve in (self._refined, self._toggled, self._perturbed):
             best = improve(best, aim)
         return best.schedule
 
-    def _better(self, best: _Attempt, recompute: frozenset[int], hint: _Hint | None) -> _Attempt:
+    def _better(self, best: _Attempt, remade: _Remade, hint: _Hint | None) -> _Attempt:
         """The better of `best` and the attempt to recompute these."""
-        attempt = self._attempt(recompute, hint)
+        attempt = self._attempt(remade, hint)
         return attempt if attempt is not None and attempt.cost < best.cost else best
 
     def _refined(self, best: _Attempt, aim: float) -> _Attempt:
@@ -169,7 +188,7 @@ class _Planner:
             if best.seconds <= aim or self.effort >= EFFORT_STEPS:
                 break
             if (hint := _Hint.of(program, relaxation.solve(share))) is not None:
-                attempt = self._repaired(program, best.recompute, hint)
+                attempt = self._repaired(program, best.remade, hint)
                 best = attempt if attempt.cost < best.cost else best
         return best
 
@@ -177,13 +196,14 @@ class _Planner:
         """`best` with other costs of the candidates, drawn at random (with a fixed seed), as long as effort is left."""
         random = np.random.default_rng(0)
         while self.effort < EFFORT_STEPS and best.seconds > aim:
-            recompute = best.recompute
-            if self.droppable and random.random() < 0.5:
+            remade, ground = best.remade, best.ground
+            if self.droppable and (kind := random.random()) < 0.5:
                 changed = random.choice(sorted(self.droppable), size=1 + int(random.integers(2)))
-                recompute = recompute ^ frozenset(int(t) for t in changed)
-            ground = best.ground
-            if recompute != best.recompute:
-                program = self._fitting(set(recompute))
+                remade = remade.toggled(*(int(t) for t in changed))
+            elif remade.tensors and kind < 0.7:
+                remade = remade.shortened(int(random.choice(sorted(remade.tensors))))
+            if remade != best.remade:
+                remade, program = self._fitting(remade)
                 if program is None:
                     self.effort += max(self.program.length, EFFORT_STEPS // MOST_ATTEMPTS)
                     continue
@@ -193,7 +213,7 @@ class _Planner:
                 choices.out + choices.back
             )
             first = ground.hinted & (random.random(len(choices.cost)) < random.random() + 0.5)
-            attempt = self._simulated(ground, recompute, dearer, first)
+            attempt = self._simulated(ground, remade, dearer, first)
             best = attempt if attempt.cost < best.cost else best
         return best
 
@@ -212,72 +232,74 @@ class _Planner:
         improved = True
         while improved and best.seconds > aim:
             improved = False
-            for recompute in self._changes(best):
-                if recompute in self.seen:
+            for remade in self._changes(best):
+                if remade in self.seen:
                     continue
                 if self.effort >= EFFORT_STEPS:
                     return best
-                attempt = self._attempt(recompute, best.ground.hint)
+                attempt = self._attempt(remade, best.ground.hint)
                 if attempt is not None and attempt.cost < best.cost:
                     best, improved = attempt, True
                     break
         return best
 
-    def _changes(self, attempt: _Attempt) -> Iterator[frozenset[int]]:
-        """For the tensors that stall most: recompute them as well, or no longer what is made from them, or themselves.
+    def _changes(self, attempt: _Attempt) -> Iterator[_Remade]:
+        """For the tensors that stall most: recompute them as well, or for every use, or no longer, or what needs them.
 
         First many at once, then one by one.
         """
-        graph, stalls = self.program.graph, attempt.lost
+        graph, stalls, remade = self.program.graph, attempt.lost, attempt.remade
         stalled = sorted((t for t in stalls if t >= 0 and stalls[t] > 0.0), key=lambda t: (-stalls[t], t))
-        droppable = [t for t in stalled if t in self.droppable and t not in attempt.recompute]
+        droppable = [t for t in stalled if t in self.droppable and t not in remade.tensors]
         share = len(droppable)
         while share > 1:
-            yield attempt.recompute | frozenset(droppable[:share])
+            yield remade.toggled(*droppable[:share])
             share //= 2
         for tensor in stalled:
             if stalls[tensor] < (GOOD_ENOUGH - 1) * sum(self.seconds):
                 return
             if tensor in self.droppable:
-                yield attempt.recompute ^ {tensor}
-            readers = {t for t in attempt.recompute if tensor in graph.ops[graph.producer[t]].recompute_reads}
+                if tensor in remade.tensors:
+                    yield remade.shortened(tensor)
+                yield remade.toggled(tensor)
+            readers = {t for t in remade.tensors if tensor in graph.ops[graph.producer[t]].recompute_reads}
             if readers:
-                yield attempt.recompute - readers
+                yield remade.toggled(*readers)
 
     # -- one attempt
 
-    def _attempt(self, recompute: frozenset[int], hint: _Hint | None) -> _Attempt | None:
+    def _attempt(self, remade: _Remade, hint: _Hint | None) -> _Attempt | None:
         """The best plan that recomputes these tensors, or as many of them as fit where they are made again."""
-        if recompute not in self.seen:
-            self.seen[recompute] = self._planned(set(recompute), hint)
-        return self.seen[recompute]
+        if remade not in self.seen:
+            fitting, program = self._fitting(remade)
+            self.seen[remade] = None if program is None else self._repaired(program, fitting, hint)
+        return self.seen[remade]
 
-    def _planned(self, recompute: set[int], hint: _Hint | None) -> _Attempt | None:
-        program = self._fitting(recompute)
-        return None if program is None else self._repaired(program, frozenset(recompute), hint)
-
-    def _fitting(self, recompute: set[int]) -> Program | None:
+    def _fitting(self, remade: _Remade) -> tuple[_Remade, Program | None]:
         """The program that recomputes these, less those for which there is no room where they are made again."""
         graph = self.program.graph
         choice = memory_optimal(graph)
         while True:
-            program = Program(graph, recompute, self.program.algorithms) if recompute else self.program
+            program = self.program
+            if remade.tensors:
+                program = Program(graph, remade.tensors, self.program.algorithms, remade.fleeting)
             least = program.with_algorithms(choice)
             over = least.live_bytes([g for g in least.gaps if may_leave(least, g)]) > self.budget_bytes
             if not over.any():
-                return program
-            if not recompute:
-                return None
+                return remade, program
+            if not remade.tensors:
+                return remade, None
             around = {p + d for p in np.flatnonzero(over).tolist() for d in (-1, 0, 1)}
-            recompute -= {g.tensor for g in program.gaps if g.remade and g.end in around} or recompute
+            crowded = {g.tensor for g in program.gaps if g.remade and g.end in around} & remade.tensors
+            remade = remade.toggled(*(crowded or remade.tensors))
 
-    def _repaired(self, program: Program, recompute: frozenset[int], hint: _Hint | None) -> _Attempt:
+    def _repaired(self, program: Program, remade: _Remade, hint: _Hint | None) -> _Attempt:
         """The best of several plans, each of which avoids the stalls and slow algorithms of the one before."""
         ground = _Ground(program, self.device, self.seconds, hint)
         penalty = np.zeros(len(ground.choices.candidates))
         best: _Attempt | None = None
         for _ in range(REPAIRS):
-            attempt = self._simulated(ground, recompute, penalty, ground.hinted & (penalty == 0.0))
+            attempt = self._simulated(ground, remade, penalty, ground.hinted & (penalty == 0.0))
             if best is not None and attempt.cost >= best.cost:
                 break
             best = attempt
@@ -287,9 +309,7 @@ class _Planner:
         assert best is not None
         return best
 
-    def _simulated(
-        self, ground: _Ground, recompute: frozenset[int], dearer: Seconds, first: NDArray[np.bool_]
-    ) -> _Attempt:
+    def _simulated(self, ground: _Ground, remade: _Remade, dearer: Seconds, first: NDArray[np.bool_]) -> _Attempt:
         program, graph = ground.program, self.program.graph
         self.effort += max(program.length, EFFORT_STEPS // MOST_ATTEMPTS)
         schedule = self._schedule(ground, dearer, first)
@@ -302,7 +322,7 @@ class _Planner:
                 op = graph.ops[i.target]
                 lost[-1 - op.id] += self.seconds[op.id] * (op.slowdown_of(i.algorithm) - op.slowdown_of(least))
         moved = sum(graph.tensors[t].nbytes for t in schedule.targets(Verb.OFFLOAD))
-        return _Attempt(schedule, recompute, (timeline.step_seconds, moved), lost, ground)
+        return _Attempt(schedule, remade, (timeline.step_seconds, moved), lost, ground)
 
     def _schedule(self, ground: _Ground, dearer: Seconds, first: NDArray[np.bool_]) -> Schedule:
         program = ground.program
