@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from overspill.core.errors import InfeasibleBudget
 
@@ -13,6 +11,7 @@ from .common import (
     AsJson,
     Batch,
     Budget,
+    Gpu,
     ImageSize,
     ModelChoice,
     ModelName,
@@ -31,15 +30,6 @@ from .failures import explain
 
 if TYPE_CHECKING:
     from overspill.policies.planning import Plan
-
-Gpu = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="A name that `overspill devices` lists, or a device file.  [default: this CPU]",
-        show_default=False,
-    ),
-]
 
 
 def plan(
@@ -97,6 +87,7 @@ def _feasible(request: dict[str, Any], made: Plan, out: Path | None) -> Outcome:
         "in_core_step_seconds": made.in_core_seconds,
         "slowdown": made.slowdown,
         "lower_bound_seconds": made.lower_bound_seconds,
+        "gap": made.gap,
         "exposed_transfer_seconds": float(made.timeline.exposed_transfer_seconds),
         "plan_seconds": made.plan_seconds,
         "peak_op": peak.at,
@@ -111,7 +102,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
         "peak_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "step_seconds",
-        "in_core_step_seconds", "slowdown", "lower_bound_seconds", "exposed_transfer_seconds", "plan_seconds",
+        "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "plan_seconds",
     )  # fmt: skip
     answer = request | dict.fromkeys(unknown) | {
         "budget_bytes": error.budget_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget
@@ -14,6 +15,7 @@ from overspill.simulate import check, simulate
 from . import POLICIES, policy_named
 from .floor import peak_of
 from .in_core import Liveness
+from .relaxation import lower_bound_seconds
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Plan:
     """A checked schedule with its simulated figures.
 
     `unmanaged_peak_bytes` and `in_core_seconds` are of the same step with nothing moved or recomputed.
-    `lower_bound_seconds`: no schedule of this graph on this device is faster (its ops, run once, without a stall).
+    `op_seconds` are those of the ops with their fastest algorithms.
     """
 
     graph: Graph
@@ -31,8 +33,19 @@ class Plan:
     budget_bytes: int
     unmanaged_peak_bytes: int
     in_core_seconds: float
-    lower_bound_seconds: float
     plan_seconds: float
+    device: Device
+    op_seconds: tuple[float, ...]
+
+    @cached_property
+    def lower_bound_seconds(self) -> float:
+        """A proven bound: no schedule in the graph's order takes less within the budget (see `relaxation.py`)."""
+        return lower_bound_seconds(self.graph, self.device, self.budget_bytes, self.op_seconds)
+
+    @property
+    def gap(self) -> float:
+        """How much longer the step takes than the bound, as a share of the bound; at most this can be gained."""
+        return self.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -88,8 +101,9 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
         budget_bytes=budget_bytes,
         unmanaged_peak_bytes=check(graph, plain).peak_bytes,
         in_core_seconds=simulate(graph, plain, device, seconds).step_seconds,
-        lower_bound_seconds=sum(seconds),
         plan_seconds=time.perf_counter() - begun,
+        device=device,
+        op_seconds=seconds,
     )
 
 

@@ -1,0 +1,64 @@
+"""More memory and a faster link never make a policy's step longer, where its choice is among fixed schedules.
+
+`vdnn-dynamic` takes the first of the paper's passes that fits, whatever it costs; `auto` searches anew for each budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulate.graphs import devices, networks
+
+from overspill.core import Device, Graph
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import op_seconds
+from overspill.policies import POLICIES, policy_named
+from overspill.policies.floor import floor_of
+from overspill.policies.program import Program
+from overspill.simulate import simulate
+
+EXAMPLES = settings(max_examples=25, deadline=None)
+BY_THE_CLOCK = {"auto", "dymem", "vdnn-dynamic"}  # where a transfer is awaited follows from the rates
+BUDGETED = sorted(name for name, policy in POLICIES.items() if policy.plans_for_budget)
+
+
+def step_seconds(name: str, graph: Graph, device: Device, budget: int | None) -> float:
+    """Of the policy's plan; endless where it has none."""
+    try:
+        made = policy_named(name).plan(graph, device, budget)
+    except InfeasibleBudget:
+        return float("inf")
+    return simulate(graph, made, device, op_seconds(graph, device)).step_seconds
+
+
+def between(graph: Graph, share: float) -> int:
+    """The budget at `share` of the way from the least to what the step takes unmanaged."""
+    program = Program(graph)
+    least, most = floor_of(program).nbytes, int(program.live_bytes().max())
+    return least + int(share * (most - least))
+
+
+@pytest.mark.parametrize("name", [n for n in BUDGETED if n not in {"auto", "vdnn-dynamic"}])
+@given(graph=networks(), device=devices(), shares=st.lists(st.floats(0, 1.1), min_size=2, max_size=4))
+@EXAMPLES
+def test_a_larger_budget_is_never_slower(name: str, graph: Graph, device: Device, shares: list[float]) -> None:
+    seconds = [step_seconds(name, graph, device, between(graph, share)) for share in sorted(shares)]
+    assert all(larger <= smaller * (1 + 1e-9) for smaller, larger in zip(seconds, seconds[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - BY_THE_CLOCK))
+@given(
+    graph=networks(), device=devices(max_share=0.0), share=st.floats(0, 1.1), factor=st.sampled_from([1.1, 2.0, 10.0])
+)
+@EXAMPLES
+def test_a_faster_link_is_never_slower(name: str, graph: Graph, device: Device, share: float, factor: float) -> None:
+    budget = between(graph, share) if POLICIES[name].plans_for_budget else None
+    faster = replace(
+        device,
+        offload_bytes_per_second=factor * device.offload_bytes_per_second,
+        prefetch_bytes_per_second=factor * device.prefetch_bytes_per_second,
+    )
+    assert step_seconds(name, graph, faster, budget) <= step_seconds(name, graph, device, budget) * (1 + 1e-9)
