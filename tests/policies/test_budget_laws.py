@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -46,7 +47,7 @@ def between(graph: Graph, share: float) -> int:
 @EXAMPLES
 def test_a_larger_budget_is_never_slower(name: str, graph: Graph, device: Device, shares: list[float]) -> None:
     seconds = [step_seconds(name, graph, device, between(graph, share)) for share in sorted(shares)]
-    assert all(larger <= smaller * (1 + 1e-9) for smaller, larger in zip(seconds, seconds[1:], strict=False))
+    assert all(larger <= smaller * (1 + 1e-9) for smaller, larger in pairwise(seconds))
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - BY_THE_CLOCK))
