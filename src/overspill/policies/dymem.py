@@ -1,4 +1,4 @@
-"""`dymem`: dependency-aware memory scheduling without barriers (Dymem: Lin et al., HPDC'20)."""
+"""`dymem`: dependency-aware memory scheduling without barriers (Dymem: Yang and Cheng, HPDC'20)."""
 
 from __future__ import annotations
 
