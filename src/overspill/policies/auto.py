@@ -37,7 +37,7 @@ ROUNDING_SHARE = 0.5
 """The share of the effort after which no further rounding of the relaxation is tried."""
 EFFORT_STEPS = 16_000
 """Steps of schedules that are tried: attempts times the length of the program, so that planning takes about a second."""
-MOST_ATTEMPTS = 160
+MOST_ATTEMPTS = 64
 """How many attempts a short program gets."""
 
 
@@ -246,7 +246,7 @@ class _Planner:
     def _changes(self, attempt: _Attempt) -> Iterator[_Remade]:
         """For the tensors that stall most: recompute them as well, or for every use, or no longer, or what needs them.
 
-        First many at once, then one by one.
+        And no longer recompute what takes most time. First many at once, then one by one.
         """
         graph, stalls, remade = self.program.graph, attempt.lost, attempt.remade
         stalled = sorted((t for t in stalls if t >= 0 and stalls[t] > 0.0), key=lambda t: (-stalls[t], t))
@@ -255,9 +255,14 @@ class _Planner:
         while share > 1:
             yield remade.toggled(*droppable[:share])
             share //= 2
+        dearest = sorted(remade.tensors, key=lambda t: (-self.seconds[graph.producer[t]], t))
+        share = len(dearest)
+        while share > 1:
+            share //= 2
+            yield remade.toggled(*dearest[:share])
         for tensor in stalled:
             if stalls[tensor] < (GOOD_ENOUGH - 1) * sum(self.seconds):
-                return
+                break
             if tensor in self.droppable:
                 if tensor in remade.tensors:
                     yield remade.shortened(tensor)
@@ -265,6 +270,8 @@ class _Planner:
             readers = {t for t in remade.tensors if tensor in graph.ops[graph.producer[t]].recompute_reads}
             if readers:
                 yield remade.toggled(*readers)
+        for tensor in dearest:
+            yield remade.toggled(tensor)
 
     # -- one attempt
 

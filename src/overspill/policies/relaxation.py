@@ -3,15 +3,15 @@
 Time is cut at *markers*, steps at which memory is looked at; elsewhere it may be exceeded. Tensors whose gaps cover
 the same markers are one *group*, of which any part may be away. The variables say how much of each group is away at
 each marker, how much moves between two markers, and how much of each op is recomputed; the step is as short as the
-link in each direction, the budget at each marker, and the ops allow. Every schedule that keeps the graph's order and
-can be carried out as two graphs, forward and backward, is a solution of this program with its own time or less: so its
-optimum is a lower bound. Solved by HiGHS.
+link in each direction, the budget at each marker, and the ops allow. Every schedule that keeps the graph's order, makes
+again in backward what backward reads, and can be carried out as two graphs, forward and backward, is a solution of
+this program with its own time or less: so its optimum is a lower bound. Solved by HiGHS.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -600,28 +600,36 @@ class Relaxation:
         self.wanted[k] = self.lp.row(terms), constant
 
     def _spend(self, busy: _Transfers) -> None:
-        """Each interval is longer by its slower algorithm and its recomputations, which come before they are needed."""
-        again = [self.lp.variable() for _ in self.at]
+        """Each interval is longer by its slower algorithm and its recomputations."""
+        forward = {key: column for key, column in self.again.items() if key[1] == 0}
+        backward = {key: column for key, column in self.again.items() if key[1] > 0}
+        boundary = self.program.end_of_forward
+        late = [k for k in range(len(self.at)) if self._interval(k)[1] > boundary]
+        again = [self._made_again(forward, list(range(len(self.at)))), self._made_again(backward, late)]
         for k in range(len(self.at)):
             start, end = self._interval(k)
-            self.time.beyond([(again[k], 1.0), *busy.get(k, ())], start, end)
-        if not self.again:
-            return
+            spent = [(columns[k], 1.0) for columns in again if k in columns]
+            self.time.beyond([*spent, *busy.get(k, ())], start, end)
+
+    def _made_again(self, events: Mapping[tuple[int, int], int], intervals: Sequence[int]) -> dict[int, int]:
+        """For each of `intervals` a column, the time of recomputations in it; each is done before it is due."""
+        if not events:
+            return {}
         due: _Transfers = defaultdict(list)
-        for key, column in self.again.items():
-            interval = min(len(self.at) - 1, int(np.searchsorted(self.at, self.due[key], side="left")))
-            due[interval].append((column, self.op_seconds[key[0]] / self.total))
-        # done[k]: recomputed before the end of interval k, at least what is due by then.
-        done, wanted = None, None
-        for k in range(len(self.at)):
-            now, want = self.lp.variable(), self.lp.variable()
-            self.lp.row(
-                [(now, 1.0), (again[k], -1.0), *([(done, -1.0)] if done is not None else [])], lower=0.0, upper=0.0
-            )
-            terms = [(want, 1.0), *((c, -s) for c, s in due.get(k, ()))]
-            self.lp.row([*terms, *([(wanted, -1.0)] if wanted is not None else [])], lower=0.0, upper=0.0)
+        for key, column in events.items():
+            interval = int(np.searchsorted(self.at, self.due[key], side="left"))
+            due[min(max(interval, intervals[0]), intervals[-1])].append((column, self.op_seconds[key[0]] / self.total))
+        spent: dict[int, int] = {}
+        done, wanted = None, None  # recomputed so far, and due so far
+        for k in intervals:
+            spent[k], now, want = self.lp.variable(), self.lp.variable(), self.lp.variable()
+            before = [(done, -1.0)] if done is not None else []
+            self.lp.row([(now, 1.0), (spent[k], -1.0), *before], lower=0.0, upper=0.0)
+            before = [(wanted, -1.0)] if wanted is not None else []
+            self.lp.row([(want, 1.0), *((c, -s) for c, s in due.get(k, ())), *before], lower=0.0, upper=0.0)
             self.lp.row([(now, 1.0), (want, -1.0)], lower=0.0)
             done, wanted = now, want
+        return spent
 
 
 def _added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:

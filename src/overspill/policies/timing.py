@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -64,28 +65,40 @@ def releases(
     budget_bytes: int,
     offloads: Mapping[Gap, int] | None = None,
 ) -> dict[Gap, int]:
-    """Each offload is awaited once it should be done, or before the first step that needs its memory.
+    """Each offload is awaited once it should be done; where memory is short before, the one that is done first.
 
     This is Dymem's barrier-free offload (§3.2.1): compute waits for a copy only when memory is short. What `live` has
     to hold longer for it is added to it. `offloads` are the steps before which transfers start, if not where gaps do.
     """
     found: dict[Gap, int] = {}
-    link_free = delay = 0.0
+    tensors = program.graph.tensors
     copied = needs_copy(program, gaps)
+    starting: dict[int, list[Gap]] = defaultdict(list)
     for gap in sorted(gaps, key=lambda g: (g.start, g.tensor)):
-        nbytes = program.graph.tensors[gap.tensor].nbytes
-        first = gap.start + 1
-        if gap not in copied:  # the store has it: the device copy can go at once
-            found[gap] = first
+        if gap in copied:
+            starting[gap.start + 1 if offloads is None else offloads[gap]].append(gap)
+        else:  # the store has it: the device copy can go at once
+            found[gap] = gap.start + 1
+    leaving: dict[Gap, float] = {}  # gap -> when its copy is done, in this order
+    link_free = delay = 0.0
+    for position in range(program.length + 1):
+        now = clock[position] + delay
+        for gap in starting[position]:
+            link_free = max(link_free, now) + device.offload_seconds(tensors[gap.tensor].nbytes)
+            leaving[gap] = link_free
+        if not leaving:
             continue
-        start = first if offloads is None else offloads[gap]
-        link_free = max(link_free, clock[start] + delay) + device.offload_seconds(nbytes)
-        done = int(np.searchsorted(clock, link_free - delay))
-        last = max(first, min(done, latest_release(program, gap)))
-        full = np.flatnonzero(live[first:last] + nbytes > budget_bytes)
-        found[gap] = release = first + int(full[0]) if full.size else last
-        live[first:release] += nbytes
-        delay += max(0.0, link_free - (clock[release] + delay))
+        over = sum(tensors[gap.tensor].nbytes for gap in leaving if gap.start < position)
+        over += int(live[position]) - budget_bytes if position < program.length else 0
+        for gap in list(leaving):
+            due = position >= latest_release(program, gap)
+            if gap.start < position and (leaving[gap] <= now or over > 0 or due):
+                now = max(now, leaving.pop(gap))
+                over -= tensors[gap.tensor].nbytes
+                found[gap] = position
+        delay = now - clock[position]
+    for gap, release in found.items():
+        live[gap.start + 1 : release] += tensors[gap.tensor].nbytes
     return found
 
 
