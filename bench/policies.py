@@ -129,7 +129,9 @@ def summary(found: list[Case]) -> dict[str, float | int | None]:
         "geometric_mean_advantage": statistics.geometric_mean(ratios) if ratios else None,
         "median_gap": statistics.median(gaps),
         "worst_gap": max(gaps),
-        "median_gap_above_the_smallest": statistics.median([c["gap"] for c in found if c["budget"] != SMALLEST] or gaps),
+        "median_gap_above_the_smallest": statistics.median(
+            [c["gap"] for c in found if c["budget"] != SMALLEST] or gaps
+        ),
         "longest_plan_cpu_seconds": max(c["plan_seconds"] for c in found),
     }
 

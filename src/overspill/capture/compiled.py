@@ -24,6 +24,9 @@ REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
 RANDOM_STATE = "random state"
 """The generator that random ops draw from, a tensor of no bytes that each of them updates."""
 
+CLONES_STORAGE = frozenset({"copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"})
+"""Ops that, when they run, clone all of the storage behind their first argument, whatever view of it that is."""
+
 HANDLE_BYTES = 8
 """What the runtime leaves in place of an offloaded tensor: the id of its place in the store, one int64."""
 
@@ -177,6 +180,9 @@ class _Capture:
         reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
         keys = [key for key in storages(node) if key not in self.tensor_of]
         sizes = storage_bytes(node)
+        if op_name(node) in CLONES_STORAGE:  # the traced value reaches only as far as the view does
+            whole = sum(storage_bytes(node.args[0]).values())
+            sizes = {key: max(nbytes, whole) for key, nbytes in sizes.items()}
         values = {
             v.untyped_storage()._cdata: v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
         }

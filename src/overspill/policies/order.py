@@ -7,7 +7,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from overspill.core import Graph, Op, Phase, Schedule, Verb
+from overspill.core import Graph, LayerType, Op, Phase, Schedule, Verb
 
 Followers = Mapping[int, Sequence[int]]
 """For each op, the ops that must come after it, in the order of the graph."""
@@ -18,10 +18,12 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
 
     A branch is followed until it meets a join that still waits for another, so that what it made can leave before the
     next one begins. Every op sees what it would see in the graph's order, so the schedule's meaning is the same. An op
-    that touches no tensor keeps its place in its phase.
+    that touches no tensor keeps its place in its phase. Updates of buffers stay last in forward, for AOTAutograd writes
+    them back when the forward graph has run.
     """
     phases = {phase: [op for op in graph.ops if op.phase is phase] for phase in Phase}
-    forward = _depth_first(phases[Phase.FORWARD])
+    forward = _depth_first([op for op in phases[Phase.FORWARD] if op.layer_type is not LayerType.UPDATE])
+    forward += [op.id for op in phases[Phase.FORWARD] if op.layer_type is LayerType.UPDATE]
     position = {graph.ops[op].layer: i for i, op in enumerate(forward)}  # of each layer's last op
     backward = _mirrored(phases[Phase.BACKWARD], position)
     return (*forward, *backward, *(op.id for op in phases[Phase.UPDATE]))

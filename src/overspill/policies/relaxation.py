@@ -623,13 +623,17 @@ class Relaxation:
         done, wanted = None, None  # recomputed so far, and due so far
         for k in intervals:
             spent[k], now, want = self.lp.variable(), self.lp.variable(), self.lp.variable()
-            before = [(done, -1.0)] if done is not None else []
-            self.lp.row([(now, 1.0), (spent[k], -1.0), *before], lower=0.0, upper=0.0)
-            before = [(wanted, -1.0)] if wanted is not None else []
-            self.lp.row([(want, 1.0), *((c, -s) for c, s in due.get(k, ())), *before], lower=0.0, upper=0.0)
+            self.lp.row([(now, 1.0), (spent[k], -1.0), *_minus(done)], lower=0.0, upper=0.0)
+            falling_due = [(c, -s) for c, s in due.get(k, ())]
+            self.lp.row([(want, 1.0), *falling_due, *_minus(wanted)], lower=0.0, upper=0.0)
             self.lp.row([(now, 1.0), (want, -1.0)], lower=0.0)
             done, wanted = now, want
         return spent
+
+
+def _minus(column: int | None) -> list[tuple[int, float]]:
+    """The column taken away, if there is one."""
+    return [] if column is None else [(column, -1.0)]
 
 
 def _added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
