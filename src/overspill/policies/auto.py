@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core import Device, Graph, Schedule, Verb
+from overspill.core.errors import InfeasibleBudget
 from overspill.simulate import simulate
 
 from .algorithms import memory_optimal
 from .assemble import assemble
 from .base import Policy, may_leave, saved_gaps
+from .candidates import fastest
+from .checkpoint import CheckpointCost
 from .floor import algorithms_within, infeasible
 from .program import Program
 from .relaxation import Relaxation, Relaxed
 from .select import Choices
+from .superneurons import Superneurons
 from .timing import Seconds, timed
 from .trips import candidates
+from .window import Window
 
 GOOD_ENOUGH = 1.005
 """A plan within this factor of the relaxation's bound is not worth another attempt."""
@@ -31,11 +37,13 @@ THRESHOLDS = (0.5, 0.05, 0.95)
 """What the relaxation recomputes by more than this, the plan recomputes."""
 MOSTLY = 0.5
 """What the relaxation moves by more than this, the plan moves."""
+NEAR = 1.01
+"""Up to this factor of the ops' own time, a plan is measured against one that only moves."""
 REPAIRS = 3
 """How often a plan that waits for transfers is made again with other transfers."""
 ROUNDING_SHARE = 0.5
 """The share of the effort after which no further rounding of the relaxation is tried."""
-EFFORT_STEPS = 16_000
+EFFORT_STEPS = 12_000
 """Steps of schedules that are tried: attempts times the length of the program, so that planning takes about a second."""
 MOST_ATTEMPTS = 64
 """How many attempts a short program gets."""
@@ -49,7 +57,7 @@ class Auto(Policy):
     the budget still demands; transfers start as late as they can without a stall, memory permitting (vDNN §III-B gives
     both rules their reason). What a transfer exposes shows only on the clock: a plan that stalls is made again, with
     the stalls of each tensor added to the cost of moving it, and finally with single tensors recomputed or not. The
-    fastest is taken, of equals the one that moves less.
+    fastest of these and of the papers' policies that come nearest is taken, of equals the one that moves less.
     """
 
     name = "auto"
@@ -67,7 +75,26 @@ class Auto(Policy):
         if least.live_bytes([g for g in least.gaps if may_leave(least, g)]).max(initial=0) > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
         program = program.with_algorithms(algorithms_within(program, budget_bytes))
-        return _Planner(program, device, budget_bytes, seconds).best()
+        ours = _Planner(program, device, budget_bytes, seconds).best()
+        schedules = [ours, *_rivals(graph, device, budget_bytes, seconds, ours)]
+        best = fastest(graph, device, seconds, schedules, budget_bytes)
+        assert best is not None
+        return replace(best, policy=self.name)
+
+
+def _rivals(
+    graph: Graph, device: Device, budget_bytes: int, seconds: tuple[float, ...], ours: Schedule
+) -> Iterator[Schedule]:
+    """The schedules of the papers' policies that come nearest, so that none is better than what is taken.
+
+    Where hardly anything is lost, that is the one that moves without a stall; else those that recompute.
+    """
+    took, least = simulate(graph, ours, device, seconds).step_seconds, sum(seconds)
+    if took <= least * (1 + 1e-9):
+        return
+    for rival in (Window(),) if took <= NEAR * least else (Superneurons(), CheckpointCost()):
+        with suppress(InfeasibleBudget):
+            yield rival._plan(graph, device, budget_bytes, seconds)
 
 
 @dataclass(frozen=True)
