@@ -89,5 +89,5 @@ def test_planning_resnet152_takes_seconds() -> None:
 
     plan = preview(Training(lambda: load("resnet152"), 32), Options(budget=0.45))
     assert len(plan.graph.ops) > 1000
-    # Not a benchmark: a guard against planning that is no longer nearly linear. It takes well under a second.
-    assert plan.plan_seconds < 5
+    # Not a benchmark: a guard against planning that is no longer nearly linear. It takes one to four seconds, beside other tests.
+    assert plan.plan_seconds < 15

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,14 +55,15 @@ def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floo
     )
 
 
-def algorithms_within(program: Program, budget_bytes: int) -> dict[int, int]:
+def algorithms_within(program: Program, budget_bytes: int, gaps: Collection[Gap] | None = None) -> dict[int, int]:
     """The algorithm of every op that can not take its fastest: not even where all that can leave has left.
 
     The fastest with a workspace that has room then, or the least if none has; no plan within the budget is faster there.
+    `gaps` are those in which tensors may be away, if not all that are worth it.
     """
     graph = program.graph
     least = program.with_algorithms(memory_optimal(graph))
-    alone = least.live_bytes([gap for gap in least.gaps if may_leave(least, gap)])
+    alone = least.live_bytes([gap for gap in least.gaps if may_leave(least, gap)] if gaps is None else gaps)
     found: dict[int, int] = {}
     for position, step in enumerate(least.steps):
         op = least.op(step)

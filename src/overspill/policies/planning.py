@@ -39,7 +39,7 @@ class Plan:
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """A proven bound: no schedule in the graph's order takes less within the budget (see `relaxation.py`)."""
+        """What a schedule in the graph's order takes at least within the budget, by `relaxation.py` and with its caveat."""
         return lower_bound_seconds(self.graph, self.device, self.budget_bytes, self.op_seconds)
 
     @property

@@ -109,8 +109,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         *("policy", "fits", "max", "step", "slowdown", "average", "offloaded", "recomputed", "overlap", "exposed"),
         "fragm.",
     )
-    table = listing(columns, map(_cells, rows), numbers=range(2, len(columns)))
+    cells = [columns, *map(_cells, rows)]
+    table = listing(columns, cells[1:], numbers=range(2, len(columns)))
     table.padding = (0, 0, 0, 1)  # eleven columns have to stand in 120 characters
+    for index, column in enumerate(table.columns):  # a narrow terminal loses the last columns, not a part of each
+        column.min_width, column.no_wrap = max(len(row[index]) for row in cells), True
     return table
 
 
@@ -149,9 +152,7 @@ def _explanation(device: Device, budget_bytes: int, lower_bound_seconds: float |
         "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs."
     )
     if lower_bound_seconds is not None:
-        text += (
-            f" No schedule in the graph's order takes less than {format_seconds(lower_bound_seconds)} within {budget}."
-        )
+        text += f" Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}."
     return text
 
 

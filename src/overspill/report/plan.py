@@ -95,7 +95,7 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
         ("simulated waiting for transfers", format_seconds(timeline.exposed_transfer_seconds)),
         (
-            "proven lower bound of the step",
+            "lower bound by relaxation",
             f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)",
         ),
         ("planning took", format_seconds(plan.plan_seconds)),
