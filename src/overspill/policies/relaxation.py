@@ -1,12 +1,13 @@
-"""A linear relaxation of planning under a budget: a proven lower bound on the step, and a hint at what to do.
+"""A linear relaxation of planning under a budget: a lower bound on the step, and a hint at what to do.
 
 Time is cut at *markers*, steps at which memory is looked at; elsewhere it may be exceeded. Tensors whose gaps cover
 the same markers are one *group*, of which any part may be away. The variables say how much of each group is away at
 each marker, how much moves between two markers, and how much of each op is recomputed; the step is as short as the
 link in each direction, the budget at each marker, and the ops allow. Every schedule that keeps the graph's order, makes
 again in backward what backward reads, and can be carried out as two graphs, forward and backward, is a solution of
-this program with its own time or less: so its optimum is meant to be a lower bound. That is not proven in full: `tests/policies/test_relaxation.py` has a case, of tiny
-tensors at the smallest budget, in which a schedule beats it by 6 %. Solved by HiGHS.
+this program with its own time or less: so its optimum is meant to be a lower bound. That is not proven in full:
+`tests/policies/test_relaxation.py` has a case, of tiny tensors at the smallest budget, in which a schedule beats it
+by 6 %. Solved by HiGHS.
 """
 
 from __future__ import annotations
