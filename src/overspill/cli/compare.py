@@ -67,7 +67,7 @@ def compare(
 ) -> Outcome:
     """Compare policies on one training step: the memory that each takes, and what that costs in simulated time."""
     del json  # `main` reads it from the arguments
-    from overspill.costs import op_seconds, with_algorithms
+    from overspill.costs import with_algorithms
     from overspill.devices import load_device
     from overspill.report.plot import check_plot
 
@@ -80,7 +80,6 @@ def compare(
     with narrate() as narrator:
         quiet_torch()
         from overspill.policies import comparison
-        from overspill.policies.relaxation import lower_bound_seconds
         from overspill.runtime.training import Training, step_graph
 
         training = Training(ModelChoice(model, small, image_size, seq_len).build, batch, optimizer)
@@ -92,9 +91,8 @@ def compare(
         rows = comparison.compare(
             graph, device, names, budget_bytes, progress=lambda name: narrator.now(f"planning {name}")
         )
-        bound = None
-        if any(row.fits for row in rows):
-            bound = lower_bound_seconds(graph, device, budget_bytes, op_seconds(graph, device))
+        # The same for every policy: it follows from the graph, the device and the budget.
+        bound = next((row.plan.lower_bound_seconds for row in rows if row.fits and row.plan is not None), None)
     request = {
         "model": model,
         "batch": batch,
@@ -125,7 +123,7 @@ def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
     from overspill.policies.planning import unmanaged_peak
 
     if budget is None:
-        return device.memory_bytes - device.context_bytes
+        return device.usable_bytes
     return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
 
 
@@ -133,7 +131,7 @@ def _outcome(request: dict[str, Any], rows: Sequence[Row], device: Device, plot:
     from overspill.report.compare import compare_report, row_figures
     from overspill.report.plot import plot as draw
 
-    found = [row_figures(row, device.memory_bytes - device.context_bytes) for row in rows]
+    found = [row_figures(row, device.usable_bytes) for row in rows]
     budget_bytes = request["budget_bytes"]
     title = (
         f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}, "

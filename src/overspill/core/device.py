@@ -38,6 +38,11 @@ class Device(Saved):
     compute_capability: str = ""
     multiprocessors: int = 0
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that tensors may take: the memory less what the driver takes."""
+        return self.memory_bytes - self.context_bytes
+
     def offload_seconds(self, nbytes: int) -> float:
         """Seconds that moving `nbytes` to the store takes, undisturbed."""
         return self.transfer_latency_seconds + nbytes / self.offload_bytes_per_second

@@ -132,7 +132,7 @@ class Lab:
         if key not in self._runs:
             graph, device, chosen = self.graph(setting), self.device(setting), policy_named(policy)
             self._say(f"{setting.model} ({setting.batch}): {policy}")
-            budget = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+            budget = device.usable_bytes if budget_bytes is None else budget_bytes
             schedule = chosen.plan(graph, device, budget if chosen.plans_for_budget else None)
             peak_bytes = check(graph, schedule).peak_bytes
             timeline = simulate(graph, schedule, device, op_seconds(graph, device))

@@ -64,7 +64,7 @@ def _largest(setting: Setting, policy: str, lab: Lab) -> int:
     one, two = setting, replace(setting, batch=2 * setting.batch)
     first, second = (_least_bytes(s, policy, lab) for s in (one, two))
     device = lab.device(setting)
-    room = device.memory_bytes - device.context_bytes - first
+    room = device.usable_bytes - first
     return setting.batch + room * setting.batch // (second - first)
 
 

@@ -71,6 +71,11 @@ def may_leave(program: Program, gap: Gap) -> bool:
     return not gap.remade and away > 1 and may_move(program.graph.tensors[gap.tensor])
 
 
+def possible_trips(program: Program) -> list[Gap]:
+    """All gaps that leave room for a trip to the store."""
+    return [gap for gap in program.gaps if may_leave(program, gap)]
+
+
 def earliest_return(program: Program, gap: Gap) -> int:
     """The first step before which `gap`'s tensor may be prefetched: not in forward if it is needed in backward."""
     boundary = program.end_of_forward
@@ -92,6 +97,6 @@ def saved_gaps(program: Program) -> dict[int, Gap]:
     boundary = program.end_of_forward
     return {
         g.tensor: g
-        for g in program.gaps
-        if g.start < boundary <= g.end and may_leave(program, g) and not program.graph.tensors[g.tensor].persistent
+        for g in possible_trips(program)
+        if g.start < boundary <= g.end and not program.graph.tensors[g.tensor].persistent
     }

@@ -84,7 +84,7 @@ def compare(
     names = tuple(dict.fromkeys(policies))
     for name in names:
         policy_named(name)
-    budget = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+    budget = device.usable_bytes if budget_bytes is None else budget_bytes
     baseline = make_plan(graph, device, BASELINE, NO_LIMIT_BYTES, times)
     rows = []
     for name in names:

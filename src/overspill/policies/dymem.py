@@ -7,8 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from overspill.core import Device, Graph, LayerType, Schedule
 
 from .algorithms import Choice, fastest_within, memory_optimal
@@ -50,7 +48,7 @@ class Dymem(Policy):
     plans_for_budget = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        limit = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+        limit = device.usable_bytes if budget_bytes is None else budget_bytes
         order = depth_first(graph)
         planner = Planner(reordered(graph, order), device, [seconds[op] for op in order])
         best = fastest(planner.graph, device, planner.seconds, planner.rungs(limit), None)  # none is over it
@@ -107,8 +105,7 @@ class Planner:
     def _transfers(self, choice: Choice, size: int) -> tuple[list[Transfer], Positions]:
         """Transfers as they fit beside the least workspaces when ops take the times of `choice`, and the bytes then live."""
         live = self.live.copy()
-        durations = self.program.with_algorithms(choice).durations(self.seconds)
-        clock = np.concatenate([[0.0], np.cumsum(durations)])
+        clock = self.program.with_algorithms(choice).clock(self.seconds)
         released = releases(self.program, self.wanted, live, clock, self.device, size, self.offloads)
         issued = where_there_is_room(self.program, self.wanted, live, size, released)
         transfers = [Transfer(gap, self.offloads[gap], released[gap], issued[gap], gap.end) for gap in self.wanted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from overspill.core.units import format_bytes
 from overspill.simulate import check
 
 from .algorithms import fastest_within, memory_optimal
-from .base import may_leave
+from .base import possible_trips
 from .program import Gap, Program
 
 
@@ -31,7 +31,7 @@ def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floo
     `fetched`: when only those of certain gaps do, each until the step given.
     """
     graph = program.graph
-    absent = {gap: gap.end for gap in program.gaps if may_leave(program, gap)} if fetched is None else fetched
+    absent = {gap: gap.end for gap in possible_trips(program)} if fetched is None else fetched
     live = program.live_bytes(absent)
     for gap, back in absent.items():
         live[back : gap.end] += graph.tensors[gap.tensor].nbytes
@@ -55,15 +55,14 @@ def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floo
     )
 
 
-def algorithms_within(program: Program, budget_bytes: int, gaps: Collection[Gap] | None = None) -> dict[int, int]:
+def algorithms_within(program: Program, budget_bytes: int) -> dict[int, int]:
     """The algorithm of every op that can not take its fastest: not even where all that can leave has left.
 
     The fastest with a workspace that has room then, or the least if none has; no plan within the budget is faster there.
-    `gaps` are those in which tensors may be away, if not all that are worth it.
     """
     graph = program.graph
     least = program.with_algorithms(memory_optimal(graph))
-    alone = least.live_bytes([gap for gap in least.gaps if may_leave(least, gap)] if gaps is None else gaps)
+    alone = least.live_bytes(possible_trips(least))
     found: dict[int, int] = {}
     for position, step in enumerate(least.steps):
         op = least.op(step)

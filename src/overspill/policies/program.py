@@ -125,6 +125,10 @@ class Program:
         """Seconds that each step takes, where op `i` takes `seconds[i]` with its fastest algorithm."""
         return np.array([seconds[s.op] * self.op(s).slowdown_of(self.algorithm(s)) for s in self.steps])
 
+    def clock(self, seconds: Sequence[float]) -> NDArray[np.float64]:
+        """When each step starts if none waits, and at last when the program ends; `seconds` as in `durations`."""
+        return np.concatenate([[0.0], np.cumsum(self.durations(seconds))])
+
     def transient_bytes(self, step: Step) -> int:
         """Bytes that `step` needs only while it runs: workspace, and recomputed outputs that nobody wants again."""
         return self._unwanted_bytes(step) + self.op(step).workspace_of(self.algorithm(step))

@@ -49,7 +49,7 @@ def timed(
     `live` must be within the budget. Memory for a tensor that is still leaving or already arriving is taken only
     where the budget has room.
     """
-    clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
+    clock = program.clock(seconds)
     live = live.copy()
     released = releases(program, gaps, live, clock, device, budget_bytes)
     issued = issues(program, gaps, live, clock, device, budget_bytes, released)

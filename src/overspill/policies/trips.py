@@ -9,7 +9,7 @@ import numpy as np
 
 from overspill.core import Device
 
-from .base import may_leave
+from .base import possible_trips
 from .program import Program
 from .select import Candidate
 
@@ -21,22 +21,21 @@ def candidates(program: Program, device: Device, seconds: Sequence[float]) -> li
     while it would already be arriving. The latter two cost the wait for it.
     """
     found = []
-    clock = np.concatenate([[0.0], np.cumsum(program.durations(seconds))])
-    for gap in program.gaps:
-        if may_leave(program, gap):
-            nbytes = program.graph.tensors[gap.tensor].nbytes
-            out, back = device.offload_seconds(nbytes), device.prefetch_seconds(nbytes)
-            disturbed = (out + back) * device.transfer_compute_share
-            first, last = gap.start + 1, min(gap.end, program.length)
-            gone = int(np.searchsorted(clock, clock[first] + out))
-            needed = int(np.searchsorted(clock, clock[last] - back, side="right")) - 1
-            away, leaving, arriving = _parts(first, gone, needed, last, program.length, wraps=gap.wraps)
-            if away:
-                found.append(Candidate(away, nbytes, disturbed, out, back, gap))
-            if leaving:
-                found.append(Candidate(leaving, nbytes, disturbed + out, 0.0, 0.0, gap))
-            if arriving:
-                found.append(Candidate(arriving, nbytes, disturbed + back, 0.0, 0.0, gap))
+    clock = program.clock(seconds)
+    for gap in possible_trips(program):
+        nbytes = program.graph.tensors[gap.tensor].nbytes
+        out, back = device.offload_seconds(nbytes), device.prefetch_seconds(nbytes)
+        disturbed = (out + back) * device.transfer_compute_share
+        first, last = gap.start + 1, min(gap.end, program.length)
+        gone = int(np.searchsorted(clock, clock[first] + out))
+        needed = int(np.searchsorted(clock, clock[last] - back, side="right")) - 1
+        away, leaving, arriving = _parts(first, gone, needed, last, program.length, wraps=gap.wraps)
+        if away:
+            found.append(Candidate(away, nbytes, disturbed, out, back, gap))
+        if leaving:
+            found.append(Candidate(leaving, nbytes, disturbed + out, 0.0, 0.0, gap))
+        if arriving:
+            found.append(Candidate(arriving, nbytes, disturbed + back, 0.0, 0.0, gap))
     for position, step in enumerate(program.steps):
         op, chosen = program.op(step), program.algorithm(step)
         for number, (one, other) in enumerate(pairwise(op.algorithms[chosen:]), start=chosen + 1):

@@ -110,7 +110,7 @@ class VdnnDynamic(Policy):
     plans_for_budget = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        limit = device.memory_bytes - device.context_bytes if budget_bytes is None else budget_bytes
+        limit = device.usable_bytes if budget_bytes is None else budget_bytes
         least = vdnn_schedule(Program(graph, algorithms=memory_optimal(graph)), all_layers, self.name, None)
         if (floor := peak_of(graph, least)).nbytes > limit:
             raise below(floor, limit, self.name)
@@ -119,10 +119,11 @@ class VdnnDynamic(Policy):
         return replace(passed, budget_bytes=budget_bytes)
 
     def _passes(self, program: Program, device: Device, limit: int, seconds: tuple[float, ...]) -> Iterator[Schedule]:
+        fastest = []
         for kinds in (no_layer, conv_layers, all_layers):
-            yield vdnn_schedule(program, kinds, self.name, None)
-        for kinds in (conv_layers, all_layers):
-            made = vdnn_schedule(program, kinds, self.name, None)
+            fastest.append(vdnn_schedule(program, kinds, self.name, None))
+            yield fastest[-1]
+        for made in fastest[1:]:
             live = simulate(program.graph, made, device, seconds).live_bytes
             yield downgraded(program.graph, made, live, limit)
 

@@ -10,7 +10,7 @@ import numpy as np
 from overspill.core import Device, Graph, Schedule
 
 from .assemble import Transfer, assemble
-from .base import Policy, earliest_return, may_leave, may_move
+from .base import Policy, earliest_return, may_move, possible_trips
 from .candidates import fastest
 from .floor import below
 from .lru import evictions, smallest
@@ -84,7 +84,7 @@ class VariableSequence:
         self.end_bytes = bytes_to[1:]  # bytes from the first use to each, with it
         first_of = np.searchsorted([position for position, _ in uses], np.arange(program.length))
         self.start_bytes = bytes_to[first_of]  # bytes from the first use to the first of each step
-        self.gaps = [(gap, earliest_return(program, gap)) for gap in program.gaps if may_leave(program, gap)]
+        self.gaps = [(gap, earliest_return(program, gap)) for gap in possible_trips(program)]
 
     def swaps(self, window_bytes: int) -> dict[Gap, int]:
         """The gaps in which a tensor is swapped out, with the step before which it would have to be swapped in again."""

@@ -21,7 +21,7 @@ from overspill.core.units import format_bytes, is_share, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.policies import policy_named
-from overspill.policies.base import may_leave
+from overspill.policies.base import possible_trips
 from overspill.policies.planning import Plan, make_plan, retained_bytes, unmanaged_peak
 from overspill.policies.program import Program
 
@@ -224,11 +224,7 @@ class Session:
     def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
         budget = self.options.budget
         if budget is None:
-            return (
-                device.memory_bytes - device.context_bytes
-                if self.options.device
-                else usable_bytes(torch_device(examples))
-            )
+            return device.usable_bytes if self.options.device else usable_bytes(torch_device(examples))
         return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
 
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
@@ -270,7 +266,7 @@ def _least_between(graph: Graph) -> int:
     """The least bytes that can be on the device between forward and backward."""
     program = Program(graph)
     boundary = program.end_of_forward
-    absent = {g.tensor for g in program.gaps if may_leave(program, g) and g.start < boundary <= g.end}
+    absent = {g.tensor for g in possible_trips(program) if g.start < boundary <= g.end}
     staying = [
         t for t in graph.tensors
         if t.persistent or (t.id not in absent and (u := program.touches[t.id]) and u[0] < boundary <= u[-1])
