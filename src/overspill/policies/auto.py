@@ -17,12 +17,13 @@ from overspill.simulate import simulate
 
 from .algorithms import memory_optimal
 from .assemble import assemble
-from .base import Policy, may_leave, saved_gaps
+from .base import Policy, possible_trips, saved_gaps
 from .candidates import fastest
 from .checkpoint import CheckpointCost
 from .floor import algorithms_within, infeasible
+from .hint import Hinting
 from .program import Program
-from .relaxation import Relaxation, Relaxed
+from .relaxation import Relaxed
 from .select import Choices
 from .superneurons import Superneurons
 from .timing import Seconds, timed
@@ -72,24 +73,24 @@ class Auto(Policy):
         if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
         least = program.with_algorithms(memory_optimal(graph))
-        if least.live_bytes([g for g in least.gaps if may_leave(least, g)]).max(initial=0) > budget_bytes:
+        if least.live_bytes(possible_trips(least)).max(initial=0) > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
         program = program.with_algorithms(algorithms_within(program, budget_bytes))
         ours = _Planner(program, device, budget_bytes, seconds).best()
-        schedules = [ours, *_rivals(graph, device, budget_bytes, seconds, ours)]
+        schedules = [ours.schedule, *_rivals(graph, device, budget_bytes, seconds, ours.seconds)]
         best = fastest(graph, device, seconds, schedules, budget_bytes)
         assert best is not None
         return replace(best, policy=self.name)
 
 
 def _rivals(
-    graph: Graph, device: Device, budget_bytes: int, seconds: tuple[float, ...], ours: Schedule
+    graph: Graph, device: Device, budget_bytes: int, seconds: tuple[float, ...], took: float
 ) -> Iterator[Schedule]:
-    """The schedules of the papers' policies that come nearest, so that none is better than what is taken.
+    """The schedules of the papers' policies that come nearest to a plan that `took` so many seconds.
 
     Where hardly anything is lost, that is the one that moves without a stall; else those that recompute.
     """
-    took, least = simulate(graph, ours, device, seconds).step_seconds, sum(seconds)
+    least = sum(seconds)
     if took <= least * (1 + 1e-9):
         return
     for rival in (Window(),) if took <= NEAR * least else (Superneurons(), CheckpointCost()):
@@ -181,9 +182,9 @@ class _Planner:
         saved = saved_gaps(self.program)
         return frozenset(t for t in saved if t in graph.ops[graph.producer[t]].recompute_writes)
 
-    def best(self) -> Schedule:
-        """The schedule of the best attempt; there is always one, for without recomputation the least fits."""
-        relaxation = Relaxation(self.program, self.device, self.budget_bytes, self.seconds)
+    def best(self) -> _Attempt:
+        """The best attempt; there is always one, for without recomputation the least fits."""
+        relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds)
         bound = relaxation.solve()
         aim = GOOD_ENOUGH * max(sum(self.seconds), bound.seconds if bound else 0.0)
         best = self._attempt(_Remade(), _Hint.of(self.program, bound))
@@ -195,12 +196,12 @@ class _Planner:
                 if self.effort < ROUNDING_SHARE * EFFORT_STEPS or share == SHARES[0]:
                     best = self._better(best, _Remade(recompute), hint)
             if best.seconds <= aim:
-                return best.schedule
+                return best
         every_use = _Remade(best.remade.tensors, best.remade.tensors)
         best = self._better(best, every_use, best.ground.hint)
         for improve in (self._refined, self._toggled, self._perturbed):
             best = improve(best, aim)
-        return best.schedule
+        return best
 
     def _better(self, best: _Attempt, remade: _Remade, hint: _Hint | None) -> _Attempt:
         """The better of `best` and the attempt to recompute these."""
@@ -210,7 +211,7 @@ class _Planner:
     def _refined(self, best: _Attempt, aim: float) -> _Attempt:
         """`best` with other transfers: as the relaxation finds them when it knows the steps that recompute."""
         program = best.ground.program
-        relaxation = Relaxation(program, self.device, self.budget_bytes, self.seconds)
+        relaxation = Hinting(program, self.device, self.budget_bytes, self.seconds)
         for share in SHARES:
             if best.seconds <= aim or self.effort >= EFFORT_STEPS:
                 break
@@ -232,7 +233,7 @@ class _Planner:
             if remade != best.remade:
                 remade, program = self._fitting(remade)
                 if program is None:
-                    self.effort += max(self.program.length, EFFORT_STEPS // MOST_ATTEMPTS)
+                    self._spend(self.program)
                     continue
                 ground = _Ground(program, self.device, self.seconds, best.ground.hint)
             choices = ground.choices
@@ -302,6 +303,10 @@ class _Planner:
 
     # -- one attempt
 
+    def _spend(self, program: Program) -> None:
+        """Count an attempt with `program`."""
+        self.effort += max(program.length, EFFORT_STEPS // MOST_ATTEMPTS)
+
     def _attempt(self, remade: _Remade, hint: _Hint | None) -> _Attempt | None:
         """The best plan that recomputes these tensors, or as many of them as fit where they are made again."""
         if remade not in self.seen:
@@ -318,7 +323,7 @@ class _Planner:
             if remade.tensors:
                 program = Program(graph, remade.tensors, self.program.algorithms, remade.fleeting)
             least = program.with_algorithms(choice)
-            over = least.live_bytes([g for g in least.gaps if may_leave(least, g)]) > self.budget_bytes
+            over = least.live_bytes(possible_trips(least)) > self.budget_bytes
             if not over.any():
                 return remade, program
             if not remade.tensors:
@@ -345,7 +350,7 @@ class _Planner:
 
     def _simulated(self, ground: _Ground, remade: _Remade, dearer: Seconds, first: NDArray[np.bool_]) -> _Attempt:
         program, graph = ground.program, self.program.graph
-        self.effort += max(program.length, EFFORT_STEPS // MOST_ATTEMPTS)
+        self._spend(program)
         schedule = self._schedule(ground, dearer, first)
         timeline = simulate(graph, schedule, self.device, self.seconds)
         lost: dict[int, float] = defaultdict(float)

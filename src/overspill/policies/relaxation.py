@@ -12,16 +12,17 @@ this program with its own time or less: so its optimum is a lower bound, which
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-import highspy
 import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core import Device, Graph
 
 from .algorithms import memory_optimal
+from .linear import INFINITY, LinearProgram, added, minus
 from .program import Gap, Positions, Program
 
 MARKERS = 40
@@ -31,21 +32,18 @@ LEAST_SHARE = 0.7
 """Of what a budget leaves beside the least that each step needs, the smallest share for which a hint is asked."""
 SAFETY = 1e-6
 """Share of the optimum that is given away, for the solver works to a tolerance."""
-_INFINITY = highspy.kHighsInf
 
 
 @dataclass(frozen=True)
 class Relaxed:
     """An optimum of the relaxation: no schedule takes less than `seconds`.
 
-    `away` is the share of each gap's group that leaves, `recompute` the share of each op that runs again, `slower`
-    the share of each op that gives its fastest algorithm up.
+    `away` is the share of each gap's group that leaves, `recompute` the share of each op that runs again in backward.
     """
 
     seconds: float
     away: dict[Gap, float]
     recompute: dict[int, float]
-    slower: dict[int, float]
 
 
 def lower_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> float:
@@ -53,87 +51,14 @@ def lower_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds
     program = Program(graph)
     if program.live_bytes().max(initial=0) <= budget_bytes:
         return sum(seconds)
-    relaxed = Relaxation(program, device, budget_bytes, seconds, windows=False).solve()
+    relaxed = Relaxation(program, device, budget_bytes, seconds).solve()
     return sum(seconds) if relaxed is None else max(sum(seconds), relaxed.seconds)
 
 
-def movable_gaps(program: Program) -> list[Gap]:
-    """The gaps in which a tensor may be away, however small it is: because it may move, or may be made again."""
-    return [
-        gap
-        for gap in program.gaps
-        if not gap.remade and _may_be_away(program.graph, gap.tensor) and (gap.wraps or gap.end - gap.start > 1)
-    ]
-
-
-def _may_be_away(graph: Graph, tensor: int) -> bool:
-    noun = graph.tensors[tensor]
-    return noun.movable or (not noun.persistent and tensor in graph.ops[graph.producer[tensor]].recompute_writes)
-
-
+Moves = list[tuple[int, int, list[tuple[int, float]]]]
+"""Transfers after the first of two steps and before the second: columns, with the time on the link that each takes."""
 _Transfers = dict[int, list[tuple[int, float]]]
 """For each interval, by the marker that begins it, columns with coefficients; -1 is the time before the step."""
-
-
-class _Linear:
-    """A linear program in the making, rows as sparse lists."""
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.row_lower: list[float] = []
-        self.row_upper: list[float] = []
-        self.starts: list[int] = [0]
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self._solver: highspy.Highs | None = None
-
-    def variable(self, upper: float = _INFINITY, cost: float = 0.0) -> int:
-        """A column in [0, upper]; its index."""
-        self.cost.append(cost)
-        self.upper.append(upper)
-        return len(self.cost) - 1
-
-    def row(self, terms: Iterable[tuple[int, float]], lower: float = -_INFINITY, upper: float = _INFINITY) -> int:
-        """Lower <= sum of coefficient times column <= upper; the row's index."""
-        for column, value in terms:
-            self.columns.append(column)
-            self.values.append(value)
-        self.starts.append(len(self.columns))
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
-        return len(self.row_lower) - 1
-
-    def at_least(self, row: int, lower: float) -> None:
-        """Change the lower bound of a row."""
-        self.row_lower[row] = lower
-        if self._solver is not None:
-            self._solver.changeRowBounds(row, lower, self.row_upper[row])
-
-    def solve(self) -> tuple[float, list[float]] | None:
-        """The optimum and where it is, or None if there is no solution."""
-        solver = self._solver = self._solver or self._load()
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
-
-    def _load(self) -> highspy.Highs:
-        program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(self.cost), len(self.row_lower)
-        program.col_cost_ = np.array(self.cost)
-        program.col_lower_ = np.zeros(len(self.cost))
-        program.col_upper_ = np.array(self.upper)
-        program.row_lower_, program.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
-        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.array(self.starts)
-        program.a_matrix_.index_ = np.array(self.columns)
-        program.a_matrix_.value_ = np.array(self.values)
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("threads", 1)
-        solver.passModel(program)
-        return solver
 
 
 @dataclass
@@ -153,13 +78,15 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Trip:
+class Trip:
     """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor.
 
-    It must move, or be recomputed; where it is `held` (a column) for a recomputation, as far as it is held.
+    It must move after the step `written`, or be recomputed; where it is `held` (a column) for a recomputation, as far as
+    it is held.
     """
 
     gap: Gap
+    written: int
     first: int
     last: int
     size: float
@@ -168,13 +95,13 @@ class _Trip:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        return self.gap.start, self.first, self.last, self.gap.end
+        return self.written, self.first, self.last, self.gap.end
 
 
 class _Time:
     """When steps start: after the ops before them, and a delay, a column for each of `positions` and the step's end."""
 
-    def __init__(self, lp: _Linear, durations: NDArray[np.float64], positions: set[int]) -> None:
+    def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: set[int]) -> None:
         self.lp = lp
         self.clock = np.concatenate([[0.0], np.cumsum(durations)])
         self.delay: dict[int, int] = {}
@@ -210,23 +137,25 @@ class Relaxation:
     program that recomputes, the bound is on what is left to choose.
     """
 
-    def __init__(
-        self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float], *, windows: bool = True
-    ) -> None:
-        """`windows`: with rows for trips that must be made whole; a better hint, but not proven to be a bound."""
+    held_apart: ClassVar[bool] = False
+    """Whether an input that is held for recomputations serves those of one turn only."""
+    held_whole: ClassVar[bool] = False
+    """Whether such inputs have forced trips as well."""
+
+    def __init__(self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
         self.program = program
         self.graph = program.graph
         self.device = device
-        self.lp = _Linear()
+        self.lp = LinearProgram()
         self.durations = program.durations(seconds)
         self.op_seconds = seconds
         self.total = float(self.durations.sum()) or 1.0
         self.unit = float(max(1, budget_bytes))
         self.live = program.live_bytes()
         self.budget_bytes = budget_bytes
-        self.windows = windows
+        self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
         least = program if self._planned else Program(self.graph, algorithms=memory_optimal(self.graph))
-        self.alone = least.live_bytes(self._gaps())
+        self.alone = least.live_bytes(self.gaps)
         self.over = self.live > self._limits(LEAST_SHARE)
         self.at = self._markers(MARKERS)
         self.groups: dict[tuple[object, ...], _Group] = {}
@@ -235,9 +164,17 @@ class Relaxation:
         self.latest: dict[tuple[int, int], int] = {}  # the last one
         self.turn = self._turns()
         self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and the smallest size
-        self.slower: dict[int, list[int]] = {}  # op -> columns of its slower algorithms
         self.wanted: dict[int, tuple[int, float]] = {}  # marker -> row of its memory, and what it is wanted beside
         self._build()
+
+    def _may_be_away(self, gap: Gap) -> bool:
+        """Whether a tensor may be away in a gap, however small it is: because it moves, or because it is made again."""
+        tensor = self.graph.tensors[gap.tensor]
+        if gap.remade or not (gap.wraps or gap.end - gap.start > 1):
+            return False
+        return tensor.movable or (
+            not tensor.persistent and tensor.id in self.graph.ops[self.graph.producer[tensor.id]].recompute_writes
+        )
 
     def _limits(self, share: float) -> Positions:
         """What each step may have on the device: its least, and a share of what the budget leaves beside that."""
@@ -249,7 +186,7 @@ class Relaxation:
     def _build(self) -> None:
         self._recomputable()
         self._hold_inputs()
-        forced = self._forced() if self.windows else []
+        forced = self._forced()
         positions = {*self.at, *(p for trip in forced for p in trip.positions)}
         self.time = _Time(self.lp, self.durations / self.total, positions)
         self._windows(forced)
@@ -284,7 +221,6 @@ class Relaxation:
             seconds=self.total * (1.0 + optimum * (1 - SAFETY)) * (1 - SAFETY),
             away=away,
             recompute={op: values[column] for (op, turn), column in self.again.items() if turn == 1},
-            slower={op: sum(values[c] for c in columns) for op, columns in self.slower.items()},
         )
 
     @property
@@ -324,15 +260,15 @@ class Relaxation:
     def _make_groups(self) -> None:
         tensors = self.graph.tensors
         by_tensor: dict[int, list[Gap]] = defaultdict(list)
-        for gap in self._gaps():
+        for gap in self.gaps:
             by_tensor[gap.tensor].append(gap)
-        for gap in (g for gaps in by_tensor.values() for g in gaps):
+        for tensor, gaps in by_tensor.items():
             # One copy may serve several gaps: the longest pays for it.
-            longest = max(by_tensor[gap.tensor], key=lambda g: (g.wraps, g.end - g.start))
-            tensor, group = tensors[gap.tensor], self._group(gap, copied=gap is longest)
-            if group is not None:
-                group.gaps.append(gap)
-                group.size += tensor.nbytes / self.unit
+            longest = max(gaps, key=lambda g: (g.wraps, g.end - g.start))
+            for gap in gaps:
+                if (group := self._group(gap, copied=gap is longest)) is not None:
+                    group.gaps.append(gap)
+                    group.size += tensors[tensor].nbytes / self.unit
         for held, gap, size in self.held:
             if (group := self._group(gap, copied=True)) is not None:
                 group.held.append((held, size))
@@ -388,14 +324,13 @@ class Relaxation:
     def _hold_inputs(self) -> None:
         """What a recomputation reads and nobody wants any more is recomputed as well, or held on the device for it."""
         touches, tensors = self.program.touches, self.graph.tensors
-        needed: dict[int, list[tuple[int, int]]] = defaultdict(
-            list
-        )  # input that is gone -> (op, turn) that reads it again
+        # What is gone, maybe for each turn apart -> (op, turn) that reads it.
+        needed: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for (op, turn), due in self.due.items():
             for read in self.graph.ops[op].recompute_reads:
                 if not tensors[read].persistent and touches[read][-1] < due:
-                    needed[read].append((op, turn))
-        for read, events in needed.items():
+                    needed[read, turn if self.held_apart else 0].append((op, turn))
+        for (read, _), events in needed.items():
             held = self.lp.variable(1.0)
             gap = Gap(read, touches[read][-1], min(self.due[event] for event in events))
             made = (tensors[t].nbytes for op, _ in events for t in self.graph.ops[op].recompute_writes)
@@ -415,7 +350,7 @@ class Relaxation:
         if terms or group.held:
             group.most = self.lp.variable()
             held = [(column, -size) for column, size in group.held]
-            self.lp.row([(group.most, 1.0), *_added(terms), *held], lower=group.size, upper=group.size)
+            self.lp.row([(group.most, 1.0), *added(terms), *held], lower=group.size, upper=group.size)
 
     # -- how it moves
 
@@ -423,15 +358,14 @@ class Relaxation:
         """Bytes away at each marker: what was away before, more what left, less what came back in between."""
         lp, boundary = self.lp, self.program.end_of_forward
         at_home = lp.variable(group.size) if group.wraps else None
-        chain: list[tuple[int, int | None]] = [(k, None) for k in group.markers]
         previous: list[tuple[int, float]] = []
-        for index, (k, _) in enumerate(chain):
-            begins_step = group.wraps and k == 0
-            if begins_step and at_home is not None:
+        for index, k in enumerate(group.markers):
+            begins_step = at_home is not None and k == 0
+            if at_home is not None and begins_step:
                 if previous:  # from the last marker to the end of the step
                     self._step(previous, at_home, leaving[len(self.at) - 1], None, group)
                 previous = [(at_home, 1.0)]
-            away = lp.variable(_INFINITY if group.most >= 0 else group.size)
+            away = lp.variable(INFINITY if group.most >= 0 else group.size)
             group.away[k] = away
             if group.most >= 0:
                 lp.row([(away, 1.0), (group.most, -1.0)], upper=0.0)
@@ -441,8 +375,8 @@ class Relaxation:
             inward = coming[interval] if previous and may_come else None
             self._step(previous, away, leaving[interval] if may_leave and not begins_step else None, inward, group)
             previous = [(away, 1.0)]
-            if index + 1 == len(chain):
-                if group.wraps and at_home is not None and not any(m == 0 for m in group.markers):
+            if index + 1 == len(group.markers):
+                if at_home is not None and 0 not in group.markers:
                     self._step(previous, at_home, leaving[len(self.at) - 1], None, group)
                     coming[-1].append((at_home, 1.0))
                 else:
@@ -478,7 +412,7 @@ class Relaxation:
             for moved in both:
                 if moved:
                     start, end = self._interval(k)
-                    self.time.at_most(_added(moved), start, end)
+                    self.time.at_most(added(moved), start, end)
 
     def _link_times(self) -> tuple[float, float]:
         """Time that the budget's size takes on the link, each way."""
@@ -496,44 +430,38 @@ class Relaxation:
 
     # -- what must be away as a whole
 
-    def _forced(self) -> list[_Trip]:
+    def _forced(self) -> list[Trip]:
         """Trips that some step demands: beside the least that it needs, the whole tensor has no room."""
         room = self.budget_bytes - self.alone
-        trips: list[_Trip] = []
+        trips: list[Trip] = []
         copied: set[int] = set()
-        kept = [(gap, None) for gap in self._gaps() if not gap.wraps]
-        held = [(gap, column) for column, gap, _ in self.held]
-        for gap, column in sorted([*kept, *held], key=lambda g: (g[0].start, g[0].tensor)):
+        wanted = [(gap, None) for gap in self.gaps if not gap.wraps]
+        held = [(gap, column) for column, gap, _ in self.held] if self.held_whole else []
+        for gap, column in sorted([*wanted, *held], key=lambda g: (g[0].start, g[0].tensor)):
             nbytes = self.graph.tensors[gap.tensor].nbytes
             away = np.flatnonzero(room[gap.start + 1 : gap.end] < nbytes)
             if not away.size:
                 continue
             first, last = gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1])
-            trips.append(_Trip(gap, first, last, nbytes / self.unit, gap.tensor not in copied, column))
+            written = self._written_before(gap)
+            trips.append(Trip(gap, written, first, last, nbytes / self.unit, gap.tensor not in copied, column))
             if column is None:
                 copied.add(gap.tensor)
         return trips
 
-    def _gaps(self) -> list[Gap]:
-        return movable_gaps(self.program)
+    def _written_before(self, gap: Gap) -> int:
+        """The last step up to `gap` that writes its tensor: from its end on, there is something to copy."""
+        touches, steps = self.program.touches[gap.tensor], self.program.steps
+        return max(
+            (p for p in touches if p <= gap.start and gap.tensor in self.program.op(steps[p]).writes), default=gap.start
+        )
 
-    def _windows(self, trips: Sequence[_Trip]) -> None:
+    def _windows(self, trips: Sequence[Trip]) -> None:
         """A forced trip has only the steps between its uses and the place that has no room for it to move in."""
-        out, back = self._link_times()
-        leaving: list[tuple[int, int, list[tuple[int, float]]]] = []
-        coming: list[tuple[int, int, list[tuple[int, float]]]] = []
+        leaving: Moves = []
+        coming: Moves = []
         for trip in trips:
-            moved = self.lp.variable(1.0)
-            if trip.held is not None:  # for whichever of its readers: a transfer of its own, or none
-                self.lp.row([(moved, 1.0), (trip.held, -1.0)], lower=0.0)
-                self.time.at_most([(moved, back * trip.size)], trip.last, trip.gap.end, after=True)
-                self.time.at_most([(moved, out * trip.size)], trip.gap.start, trip.first, after=True)
-                continue
-            again = self._column(trip.gap.tensor, self.turn[trip.gap])
-            self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
-            coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
-            if trip.copied:
-                leaving.append((trip.gap.start, trip.first, [(moved, out * trip.size)]))
+            self._trip(trip, leaving, coming)
         for moves in [leaving, coming] if self.device.full_duplex else [leaving + coming]:
             moves.sort(key=lambda m: m[:2])
             for i, (start, end, _) in enumerate(moves):
@@ -544,7 +472,17 @@ class Relaxation:
                             break
                         if b <= other:
                             inside += terms
-                    self.time.at_most(_added(inside), start, other, after=True)
+                    self.time.at_most(added(inside), start, other, after=True)
+
+    def _trip(self, trip: Trip, leaving: Moves, coming: Moves) -> None:
+        """Add the transfers of a trip, which is made as far as its tensor is not recomputed."""
+        out, back = self._link_times()
+        moved = self.lp.variable(1.0 if self.graph.tensors[trip.gap.tensor].movable else 0.0)
+        again = self._column(trip.gap.tensor, self.turn[trip.gap])
+        self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+        coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
+        if trip.copied:
+            leaving.append((trip.written, trip.first, [(moved, out * trip.size)]))
 
     # -- budget and time
 
@@ -570,7 +508,6 @@ class Relaxation:
                 busy[k].append((column, max(0.0, lost)))
         if others:
             self.lp.row([(c, 1.0) for c in others], upper=1.0)
-            self.slower[op.id] = others
         self.wanted[k] = self.lp.row(terms), constant
 
     def _spend(self, busy: _Transfers) -> None:
@@ -585,34 +522,25 @@ class Relaxation:
             spent = [(columns[k], 1.0) for columns in again if k in columns]
             self.time.beyond([*spent, *busy.get(k, ())], start, end)
 
+    def _deadline(self, recomputation: tuple[int, int]) -> int:
+        """The step before which an (op, turn) that runs again has done so."""
+        return self.latest[recomputation]
+
     def _made_again(self, events: Mapping[tuple[int, int], int], intervals: Sequence[int]) -> dict[int, int]:
         """For each of `intervals` a column, the time of recomputations in it; each is done before it is due."""
         if not events:
             return {}
         due: _Transfers = defaultdict(list)
         for key, column in events.items():
-            interval = int(np.searchsorted(self.at, self.latest[key], side="left"))
+            interval = int(np.searchsorted(self.at, self._deadline(key), side="left"))
             due[min(max(interval, intervals[0]), intervals[-1])].append((column, self.op_seconds[key[0]] / self.total))
         spent: dict[int, int] = {}
         done, wanted = None, None  # recomputed so far, and due so far
         for k in intervals:
             spent[k], now, want = self.lp.variable(), self.lp.variable(), self.lp.variable()
-            self.lp.row([(now, 1.0), (spent[k], -1.0), *_minus(done)], lower=0.0, upper=0.0)
+            self.lp.row([(now, 1.0), (spent[k], -1.0), *minus(done)], lower=0.0, upper=0.0)
             falling_due = [(c, -s) for c, s in due.get(k, ())]
-            self.lp.row([(want, 1.0), *falling_due, *_minus(wanted)], lower=0.0, upper=0.0)
+            self.lp.row([(want, 1.0), *falling_due, *minus(wanted)], lower=0.0, upper=0.0)
             self.lp.row([(now, 1.0), (want, -1.0)], lower=0.0)
             done, wanted = now, want
         return spent
-
-
-def _minus(column: int | None) -> list[tuple[int, float]]:
-    """The column taken away, if there is one."""
-    return [] if column is None else [(column, -1.0)]
-
-
-def _added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Terms of the same column added up, as a row must have them."""
-    sums: dict[int, float] = defaultdict(float)
-    for column, value in terms:
-        sums[column] += value
-    return list(sums.items())

@@ -1,0 +1,85 @@
+"""Linear programs in the making: columns and sparse rows, solved by HiGHS."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import highspy
+import numpy as np
+
+INFINITY = highspy.kHighsInf
+
+
+class LinearProgram:
+    """A linear program in the making, rows as sparse lists."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        self.starts: list[int] = [0]
+        self.columns: list[int] = []
+        self.values: list[float] = []
+        self._solver: highspy.Highs | None = None
+
+    def variable(self, upper: float = INFINITY, cost: float = 0.0) -> int:
+        """A column in [0, upper]; its index."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def row(self, terms: Iterable[tuple[int, float]], lower: float = -INFINITY, upper: float = INFINITY) -> int:
+        """Lower <= sum of coefficient times column <= upper; the row's index."""
+        for column, value in terms:
+            self.columns.append(column)
+            self.values.append(value)
+        self.starts.append(len(self.columns))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        return len(self.row_lower) - 1
+
+    def at_least(self, row: int, lower: float) -> None:
+        """Change the lower bound of a row."""
+        self.row_lower[row] = lower
+        if self._solver is not None:
+            self._solver.changeRowBounds(row, lower, self.row_upper[row])
+
+    def solve(self) -> tuple[float, list[float]] | None:
+        """The optimum and where it is, or None if there is no solution."""
+        solver = self._solver = self._solver or self._load()
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        return solver.getInfo().objective_function_value, list(solver.getSolution().col_value)
+
+    def _load(self) -> highspy.Highs:
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(self.cost), len(self.row_lower)
+        program.col_cost_ = np.array(self.cost)
+        program.col_lower_ = np.zeros(len(self.cost))
+        program.col_upper_ = np.array(self.upper)
+        program.row_lower_, program.row_upper_ = np.array(self.row_lower), np.array(self.row_upper)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.array(self.starts)
+        program.a_matrix_.index_ = np.array(self.columns)
+        program.a_matrix_.value_ = np.array(self.values)
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(program)
+        return solver
+
+
+def minus(column: int | None) -> list[tuple[int, float]]:
+    """The column taken away, if there is one."""
+    return [] if column is None else [(column, -1.0)]
+
+
+def added(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Terms of the same column added up, as a row must have them."""
+    sums: dict[int, float] = defaultdict(float)
+    for column, value in terms:
+        sums[column] += value
+    return list(sums.items())
