@@ -85,7 +85,7 @@ class LargeModelSupport(Policy):
         for swaps in options:
             released = evictions(program, swaps, live, budget_bytes, always=True)
             if released is not None:
-                yield assemble(program, trips(swaps, released), self.name, budget_bytes)
+                yield assemble(program, trips(program, swaps, released), self.name, budget_bytes)
 
 
 def swapped(program: Program, depths: NDArray[np.int64], threshold: int) -> list[Gap]:

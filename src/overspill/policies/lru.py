@@ -40,9 +40,30 @@ def evictions(
     return {gap: min(position, latest_release(program, gap)) for gap, position in cache.released.items()}
 
 
-def trips(fetched: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
-    """Transfers that start behind the use before the gap, and that are awaited where the memory or the tensor is needed."""
-    return [Transfer(gap, gap.start + 1, at, fetched[gap], gap.end) for gap, at in released.items()]
+def trips(program: Program, fetched: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
+    """Transfers that are awaited where the memory or the tensor is needed.
+
+    Copies start behind the first use at which the tensor could have left and after which it is not written: so a copy
+    starts no later where a larger budget lets the tensor stay until a later gap. One of forward ends with forward.
+    """
+    starts: dict[Gap, int] = {}
+    before: Gap | None = None
+    for gap in sorted(fetched, key=lambda g: (g.tensor, g.start)):
+        starts[gap] = gap.start + 1
+        if before is not None and before.tensor == gap.tensor and not (before.wraps or gap.wraps):
+            written = any(
+                gap.tensor in program.op(program.steps[p]).writes
+                for p in program.touches[gap.tensor]
+                if before.start < p <= gap.start
+            )
+            if not written:
+                starts[gap] = starts[before]
+        before = gap
+    boundary = program.end_of_forward
+    return [
+        Transfer(gap, starts[gap], at, fetched[gap], gap.end, copied=boundary if starts[gap] < boundary < at else None)
+        for gap, at in released.items()
+    ]
 
 
 def smallest(program: Program, options: Iterable[Mapping[Gap, int]], live: Positions) -> Floor:

@@ -81,7 +81,7 @@ class SuperneuronsOffload(Policy):
             tried.append(fetched)
             released = evictions(program, fetched, live, budget_bytes)
             if released is not None:
-                yield assemble(program, trips(fetched, released), self.name, budget_bytes)
+                yield assemble(program, trips(program, fetched, released), self.name, budget_bytes)
 
 
 class Superneurons(SuperneuronsOffload):
