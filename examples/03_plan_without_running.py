@@ -1,13 +1,12 @@
-"""A plan for another machine, made here without a GPU and without the model's memory, and every policy beside it."""
+"""A plan for another machine, made here without a GPU and without the model's memory, and some policies beside it."""
 
 from overspill.core.units import format_bytes
 from overspill.models import load
-from overspill.policies import POLICIES
 from overspill.runtime.session import Options
 from overspill.runtime.training import Training, preview
 
 job = Training(lambda: load("resnet18", small=True), batch=32, optimizer="momentum")
-for policy in POLICIES:
+for policy in ("in-core", "vdnn-all", "superneurons", "window", "checkpoint", "auto"):
     budget = 0.7 if policy == "auto" else "24GiB"
     plan = preview(job, Options(budget=budget, policy=policy, device="rtx4090"))
     print(

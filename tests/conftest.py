@@ -1,4 +1,7 @@
-"""Settings of the whole suite: one compute thread a process (two processes share two cores), GPU tests only with a GPU."""
+"""Settings of the whole suite: one compute thread a process (two processes share two cores), GPU tests only with a GPU.
+
+Random examples are the same in every run; `HYPOTHESIS_PROFILE=default make test` draws new ones.
+"""
 
 import os
 
@@ -6,8 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
