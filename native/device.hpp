@@ -154,7 +154,7 @@ class SimulatedDevice final : public Device {
         const auto found = sizes_.find(address);
         const Bytes size = found->second;
         sizes_.erase(found);
-        if (size >= kSmallRequestBytes) {
+        if (size >= kPageBytes) {
             give_pages(address, size);
             return;
         }

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from overspill.placement.device import FIRST_ADDRESS, PAGE_BYTES, Ranges, SimulatedDevice, round_up
@@ -57,6 +57,7 @@ def test_mapped_pages_count_and_reserved_addresses_do_not() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=60))
+@example([(MIB - 511, False)])
 def test_blocks_never_overlap_and_all_memory_comes_back(requests: list[tuple[int, bool]]) -> None:
     device = SimulatedDevice(64 * MIB)
     live: dict[int, int] = {}

@@ -45,7 +45,7 @@ class SimulatedDevice:
     def free(self, address: int) -> None:
         """Take back what `malloc` gave out at `address`."""
         size = self._sizes.pop(address)
-        if size >= SMALL_BYTES:
+        if size >= PAGE_BYTES:
             self._give_pages(address, size)
             return
         page = self._shared.give(address, size)
