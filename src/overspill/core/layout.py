@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import InvalidLayout
 from .saved import Saved
-from .trace import Trace
+from .trace import Block, Trace
 
 
 @dataclass(frozen=True)
 class Layout(Saved):
-    """`offsets[i]` is the address of block `i` of the trace, by position; made by `solver`."""
+    """`offsets[i]` is the address of block `i` of the trace, by position, in its space; made by `solver`.
+
+    `peak_bytes` is the highest end of any block, summed over the spaces.
+    """
 
     solver: str
     offsets: tuple[int, ...]
@@ -24,25 +29,47 @@ class Layout(Saved):
         return 1 - self.lower_bound_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
     def validate(self, trace: Trace) -> None:
-        """Raise InvalidLayout unless live blocks never overlap and the peaks are what the layout says."""
+        """Raise InvalidLayout unless live blocks never overlap, all lie where they must, and the peaks are right."""
         if len(self.offsets) != len(trace.blocks):
             raise InvalidLayout(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
-        if any(offset < 0 for offset in self.offsets):
-            raise InvalidLayout(f"negative offset {min(self.offsets)}")
-        pairs = list(zip(self.offsets, trace.blocks, strict=True))
-        # A block of no bytes or no time lies nowhere and overlaps nothing.
-        placed = sorted((p for p in pairs if p[1].nbytes and p[1].end > p[1].start), key=lambda pair: pair[1].start)
-        live: list[tuple[int, int, int, int]] = []  # (offset, limit, end, id)
-        for offset, block in placed:
-            live = [other for other in live if other[2] > block.start]
-            for low, high, _, other_id in live:
-                if offset < high and low < offset + block.nbytes:
-                    raise InvalidLayout(
-                        f"blocks {other_id} [{low}, {high}) and {block.id} [{offset}, {offset + block.nbytes}) overlap"
-                    )
-            live.append((offset, offset + block.nbytes, block.end, block.id))
-        top = max((o + b.nbytes for o, b in pairs), default=0)
+        for offset, block in zip(self.offsets, trace.blocks, strict=True):
+            if offset < 0:
+                raise InvalidLayout(f"negative offset {offset} of block {block.id}")
+            if offset % block.alignment:
+                raise InvalidLayout(f"block {block.id} at {offset} is not aligned to {block.alignment} bytes")
+            if block.pinned not in (None, offset):
+                raise InvalidLayout(f"block {block.id} at {offset} is pinned to {block.pinned}")
+        top = 0
+        for space in trace.spaces:
+            inside = [(o, b) for o, b in zip(self.offsets, trace.blocks, strict=True) if b.space == space]
+            _refuse_overlaps(inside)
+            top += max(o + b.nbytes for o, b in inside)
         if top != self.peak_bytes:
             raise InvalidLayout(f"the layout reaches {top} bytes but claims a peak of {self.peak_bytes}")
         if self.lower_bound_bytes != trace.lower_bound_bytes:
             raise InvalidLayout(f"lower bound {self.lower_bound_bytes} is not the trace's {trace.lower_bound_bytes}")
+
+
+def _refuse_overlaps(placed: Sequence[tuple[int, Block]]) -> None:
+    """Raise InvalidLayout if two of these blocks, all of one space, are live at one address at one time.
+
+    A sweep over time with the live blocks in the order of addresses: they do not overlap, so a new one can only overlap
+    the neighbours of its place.
+    """
+    changes: list[tuple[int, bool, int, int, int]] = []
+    for offset, block in placed:
+        for start, end in block.pieces:
+            changes.append((start, True, offset, offset + block.nbytes, block.id))
+            changes.append((end, False, offset, offset + block.nbytes, block.id))
+    live: list[tuple[int, int, int]] = []
+    for _, allocated, low, high, block_id in sorted(changes):
+        at = bisect_left(live, (low, high, block_id))
+        if not allocated:
+            del live[at]
+            continue
+        for other_low, other_high, other_id in live[max(at - 1, 0) : at + 1]:
+            if low < other_high and other_low < high:
+                raise InvalidLayout(
+                    f"blocks {other_id} [{other_low}, {other_high}) and {block_id} [{low}, {high}) overlap"
+                )
+        live.insert(at, (low, high, block_id))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +16,9 @@ class Block:
     """One allocation of `nbytes`, live in the half-open interval `[start, end)` of positions.
 
     `elastic`: the program tries to get it and goes another way when there is no room, as PyTorch does with the
-    workspace of a convolution engine.
+    workspace of a convolution engine. `alignment`: its address is a multiple of this. `pinned`: the address that it must
+    have, if any. `gaps`: half-open intervals, in order and apart, in which it is dead and others may use its place, but
+    to which it returns; a block that may come back elsewhere is two blocks. `space`: which of several memories it is in.
     """
 
     id: int
@@ -24,6 +28,18 @@ class Block:
     name: str = ""
     stream: int = 0
     elastic: bool = False
+    alignment: int = 1
+    pinned: int | None = None
+    gaps: tuple[tuple[int, int], ...] = ()
+    space: int = 0
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """The half-open intervals in which the block is live, in order; none for a block of no bytes or no time."""
+        if not self.nbytes:
+            return ()
+        edges = [self.start, *(edge for gap in self.gaps for edge in gap), self.end]
+        return tuple((low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high)
 
 
 @dataclass(frozen=True)
@@ -33,12 +49,29 @@ class Trace(Saved):
     blocks: tuple[Block, ...]
 
     @cached_property
+    def spaces(self) -> tuple[int, ...]:
+        """The memories that blocks are in, in order."""
+        return tuple(sorted({b.space for b in self.blocks}))
+
+    @cached_property
     def events(self) -> tuple[tuple[int, int], ...]:
-        """`(position, change in bytes)` in order; at one position frees come before allocations."""
-        changes = [(b.start, b.nbytes) for b in self.blocks] + [(b.end, -b.nbytes) for b in self.blocks]
-        return tuple(sorted(changes))
+        """`(position, change in bytes)` in order, of all spaces; at one position frees come before allocations."""
+        return tuple(sorted(self._changes(self.blocks)))
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """The largest number of live bytes at any position: no layout can be smaller."""
-        return max(accumulate(change for _, change in self.events), default=0)
+        """The largest number of live bytes at any position, summed over the spaces: no layout can be smaller."""
+        by_space: dict[int, list[Block]] = defaultdict(list)
+        for block in self.blocks:
+            by_space[block.space].append(block)
+        return sum(
+            max(accumulate(change for _, change in sorted(self._changes(blocks))), default=0)
+            for blocks in by_space.values()
+        )
+
+    @staticmethod
+    def _changes(blocks: Iterable[Block]) -> Iterator[tuple[int, int]]:
+        for block in blocks:
+            for start, end in block.pieces:
+                yield start, block.nbytes
+                yield end, -block.nbytes

@@ -1,0 +1,123 @@
+"""The blocks of one space as arrays, with times as sections: what every offline solver works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import Trace
+from overspill.core.errors import RequestError
+
+Integers = NDArray[np.int64]
+ANYWHERE = -1
+"""The pinned address of a block that may lie anywhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Dynamic storage allocation in one space: find an address for each of n blocks.
+
+    Time is cut into *sections* wherever a block begins or ends to live, so `start` and `end` are half-open ranges of
+    sections; all blocks have bytes and time. `lifetime` is their length in positions of the trace, `index` the block's
+    position in it. A block may also be dead in gaps: those of block i are rows `gap_first[i]` to `gap_first[i + 1]` of
+    `gap_start` and `gap_end`, in sections.
+    """
+
+    index: Integers
+    start: Integers
+    end: Integers
+    nbytes: Integers
+    alignment: Integers
+    pinned: Integers
+    lifetime: Integers
+    gap_first: Integers
+    gap_start: Integers
+    gap_end: Integers
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @classmethod
+    def of(cls, trace: Trace, space: int = 0) -> Problem:
+        """The problem of `space` of a trace; blocks of no bytes or no time are left out.
+
+        Raises RequestError for a block that cannot be placed: of negative size, badly aligned, with gaps out of order,
+        or ending before it starts.
+        """
+        blocks = trace.blocks
+        chosen = [i for i, b in enumerate(blocks) if b.space == space and b.nbytes and b.end > b.start]
+        for i in (i for i, b in enumerate(blocks) if b.space == space):
+            block = blocks[i]
+            edges = [block.start, *(edge for gap in block.gaps for edge in gap), block.end]
+            pinned = block.pinned if block.pinned is not None else 0
+            if block.nbytes < 0:
+                raise RequestError(f"block {block.id} has {block.nbytes} bytes; a size cannot be negative")
+            if any(a > b for a, b in pairwise(edges)):
+                raise RequestError(f"block {block.id} lives in [{block.start}, {block.end}) with gaps {block.gaps}")
+            if block.alignment < 1 or pinned < 0 or pinned % block.alignment:
+                raise RequestError(
+                    f"block {block.id} cannot be aligned to {block.alignment} bytes"
+                    + (f" at address {block.pinned}" if block.pinned is not None else "")
+                )
+        start = _integers([blocks[i].start for i in chosen])
+        end = _integers([blocks[i].end for i in chosen])
+        gaps = [gap for i in chosen for gap in blocks[i].gaps]
+        gap_start, gap_end = _integers([g[0] for g in gaps]), _integers([g[1] for g in gaps])
+        times = np.unique(np.concatenate([start, end, gap_start, gap_end]))
+        return cls(
+            index=_integers(chosen),
+            start=np.searchsorted(times, start),
+            end=np.searchsorted(times, end),
+            nbytes=_integers([blocks[i].nbytes for i in chosen]),
+            alignment=_integers([blocks[i].alignment for i in chosen]),
+            pinned=_integers([ANYWHERE if (p := blocks[i].pinned) is None else p for i in chosen]),
+            lifetime=end - start,
+            gap_first=np.cumsum(_integers([0, *(len(blocks[i].gaps) for i in chosen)])),
+            gap_start=np.searchsorted(times, gap_start),
+            gap_end=np.searchsorted(times, gap_end),
+        )
+
+    @cached_property
+    def sections(self) -> int:
+        """The number of sections."""
+        return int(self.end.max(initial=0))
+
+    @cached_property
+    def load(self) -> Integers:
+        """The live bytes of each section."""
+        change = np.zeros(self.sections + 1, dtype=np.int64)
+        np.add.at(change, self.start, self.nbytes)
+        np.add.at(change, self.end, -self.nbytes)
+        gone = np.repeat(self.nbytes, np.diff(self.gap_first))
+        np.add.at(change, self.gap_start, -gone)
+        np.add.at(change, self.gap_end, gone)
+        return np.cumsum(change)[:-1]
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """The largest load, or the end of the highest pinned block if that is more: no layout is smaller."""
+        held = self.pinned != ANYWHERE
+        return int(max(self.load.max(initial=0), (self.pinned + self.nbytes)[held].max(initial=0)))
+
+    @property
+    def plain(self) -> bool:
+        """Whether no block is aligned, pinned or has a gap."""
+        return not (self.gap_start.size or (self.alignment > 1).any() or (self.pinned != ANYWHERE).any())
+
+    def gaps(self, block: int) -> list[tuple[int, int]]:
+        """The gaps of a block, in sections."""
+        low, high = self.gap_first[block], self.gap_first[block + 1]
+        return list(zip(self.gap_start[low:high].tolist(), self.gap_end[low:high].tolist(), strict=True))
+
+    def peak_bytes(self, offsets: Sequence[int] | Integers) -> int:
+        """The highest end of a block when block i lies at `offsets[i]`."""
+        return int((np.asarray(offsets, dtype=np.int64) + self.nbytes).max(initial=0))
+
+
+def _integers(values: Sequence[int]) -> Integers:
+    return np.array(values, dtype=np.int64)
