@@ -49,6 +49,15 @@ Gpu = Annotated[
     ),
 ]
 PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
+PlacerName = Annotated[
+    str | None,
+    typer.Option(
+        "--placement",
+        metavar="NAME",
+        help="An allocator or solver within whose peak the plan must stay.  [default: live bytes count]",
+        show_default=False,
+    ),
+]
 OptimizerName = Annotated[
     str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")
 ]

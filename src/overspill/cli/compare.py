@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from overspill.core import Device, Graph
+    from overspill.placement.placed import Placed
     from overspill.policies.comparison import Row
+
+    from .common import Narrator
 
 PolicyNames = Annotated[
     str | None,
@@ -44,6 +47,17 @@ PolicyNames = Annotated[
 ]
 MoveState = Annotated[
     bool, typer.Option("--move-state", help="Parameters, gradients and optimizer state may leave the device too.")
+]
+Placement = Annotated[
+    bool, typer.Option("--placement", help="Place the blocks of every policy by every allocator and solver.")
+]
+PlacerNames = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B,…",
+        help="Allocators and solvers for --placement.  [default: the allocators, skyline and portfolio]",
+        show_default=False,
+    ),
 ]
 PlotFile = Annotated[
     Path | None,
@@ -62,6 +76,8 @@ def compare(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     move_state: MoveState = False,
+    placement: Placement = False,
+    placers: PlacerNames = None,
     plot: PlotFile = None,
     json: AsJson = False,
 ) -> Outcome:
@@ -73,6 +89,7 @@ def compare(
 
     begun = time.perf_counter()
     names = _policy_names(policies)
+    placing = _placer_names(placers) if placement or placers is not None else ()
     check_request(model, budget, "auto", plot)
     if plot is not None:
         check_plot(plot)
@@ -93,6 +110,7 @@ def compare(
         )
         # The same for every policy: it follows from the graph, the device and the budget.
         bound = next((row.plan.lower_bound_seconds for row in rows if row.fits and row.plan is not None), None)
+        crossings = _crossings(rows, placing, narrator)
     request = {
         "model": model,
         "batch": batch,
@@ -102,7 +120,7 @@ def compare(
         "baseline": comparison.BASELINE,
         "lower_bound_seconds": bound,
     }
-    return _outcome(request, rows, device, plot, begun)
+    return _outcome(request, rows, device, plot, begun, crossings, placing)
 
 
 def _policy_names(asked: str | None) -> tuple[str, ...]:
@@ -119,6 +137,36 @@ def _policy_names(asked: str | None) -> tuple[str, ...]:
     return names
 
 
+def _placer_names(asked: str | None) -> tuple[str, ...]:
+    """The allocators and solvers that the user named, or those that need no time. Raises RequestError for others."""
+    from overspill.placement import ALLOCATORS
+    from overspill.placement.placed import check_placer
+
+    if asked is None:
+        return (*ALLOCATORS, "skyline", "portfolio")
+    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
+    if not names:
+        raise RequestError("--placers names none; leave it out for all")
+    for name in names:
+        check_placer(name)
+    return names
+
+
+def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) -> list[tuple[str, Placed]]:
+    """Every policy's plan under every placer."""
+    from overspill.placement.placed import place
+    from overspill.simulate import trace_of
+
+    found = []
+    for row in rows if placers else ():
+        if row.plan is None:
+            continue
+        narrator.now(f"placing {row.policy}")
+        trace = trace_of(row.plan.graph, row.plan.schedule)
+        found += [(row.policy, place(trace, placer)) for placer in placers]
+    return found
+
+
 def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
     from overspill.policies.planning import unmanaged_peak
 
@@ -127,7 +175,17 @@ def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
     return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
 
 
-def _outcome(request: dict[str, Any], rows: Sequence[Row], device: Device, plot: Path | None, begun: float) -> Outcome:
+def _outcome(
+    request: dict[str, Any],
+    rows: Sequence[Row],
+    device: Device,
+    plot: Path | None,
+    begun: float,
+    crossings: Sequence[tuple[str, Placed]],
+    placers: Sequence[str],
+) -> Outcome:
+    from rich.console import Group
+
     from overspill.report.compare import compare_report, row_figures
     from overspill.report.plot import plot as draw
 
@@ -143,6 +201,11 @@ def _outcome(request: dict[str, Any], rows: Sequence[Row], device: Device, plot:
         note = f"plot saved to {plot}"
     answer = request | {"seconds": time.perf_counter() - begun, "rows": found}
     human = compare_report(found, device, budget_bytes, request["lower_bound_seconds"], title, note)
+    if crossings:
+        from overspill.report.placements import placement_figures, placement_report
+
+        answer["placements"] = placement_figures(crossings)
+        human = Group(human, "", placement_report(crossings, placers))
     if any(row.fits for row in rows):
         return Outcome(answer, human)
     least = min(((row.least_bytes, row.policy) for row in rows if row.least_bytes is not None), default=None)
