@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import Overspill
+from tests.placement.packing.first_fit import FirstFit
 
 import overspill as package
 from overspill.core import Device, Schedule
@@ -26,6 +27,9 @@ PLAN_KEYS = {
 TRAIN_KEYS = {
     "model", "batch", "policy", "device", "budget_bytes", "planned_peak_bytes", "measured_peak_bytes",
     "unmanaged_peak_bytes", "offloaded_bytes", "losses", "step_seconds",
+}  # fmt: skip
+PACK_KEYS = {
+    "solver", "blocks", "peak_bytes", "lower_bound_bytes", "bound_bytes", "gap", "optimal", "seconds", "feasible",
 }  # fmt: skip
 TIGHT = "train nets:deep --batch 512 --budget 80%"
 
@@ -101,6 +105,22 @@ def test_train_tells_a_reader_the_peaks_the_losses_and_that_they_are_identical(o
         "step 2/2",
         "training the same steps without Overspill",
     ]
+
+
+@pytest.mark.parametrize(("capacity", "code"), [(200, 0), (140, 1)])
+def test_pack_gives_the_keys_of_the_contract(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch, capacity: int, code: int
+) -> None:
+    monkeypatch.setattr("overspill.placement.packing.registry.SOLVERS", {"portfolio": FirstFit()})
+    Path("blocks.csv").write_text("id,lower,upper,size\na,0,4,100\nb,2,6,50\n", encoding="utf-8")
+    done = overspill(f"pack blocks.csv --capacity {capacity} --json")
+    answer = done.answer
+    assert done.code == code
+    assert answer.keys() >= PACK_KEYS
+    assert_units(answer)
+    assert (answer["feasible"], answer["blocks"], answer["capacity_bytes"]) == (code == 0, 2, capacity)
+    assert answer["lower_bound_bytes"] == answer["bound_bytes"] == answer["peak_bytes"] == 150
+    assert (answer["gap"], answer["optimal"], answer.get("blame")) == (0.0, True, ["a", "b"] if code else None)
 
 
 def test_plan_labels_what_is_simulated_and_names_the_peak(overspill: Overspill) -> None:
@@ -188,7 +208,7 @@ def test_the_version_is_the_packages(overspill: Overspill) -> None:
 
 def test_help_names_every_command_and_option(overspill: Overspill) -> None:
     top = overspill("--help").out
-    for command in ("train", "plan", "models", "policies", "devices", "calibrate"):
+    for command in ("train", "plan", "pack", "models", "policies", "devices", "calibrate"):
         assert command in top
         done = overspill(f"{command} --help")
         assert done.code == 0
@@ -198,7 +218,7 @@ def test_help_names_every_command_and_option(overspill: Overspill) -> None:
 def test_help_and_lists_do_without_torch() -> None:
     program = (
         "import sys; from overspill.cli import main\n"
-        "codes = [main(words.split()) for words in ('--help', 'models', 'policies', 'devices', 'train --help')]\n"
+        "codes = [main(words.split()) for words in ('--help', 'models', 'policies', 'devices', 'train --help', 'pack --help')]\n"
         "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -16,7 +16,7 @@ import typer
 
 import overspill
 
-from . import calibrate, compare, devices, estimate, models, plan, policies, reproduce, snapshot, train
+from . import calibrate, compare, devices, estimate, models, pack, plan, policies, reproduce, snapshot, train
 from .common import Outcome, print_human, print_json
 from .failures import Failure, explain
 
@@ -30,6 +30,7 @@ app.command("estimate")(estimate.estimate)
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
 app.command("compare")(compare.compare)
+app.command("pack")(pack.pack)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)
 app.command("devices")(devices.devices)

@@ -160,15 +160,15 @@ class Narrator:
 
 
 @contextmanager
-def narrate() -> Iterator[Narrator]:
-    """A narrator that begins with the start of PyTorch, which takes seconds."""
+def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
+    """A narrator that begins with `first`: in most commands the start of PyTorch, which takes seconds."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield Narrator(console, None)
         return
-    with console.status("starting PyTorch", refresh_per_second=4) as status:
+    with console.status(first, refresh_per_second=4) as status:
         yield Narrator(console, status)
 
 

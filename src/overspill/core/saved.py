@@ -22,7 +22,7 @@ class Saved:
         """The noun that `text` holds. Raises RequestError when it holds something else."""
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter for a text that is not UTF-8
             raise RequestError(f"this is not a saved {cls.__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:

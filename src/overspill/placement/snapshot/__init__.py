@@ -12,6 +12,7 @@ from .read import read_snapshot as read_snapshot
 from .result import SnapshotReplay as SnapshotReplay
 from .settings import config_of as config_of
 from .start import events_of as events_of
+from .trace import trace_of as trace_of
 from .write import Origin as Origin
 from .write import Span as Span
 from .write import snapshot_of as snapshot_of

@@ -1,0 +1,130 @@
+"""`overspill pack`: find an address for every block of a trace, in as few bytes as possible."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.errors import RequestError
+from overspill.core.units import parse_bytes
+
+from .common import AsJson, Outcome, check_writable, narrate
+
+if TYPE_CHECKING:
+    from overspill.placement.packing.base import Solution
+    from overspill.placement.packing.files import TraceFile
+    from overspill.placement.packing.verdict import Verdict
+
+BlocksFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="Blocks as CSV (id,lower,upper,size), a saved Trace, or a PyTorch memory snapshot.",
+        show_default=False,
+    ),
+]
+Capacity = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Bytes that the layout may take, as 1048576 or 12GiB; the search ends when it does.  [default: as few as "
+        "possible]",
+        show_default=False,
+    ),
+]
+SolverName = Annotated[str, typer.Option(metavar="NAME", help="portfolio, exact, or another that the docs list.")]
+TimeLimit = Annotated[float, typer.Option(metavar="SECONDS", help="When to end the search at the latest.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same search.")]
+DeviceNumber = Annotated[
+    int | None,
+    typer.Option(
+        "--device",
+        min=0,
+        metavar="N",
+        help="Which device of a snapshot.  [default: the first that has events]",
+        show_default=False,
+    ),
+]
+LayoutFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Write the blocks there as CSV, each with its offset, if they fit.",
+        show_default=False,
+    ),
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw addresses over time: .png or .html.", show_default=False),
+]
+
+
+def pack(
+    file: BlocksFile,
+    capacity: Capacity = None,
+    solver: SolverName = "portfolio",
+    time_limit: TimeLimit = 10.0,
+    seed: Seed = 0,
+    device: DeviceNumber = None,
+    out: LayoutFile = None,
+    plot: PlotFile = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Give every block an address, so that no two live ones overlap, in few bytes. Exit code 1: they do not fit."""
+    del json  # `main` reads it from the arguments
+    from overspill.placement.packing.base import Limits
+    from overspill.placement.packing.files import read_trace, write_layout
+    from overspill.placement.packing.registry import solver_named
+    from overspill.placement.packing.verdict import verdict
+    from overspill.report.address_map import draw_address_map
+    from overspill.report.pack import pack_report, refusal
+    from overspill.report.plot import check_plot
+
+    chosen = solver_named(solver)
+    capacity_bytes = parse_bytes(capacity) if capacity is not None else None
+    if not 0 < time_limit < math.inf:
+        raise RequestError(f"--time-limit {time_limit:g} is no time to search in; write seconds above 0, as 10")
+    check_writable(out)
+    check_writable(plot)
+    if plot is not None:
+        check_plot(plot)
+    notes = []
+    with narrate("reading") as narrator:
+        read = read_trace(file, device)
+        narrator.now(f"packing {len(read.trace.blocks)} blocks with {chosen.name}")
+        solution = chosen.solve(read.trace, Limits(capacity_bytes, time_limit, seed))
+        found = verdict(read.trace, solution, capacity_bytes)
+        if out is not None and solution.layout is not None and found.fits:
+            write_layout(out, read, solution.layout)
+            notes.append(f"layout saved to {out}")
+        if plot is not None and solution.layout is not None:
+            narrator.now(f"drawing {plot}")
+            draw_address_map(plot, read.trace, solution.layout, file.name, capacity_bytes)
+            notes.append(f"plot saved to {plot}")
+    complaint = "" if found.fits else refusal(read, solution, found, capacity_bytes)
+    answer = {"file": str(file), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
+    human = pack_report(read, chosen, solution, found, capacity_bytes, tuple(notes))
+    if found.fits:
+        return Outcome(answer, human)
+    return Outcome(answer | {"error": complaint, "exit_code": 1}, human, 1, complaint)
+
+
+def _answer(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> dict[str, Any]:
+    layout = solution.layout
+    blame = {"blame": [read.label(position) for position in found.blame]} if found.infeasible else {}
+    return {
+        "blocks": len(read.trace.blocks),
+        "capacity_bytes": capacity_bytes,
+        "peak_bytes": None if layout is None else layout.peak_bytes,
+        "lower_bound_bytes": read.trace.lower_bound_bytes,
+        "bound_bytes": solution.bound_bytes,
+        "gap": None if layout is None else solution.gap,
+        "optimal": solution.optimal,
+        "seconds": solution.seconds,
+        "feasible": found.fits,
+        **blame,
+    }

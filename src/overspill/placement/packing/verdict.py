@@ -1,0 +1,92 @@
+"""Whether a solution keeps to a capacity, and, where none can, which blocks are to blame."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overspill.core import Block, Trace
+
+from .base import Solution
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a solution says of a capacity: it `fits`, or it is `infeasible` for every layout, or neither is known.
+
+    `blame` holds positions in the trace of the fewest blocks known that cannot lie together within the capacity.
+    """
+
+    fits: bool
+    infeasible: bool
+    blame: tuple[int, ...] = ()
+
+
+def verdict(trace: Trace, solution: Solution, capacity_bytes: int | None) -> Verdict:
+    """The verdict on `capacity_bytes`, which every space may take (None: unlimited)."""
+    if solution.layout is not None:
+        tops = space_peaks(trace, solution.layout.offsets).values()
+        if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:
+            return Verdict(fits=True, infeasible=False)
+    crowd = crowd_above(trace, capacity_bytes) if capacity_bytes is not None else ()
+    blame = min((found for found in (solution.blame, crowd) if found), key=len, default=())
+    above = capacity_bytes is not None and len(trace.spaces) == 1 and solution.bound_bytes > capacity_bytes
+    return Verdict(fits=False, infeasible=bool(blame) or above, blame=blame)
+
+
+def space_peaks(trace: Trace, offsets: Sequence[int]) -> dict[int, int]:
+    """The highest end of a block in each space, in bytes, when block i of the trace lies at `offsets[i]`."""
+    peaks = dict.fromkeys(trace.spaces, 0)
+    for offset, block in zip(offsets, trace.blocks, strict=True):
+        peaks[block.space] = max(peaks[block.space], offset + block.nbytes)
+    return peaks
+
+
+def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:
+    """Positions of the fewest blocks of one space that are live at one time with more than `capacity_bytes` in all.
+
+    None where no time has that many bytes. A block that is pinned beyond the capacity is one by itself.
+    """
+    for position, block in enumerate(trace.blocks):
+        if block.pieces and (block.pinned or 0) + block.nbytes > capacity_bytes:
+            return (position,)
+    most, where = len(trace.blocks), None
+    for space in trace.spaces:
+        live: list[tuple[int, int]] = []
+        held = 0  # the bytes of the `most` largest live blocks; in more than those nobody is interested any longer
+        for time, comes, key in _changes(trace, space):
+            at = bisect_left(live, key)
+            if comes:
+                live.insert(at, key)
+            else:
+                del live[at]
+            if at < most:
+                beyond = most if comes else most - 1
+                moved = live[beyond][0] if beyond < len(live) else 0
+                held += moved - key[0] if comes else key[0] - moved
+            if held > capacity_bytes:
+                most, where = min(most, len(live)), (space, time)
+                while held > capacity_bytes:
+                    most -= 1
+                    held += live[most][0]
+    if where is None:
+        return ()
+    space, time = where
+    there = [(-b.nbytes, i) for i, b in enumerate(trace.blocks) if b.space == space and _alive(b, time)]
+    return tuple(sorted(position for _, position in sorted(there)[: most + 1]))
+
+
+def _alive(block: Block, time: int) -> bool:
+    return any(low <= time < high for low, high in block.pieces)
+
+
+def _changes(trace: Trace, space: int) -> list[tuple[int, bool, tuple[int, int]]]:
+    """When which block comes or goes, which is (minus its size, position), so that the largest is the first of many."""
+    blocks = [(i, block) for i, block in enumerate(trace.blocks) if block.space == space]
+    return sorted(
+        (time, comes, (-block.nbytes, i))
+        for i, block in blocks
+        for piece in block.pieces
+        for time, comes in zip(piece, (True, False), strict=True)
+    )

@@ -1,0 +1,44 @@
+"""A recorded run as a Trace: its blocks with their lifetimes in events."""
+
+from __future__ import annotations
+
+from overspill.core import Block, Trace
+from overspill.placement.caching import MIN_BLOCK_BYTES
+
+from .read import Snapshot
+from .recording import recording_of, stream_numbers
+from .settings import config_of
+from .start import live_at, start_of
+
+Open = tuple[int, int, int, str]
+"""A block that is not yet freed: where it starts, the bytes that were asked for, its stream, and who asked."""
+
+
+def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
+    """The blocks that `device` had (None: the first that has events); positions count the recorded events from 1.
+
+    What is live at the start is live from 0, and what is live in the end to behind the last event. Sizes and addresses are
+    multiples of 512 bytes, as PyTorch's allocator promises its callers. A block is named after the line of Python that
+    asked for it. Allocations that ran out of memory are left out. Raises RequestError where the snapshot has no events
+    of the device, or where they do not belong to its segments.
+    """
+    device = next(iter(snapshot.devices), 0) if device is None else device
+    recording = recording_of(snapshot, device)
+    numbers = stream_numbers(recording)
+    events = recording.trace[recording.first :]
+    start, _ = start_of(recording, config_of(snapshot)[0])
+    live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "") for at, nbytes, stream in live_at(start)}
+    closed: list[tuple[Open, int]] = []
+    for position, entry in enumerate(events, start=1):
+        if entry.action == "alloc":
+            live[entry.address] = (position, entry.nbytes, numbers[entry.stream], entry.place)
+        elif entry.action == "free_completed":
+            closed.append((live.pop(entry.address), position))
+    closed += ((block, len(events) + 1) for block in live.values())
+    return Trace(tuple(_block(i, block, end) for i, (block, end) in enumerate(sorted(closed))))
+
+
+def _block(number: int, block: Open, end: int) -> Block:
+    start, nbytes, stream, name = block
+    size = max(-(-nbytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
+    return Block(number, start, end, size, name, stream, alignment=MIN_BLOCK_BYTES)

@@ -1,0 +1,103 @@
+"""A packing in a terminal: what the layout takes, what any layout takes, and whether it fits."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from overspill.core.units import format_bytes, format_seconds
+from overspill.placement.packing.base import Solution, Solver
+from overspill.placement.packing.files import TraceFile
+from overspill.placement.packing.verdict import Verdict, space_peaks
+
+from .listing import listing
+
+KIND = {"csv": "CSV", "trace": "saved trace", "snapshot": "PyTorch memory snapshot"}
+MOST_NAMED = 12
+
+
+def pack_report(
+    read: TraceFile,
+    solver: Solver,
+    solution: Solution,
+    found: Verdict,
+    capacity_bytes: int | None,
+    notes: tuple[str, ...] = (),
+) -> RenderableType:
+    """What a reader wants to know of `solution`."""
+    rows = [
+        ("blocks", _blocks(read)),
+        ("solver", f"{solver.name}: {solver.summary}"),
+        ("peak of the layout", "none was found" if solution.layout is None else _exact(solution.layout.peak_bytes)),
+        ("most live bytes", _exact(read.trace.lower_bound_bytes)),
+        ("no layout is below", _exact(solution.bound_bytes)),
+        ("gap", _gap(solution)),
+    ]
+    if solution.layout is not None and len(read.trace.spaces) > 1:
+        peaks = space_peaks(read.trace, solution.layout.offsets)
+        rows.append(("peak by space", ", ".join(f"{space}: {format_bytes(peak)}" for space, peak in peaks.items())))
+    if capacity_bytes is not None:
+        rows.append(("capacity", f"{_exact(capacity_bytes)}: {_fits(found)}"))
+    rows.append(("time", format_seconds(solution.seconds)))
+    lines = [Text(note) for note in notes]
+    return Group(listing(("packing", read.path.name), rows), *([Text(""), *lines] if lines else []))
+
+
+def refusal(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> str:
+    """The line that says why there is no layout within the capacity, and what would do."""
+    within = "" if capacity_bytes is None else f" within {_exact(capacity_bytes)}"
+    layout = solution.layout
+    best = ""
+    if layout is not None and capacity_bytes is not None:
+        needs = max(space_peaks(read.trace, layout.offsets).values())
+        best = f"; the layout found takes {_exact(needs)}, and --capacity {needs} would do"
+    if found.infeasible:
+        why = f"no layout is smaller than {_exact(solution.bound_bytes)}"
+        return f"infeasible: no layout lies{within}: {_blamed(read, found.blame) if found.blame else why}{best}"
+    longer = "; a longer --time-limit or another --solver may find one that does" if layout is not None else ""
+    if layout is not None:
+        return f"does not fit: no layout was found{within}{best}{longer}"
+    return f"no layout was found{within} in {format_seconds(solution.seconds)}; a longer --time-limit or another --solver may find one"
+
+
+def _blamed(read: TraceFile, blame: tuple[int, ...]) -> str:
+    """Who cannot lie together, and the bytes that they take, the largest first."""
+    blocks = read.trace.blocks
+    largest = sorted(blame, key=lambda position: (-blocks[position].nbytes, position))
+    names = [f"{read.label(at)} ({format_bytes(blocks[at].nbytes)})" for at in largest[:MOST_NAMED]]
+    if len(blame) == 1:
+        return f"block {names[0]} alone is too much"
+    more = f" and {len(blame) - MOST_NAMED} more" if len(blame) > MOST_NAMED else ""
+    total = format_bytes(sum(blocks[position].nbytes for position in blame))
+    return f"blocks {', '.join(names)}{more}, {total} in all, cannot lie together"
+
+
+def _blocks(read: TraceFile) -> str:
+    blocks = read.trace.blocks
+    special = (
+        ("pinned", sum(block.pinned is not None for block in blocks)),
+        ("with gaps", sum(bool(block.gaps) for block in blocks)),
+        ("aligned", sum(block.alignment > 1 for block in blocks)),
+    )
+    parts = [f"{count} {what}" for what, count in special if count]
+    what = f" ({', '.join(parts)})" if parts else ""
+    return f"{len(blocks)}{what}, from a {KIND[read.kind]}"
+
+
+def _gap(solution: Solution) -> str:
+    if solution.layout is None:
+        return ""
+    return (
+        "none: the layout is optimal" if solution.optimal else f"at most {100 * solution.gap:.3g} % above the optimum"
+    )
+
+
+def _fits(found: Verdict) -> str:
+    if found.fits:
+        return "fits"
+    return "does not fit, and no layout does" if found.infeasible else "does not fit"
+
+
+def _exact(nbytes: int) -> str:
+    """`nbytes` for a reader, and to the byte where that says more."""
+    return format_bytes(nbytes) if nbytes < 1 << 10 else f"{format_bytes(nbytes)} ({nbytes} bytes)"
