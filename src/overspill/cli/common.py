@@ -54,7 +54,8 @@ PlacerName = Annotated[
     typer.Option(
         "--placement",
         metavar="NAME",
-        help="An allocator or solver within whose peak the plan must stay.  [default: live bytes count]",
+        help="An allocator or solver within whose peak the plan must stay, as pytorch or portfolio.  [default: live bytes "
+        "count]",
         show_default=False,
     ),
 ]

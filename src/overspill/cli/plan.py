@@ -17,6 +17,7 @@ from .common import (
     ModelName,
     OptimizerName,
     Outcome,
+    PlacerName,
     PlanFile,
     PolicyName,
     SeqLen,
@@ -37,6 +38,7 @@ def plan(
     batch: Batch,
     budget: Budget = None,
     policy: PolicyName = "auto",
+    placement: PlacerName = None,
     gpu: Gpu = None,
     optimizer: OptimizerName = "sgd",
     small: Small = False,
@@ -63,18 +65,22 @@ def plan(
         request = {"model": model, "batch": batch, "optimizer": optimizer, "gpu": device.name, "policy": policy}
         try:
             measured = None if times is None else MeasuredTimes.load(times)
-            made = preview(training, Options(budget=budget, policy=policy, device=device, times=measured))
+            options = Options(budget=budget, policy=policy, device=device, times=measured, placement=placement)
+            made = preview(training, options)
         except InfeasibleBudget as error:
             return _infeasible(request, error)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, out)
+    return _feasible(request, made, options.placer, out)
 
 
-def _feasible(request: dict[str, Any], made: Plan, out: Path | None) -> Outcome:
+def _feasible(request: dict[str, Any], made: Plan, placer: str | None, out: Path | None) -> Outcome:
+    from overspill.placement.placed import place
     from overspill.report.plan import peak_of, plan_report
+    from overspill.simulate import trace_of
 
     peak = peak_of(made)
+    placed = place(trace_of(made.graph, made.schedule), placer or "pytorch")
     answer = request | {
         "budget_bytes": made.budget_bytes,
         "peak_bytes": made.peak_bytes,
@@ -90,12 +96,15 @@ def _feasible(request: dict[str, Any], made: Plan, out: Path | None) -> Outcome:
         "gap": made.gap,
         "exposed_transfer_seconds": float(made.timeline.exposed_transfer_seconds),
         "plan_seconds": made.plan_seconds,
+        "placement": placed.placer,
+        "placed_peak_bytes": placed.peak_bytes,
+        "fragmentation": placed.fragmentation,
         "peak_op": peak.at,
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
     title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}"
-    return Outcome(answer, plan_report(made, peak, title, None if out is None else f"plan saved to {out}"))
+    return Outcome(answer, plan_report(made, peak, placed, title, None if out is None else f"plan saved to {out}"))
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
@@ -103,6 +112,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
     unknown = (
         "peak_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "step_seconds",
         "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "plan_seconds",
+        "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip
     answer = request | dict.fromkeys(unknown) | {
         "budget_bytes": error.budget_bytes,

@@ -21,6 +21,7 @@ from .common import (
     Narrator,
     OptimizerName,
     Outcome,
+    PlacerName,
     PlanFile,
     PolicyName,
     SeqLen,
@@ -69,6 +70,7 @@ def train(
     batch: Batch,
     budget: Budget = None,
     policy: PolicyName = "auto",
+    placement: PlacerName = None,
     steps: Steps = 3,
     store: StoreName = None,
     store_dir: StoreDir = None,
@@ -104,6 +106,7 @@ def train(
             backend=backend,
             times=None if times is None else MeasuredTimes.load(times),
             profile=profile is not None,
+            placement=placement,
         )
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
@@ -179,6 +182,7 @@ def _outcome(trained: Trained, out: Path | None) -> Outcome:
 
 def _answer(trained: Trained) -> dict[str, Any]:
     run, plan, training, options = trained.managed, trained.plan, trained.training, trained.options
+    placed = trained.placed
     answer = {
         "model": trained.model,
         "batch": training.batch,
@@ -189,6 +193,9 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "backend": options.backend,
         "budget_bytes": plan.budget_bytes,
         "planned_peak_bytes": plan.peak_bytes,
+        "placement": placed.placer,
+        "placed_peak_bytes": placed.peak_bytes,
+        "fragmentation": placed.fragmentation,
         "measured_peak_bytes": run.measured_peak_bytes,
         "reserved_peak_bytes": run.reserved_peak_bytes,
         "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,

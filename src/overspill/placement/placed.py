@@ -25,6 +25,10 @@ REPLANS = 8
 """How often a plan that does not lie within its budget is made again for less."""
 
 
+SEARCH = Limits(time_limit_seconds=1.0)
+"""How long a solver searches where nobody says how long it may."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """What `placer` takes for a trace whose live bytes never exceed `lower_bound_bytes`.
@@ -60,7 +64,7 @@ def check_placer(name: str) -> None:
         raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join(PLACERS)}")
 
 
-def place(trace: Trace, placer: str, limits: Limits | None = None) -> Placed:
+def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
     """`trace` under the allocator or the solver called `placer`; a solver stops at `limits`.
 
     Raises RequestError for an unknown name, and for a trace that the allocator cannot place on a device of any size.

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
 from overspill.core.units import format_bytes, format_seconds
+from overspill.placement.placed import Placed
 from overspill.policies.planning import Plan
 from overspill.simulate import check
 
@@ -59,13 +60,13 @@ def _made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
     return op.writes if instruction.verb is Verb.RUN else op.recompute_writes
 
 
-def plan_report(plan: Plan, peak: Peak, title: str, note: str | None = None) -> RenderableType:
+def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of `plan`; times are simulated and say so."""
     tensors = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
     parts: list[RenderableType] = [
         Text(title),
         "",
-        listing(("figure", "value"), _figures(plan), numbers=(1,)),
+        listing(("figure", "value"), _figures(plan, placed), numbers=(1,)),
         "",
         _breakdown(plan, peak),
         "",
@@ -76,13 +77,17 @@ def plan_report(plan: Plan, peak: Peak, title: str, note: str | None = None) -> 
     return Group(*parts, *([Text(note)] if note else []))
 
 
-def _figures(plan: Plan) -> list[tuple[str, str]]:
+def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
     timeline = plan.timeline
     return [
         ("budget", format_bytes(plan.budget_bytes)),
         (
             "planned peak",
             f"{format_bytes(plan.peak_bytes)} ({percent(plan.peak_bytes, plan.budget_bytes)} of the budget)",
+        ),
+        (
+            f"placed by {placed.placer}",
+            f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)",
         ),
         ("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes)),
         (

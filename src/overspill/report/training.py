@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from overspill.core.units import format_bytes, format_seconds
+from overspill.placement.placed import Placed, place
 from overspill.policies.planning import Plan
 from overspill.runtime.session import Options
 from overspill.runtime.training import Run, Training, same_bits
+from overspill.simulate import trace_of
 
 from .listing import format_flops, listing, percent
 
@@ -32,6 +34,11 @@ class Trained:
     def checked_against(self, reference: Run) -> Trained:
         """The same with its reference."""
         return replace(self, reference=reference)
+
+    @cached_property
+    def placed(self) -> Placed:
+        """How the plan's blocks lie under the placement that was asked for, or under PyTorch's caching allocator."""
+        return place(trace_of(self.plan.graph, self.plan.schedule), self.options.placer or "pytorch")
 
     @cached_property
     def identical(self) -> bool | None:
@@ -90,6 +97,7 @@ def _peaks(trained: Trained) -> Table:
     rows = [
         ("budget", plan.budget_bytes),
         ("planned peak", plan.peak_bytes),
+        (f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes),
         ("measured peak", run.measured_peak_bytes),
         ("unmanaged peak (planned)", plan.unmanaged_peak_bytes),
     ]

@@ -34,6 +34,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     reserve: str | float | None = None,
     times: MeasuredTimes | None = None,
+    placement: str | None = None,
     fullgraph: bool = False,
 ) -> M:
     """`model`, trained within `budget` bytes of device memory, with the same numbers to the last bit.
@@ -42,12 +43,13 @@ def compile(  # noqa: A001 - named as torch.compile is
     (`"8GiB"`), a share of what the step needs unmanaged (`0.5`), or None for the whole device. `policy` is a name that
     `overspill policies` lists; `store` is `disk` or `host` on the CPU, `pinned` on CUDA. `optimizer` need only be
     given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
-    between forward and backward outside the model. The plan is made at the first call with each input shape.
+    between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for
+    their bytes: the name of an allocator or solver. The plan is made at the first call with each input shape.
 
     Raises RequestError for arguments that cannot be right, and at the first call InfeasibleBudget (with the smallest
     budget that works), UnsupportedError, or StoreError.
     """
-    options = Options(budget, policy, store, store_dir, backend, device, reserve, times)
+    options = Options(budget, policy, store, store_dir, backend, device, reserve, times, placement=placement)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else (None if optimizer is None else list(optimizer))
     module = model if isinstance(model, nn.Module) else None
     session = Session(options, module.parameters() if module is not None else (), optimizers)

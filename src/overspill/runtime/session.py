@@ -20,6 +20,8 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_bytes, is_share, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
+from overspill.placement.packing import DEFAULT
+from overspill.placement.placed import check_placer, plan_within
 from overspill.policies import policy_named
 from overspill.policies.base import possible_trips
 from overspill.policies.planning import Plan, make_plan, retained_bytes, unmanaged_peak
@@ -35,6 +37,8 @@ from .stores import make_store, whole_pages
 from .tracker import LiveBytes
 
 BACKENDS = ("eager", "inductor")
+PLANNED = "planned"
+"""The placement by a solver, whose addresses are the real ones on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Options:
     None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
     with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `state_moves` lets a plan that is only simulated move
-    parameters, gradients and optimizer state too.
+    parameters, gradients and optimizer state too. `placement` names the allocator or solver within whose peak a plan
+    has to stay, or is `planned`; without it live bytes count.
     """
 
     budget: str | float | None = None
@@ -59,6 +64,7 @@ class Options:
     transfers: bool = True
     profile: bool = False
     state_moves: bool = False
+    placement: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse at once what could only fail later."""
@@ -71,6 +77,13 @@ class Options:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
         if self.profile and self.backend != "eager":
             raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
+        if self.placer is not None:
+            check_placer(self.placer)
+
+    @property
+    def placer(self) -> str | None:
+        """The allocator or solver that plans are placed by: for `planned` the solver that is the default."""
+        return DEFAULT if self.placement == PLANNED else self.placement
 
 
 @dataclass(frozen=True)
@@ -166,11 +179,17 @@ class Session:
             # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
             rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
             captured = capture(joint, inputs, replace(surroundings, rest_bytes=rest))
-        plan = make_plan(captured.graph, device, self.options.policy, budget, self.options.times)
+        plan = self._plan_within(captured.graph, device, budget)
         retained = retained_bytes(captured.graph, plan.schedule)
         self._planned.append(_Planned(frame.id, plan, retained, tuple(id(p) for p in here)))
         self._check_whole(budget, here, frame)
         return captured, plan
+
+    def _plan_within(self, graph: Graph, device: Device, budget_bytes: int) -> Plan:
+        options = self.options
+        if options.placer is None:
+            return make_plan(graph, device, options.policy, budget_bytes, options.times)
+        return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
 
     def _retained_elsewhere(self, frame: Frame) -> dict[int, int]:
         """For each other frame, the most that any plan of it leaves between its forward and its backward."""

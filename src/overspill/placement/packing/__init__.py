@@ -1,1 +1,8 @@
 """Offline placement: every solver takes a Trace to a Layout, with a proven bound on what any layout needs."""
+
+from .base import Limits as Limits
+from .base import Solution as Solution
+from .base import Solver as Solver
+from .registry import DEFAULT as DEFAULT
+from .registry import SOLVERS as SOLVERS
+from .registry import solver_named as solver_named

@@ -66,9 +66,9 @@ class Solution:
 class Solver(ABC):
     """An offline solver. Subclasses solve one space in `_pack`; `solve` checks what they find before it is used."""
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    source: ClassVar[str]
+    name: str
+    summary: str
+    source: str
     handles_gaps: ClassVar[bool] = True
     handles_pins: ClassVar[bool] = True
 
