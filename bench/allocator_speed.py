@@ -4,7 +4,7 @@
 
 Two workloads: `training`, steps of a network whose forward pass keeps activations and whose backward pass frees them in
 reverse, with short-lived temporaries between; and `random`, blocks of any size freed in any order. The best of the
-repeats counts; Python replays a twentieth of the events.
+repeats counts; Python replays a twentieth of the events. That of gtbm is of two runs: the first one sizes its pool.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ namespace overspill {
 
 constexpr Address kNowhere = 0;  // the address of a block of no bytes
 
+// How long a block stays, as far as is known beforehand. Twin of overspill.core.Mobility.
+enum class Mobility : std::int8_t { kMovable = 0, kTemporary = 1, kReclaimed = 2 };
+
 enum class SegmentAction : std::int64_t { kAlloc = 0, kFree = 1, kMap = 2, kUnmap = 3 };
 
 struct SegmentEvent {
@@ -48,8 +51,8 @@ class Allocator {
     Allocator& operator=(const Allocator&) = delete;
 
     // A block of at least `nbytes` (more than none), or nullptr when there is no room.
-    Block* allocate_block(Bytes nbytes, std::int32_t stream) {
-        Block* block = nbytes <= kAddressSpaceBytes ? find_block(nbytes, stream) : nullptr;
+    Block* allocate_block(Bytes nbytes, std::int32_t stream, Mobility mobility) {
+        Block* block = nbytes <= kAddressSpaceBytes ? find_grouped_block(nbytes, stream, mobility) : nullptr;
         if (block == nullptr) return nullptr;
         block->free = false;
         block->requested = nbytes;
@@ -68,6 +71,23 @@ class Allocator {
 
     virtual std::vector<Block*> idle_blocks() const = 0;
 
+    // The bytes of all segments up to the end of their last live blocks.
+    virtual Bytes spread_bytes() const {
+        Bytes spread = reserved.now;
+        for (const Block* block : idle_blocks())
+            if (block->mapped && block->last()) spread -= block->size;
+        return spread;
+    }
+
+    // The bytes of the free blocks that hold a request, by their sizes alone.
+    virtual Bytes usable_bytes(Bytes request) const {
+        if (request <= 1) return reserved.now - allocated.now;
+        Bytes usable = 0;
+        for (const Block* block : idle_blocks())
+            if (block->mapped && block->size >= request) usable += block->size;
+        return usable;
+    }
+
     const Device& device() const { return device_; }
 
     std::int64_t clock = 0;
@@ -77,6 +97,12 @@ class Allocator {
 
   protected:
     virtual Block* find_block(Bytes nbytes, std::int32_t stream) = 0;
+
+    // The same for a block of `mobility`, for allocators that group by it.
+    virtual Block* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility) {
+        return find_block(nbytes, stream);
+    }
+
     virtual void return_block(Block* block) = 0;
 
     Block* segment_malloc(Bytes nbytes, std::int32_t stream) {

@@ -21,6 +21,7 @@ struct Block {
     bool free = true;
     bool mapped = true;     // false: address space without memory behind it
     bool in_small = false;  // which pool of the caching allocator the block belongs to
+    std::int8_t arena = 0;  // which part of a two-ended pool the block lies in
     Bytes requested = 0;
     Block* prev = nullptr;
     Block* next = nullptr;
@@ -29,6 +30,13 @@ struct Block {
     Address base = 0;             // where an expandable segment starts
 
     bool split() const { return prev != nullptr || next != nullptr; }
+
+    // Whether no live block lies behind it in its segment.
+    bool last() const {
+        const Block* following = next;
+        while (following != nullptr && following->free) following = following->next;
+        return following == nullptr;
+    }
 
     // Put this block between its neighbours.
     void splice(Block* before, Block* after) {
@@ -64,6 +72,7 @@ class BlockStore {
         Block* front = make(block->address, size, block->stream);
         front->mapped = block->mapped;
         front->in_small = block->in_small;
+        front->arena = block->arena;
         front->base = block->base;
         front->splice(block->prev, block);
         block->address += size;

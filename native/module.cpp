@@ -15,12 +15,16 @@
 #include <utility>
 #include <vector>
 
+#include "best_fit.hpp"
 #include "bfc.hpp"
+#include "buddy.hpp"
 #include "caching.hpp"
 #include "chainer.hpp"
+#include "chunked.hpp"
 #include "cnmem.hpp"
 #include "mxnet.hpp"
 #include "replay.hpp"
+#include "two_ended.hpp"
 
 namespace nb = nanobind;
 
@@ -71,6 +75,17 @@ std::unique_ptr<Allocator> make_allocator(const std::string& name, const nb::dic
     if (name == "cnmem")
         return std::make_unique<CnmemAllocator>(
             device, CnmemConfig{setting<Bytes>(config, "pool_bytes"), setting<bool>(config, "grows")});
+    if (name == "best-fit")
+        return std::make_unique<BestFitAllocator>(device, BestFitConfig{setting<Bytes>(config, "step_bytes")});
+    if (name == "buddy")
+        return std::make_unique<BuddyAllocator>(
+            device, BuddyConfig{setting<Bytes>(config, "least_bytes"), setting<Bytes>(config, "segment_bytes")});
+    if (name == "gtbm")
+        return std::make_unique<TwoEndedAllocator>(
+            device,
+            TwoEndedConfig{setting<std::optional<Bytes>>(config, "pool_bytes"), setting<bool>(config, "grows")});
+    if (name == "chunked")
+        return std::make_unique<ChunkedAllocator>(device, ChunkedConfig{setting<Bytes>(config, "chunk_bytes")});
     throw std::invalid_argument("the native core has no allocator '" + name + "'");
 }
 
@@ -92,8 +107,8 @@ class SimulatedAllocator {
     SimulatedAllocator(const std::string& name, const nb::dict& config, std::optional<Bytes> capacity_bytes)
         : device_(capacity_bytes), allocator_(make_allocator(name, config, device_)) {}
 
-    std::optional<Address> allocate(Bytes nbytes, std::int32_t stream) {
-        Block* block = allocator_->allocate_block(nbytes, stream);
+    std::optional<Address> allocate(Bytes nbytes, std::int32_t stream, std::int8_t mobility) {
+        Block* block = allocator_->allocate_block(nbytes, stream, static_cast<Mobility>(mobility));
         if (block == nullptr) return std::nullopt;
         live_[block->address] = block;
         return block->address;
@@ -108,21 +123,22 @@ class SimulatedAllocator {
         return true;
     }
 
-    // failed_at, skipped, addresses, and the three curves
+    // failed_at, skipped, addresses, and the curves that were asked for
     nb::tuple replay(const Column<std::int8_t>& action, const Column<std::int64_t>& block,
-                     const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream, std::int64_t block_count,
-                     bool curves) {
-        const EventsView events{
-            action.data(), block.data(), nbytes.data(), stream.data(), static_cast<std::int64_t>(action.shape(0)),
-            block_count};
+                     const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream,
+                     const Column<std::int8_t>& mobility, std::int64_t block_count, bool curves,
+                     std::optional<Bytes> request_bytes) {
+        const EventsView events{action.data(), block.data(),    nbytes.data(),
+                                stream.data(), mobility.data(), static_cast<std::int64_t>(action.shape(0)),
+                                block_count};
         ReplayResult result;
         {
             const nb::gil_scoped_release released;
-            result = Replayer(*allocator_, events).run(curves);
+            result = Replayer(*allocator_, events).run(curves, request_bytes);
         }
-        return nb::make_tuple(result.failed_at, result.skipped, column_of(std::move(result.addresses)),
-                              column_of(std::move(result.requested)), column_of(std::move(result.allocated)),
-                              column_of(std::move(result.reserved)));
+        std::vector<Array> kept;
+        for (auto& curve : result.curves) kept.push_back(column_of(std::move(curve)));
+        return nb::make_tuple(result.failed_at, result.skipped, column_of(std::move(result.addresses)), kept);
     }
 
     // (now, peak, event of the peak) of requested, allocated and reserved bytes
@@ -167,6 +183,8 @@ class SimulatedAllocator {
         return addresses;
     }
 
+    Bytes usable_bytes(Bytes request_bytes) const { return allocator_->usable_bytes(request_bytes); }
+    Bytes spread_bytes() const { return allocator_->spread_bytes(); }
     std::size_t idle_count() const { return allocator_->idle_blocks().size(); }
     std::int64_t retries() const { return allocator_->retries; }
     Bytes used_bytes() const { return device_.used_bytes(); }
@@ -188,14 +206,17 @@ NB_MODULE(_native, module) {
     nb::class_<SimulatedAllocator>(module, "SimulatedAllocator")
         .def(nb::init<const std::string&, const nb::dict&, std::optional<overspill::Bytes>>(), nb::arg("name"),
              nb::arg("config"), nb::arg("capacity_bytes").none())
-        .def("allocate", &SimulatedAllocator::allocate, nb::arg("nbytes"), nb::arg("stream"))
+        .def("allocate", &SimulatedAllocator::allocate, nb::arg("nbytes"), nb::arg("stream"), nb::arg("mobility"))
         .def("free", &SimulatedAllocator::free, nb::arg("address"))
         .def("replay", &SimulatedAllocator::replay, nb::arg("action"), nb::arg("block"), nb::arg("nbytes"),
-             nb::arg("stream"), nb::arg("block_count"), nb::arg("curves"))
+             nb::arg("stream"), nb::arg("mobility"), nb::arg("block_count"), nb::arg("curves"),
+             nb::arg("request_bytes").none())
         .def("gauges", &SimulatedAllocator::gauges)
         .def("segment_table", &SimulatedAllocator::segment_table)
         .def("block_rows", &SimulatedAllocator::block_rows)
         .def("live_addresses", &SimulatedAllocator::live_addresses)
+        .def("usable_bytes", &SimulatedAllocator::usable_bytes, nb::arg("request_bytes"))
+        .def_prop_ro("spread_bytes", &SimulatedAllocator::spread_bytes)
         .def_prop_ro("idle_count", &SimulatedAllocator::idle_count)
         .def_prop_ro("retries", &SimulatedAllocator::retries)
         .def_prop_ro("used_bytes", &SimulatedAllocator::used_bytes)

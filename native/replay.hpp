@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ struct EventsView {
     const std::int64_t* block;
     const std::int64_t* nbytes;
     const std::int32_t* stream;
+    const std::int8_t* mobility;
     std::int64_t count;
     std::int64_t block_count;
 };
@@ -26,7 +28,8 @@ struct ReplayResult {
     std::int64_t failed_at = -1;
     std::int64_t skipped = 0;
     std::vector<Address> addresses;
-    std::vector<Bytes> requested, allocated, reserved;  // after every event that was done, if asked for
+    // after every event that was done: requested, allocated, reserved; and usable, spread, if a request is given
+    std::vector<std::vector<Bytes>> curves;
 };
 
 class Replayer {
@@ -39,10 +42,9 @@ class Replayer {
         result_.addresses.assign(events.block_count, kNotPlaced);
     }
 
-    ReplayResult run(bool curves) {
-        if (curves)
-            for (auto* curve : {&result_.requested, &result_.allocated, &result_.reserved})
-                curve->reserve(events_.count);
+    ReplayResult run(bool curves, std::optional<Bytes> request) {
+        result_.curves.resize(request ? 5 : (curves ? 3 : 0));
+        for (auto& curve : result_.curves) curve.reserve(events_.count);
         for (std::int64_t at = 0; at < events_.count; ++at) {
             allocator_.clock = at;
             if (events_.action[at] == kFree) {
@@ -51,10 +53,13 @@ class Replayer {
                 result_.failed_at = at;
                 break;
             }
-            if (!curves) continue;
-            result_.requested.push_back(allocator_.requested.now);
-            result_.allocated.push_back(allocator_.allocated.now);
-            result_.reserved.push_back(allocator_.reserved.now);
+            if (result_.curves.empty()) continue;
+            result_.curves[0].push_back(allocator_.requested.now);
+            result_.curves[1].push_back(allocator_.allocated.now);
+            result_.curves[2].push_back(allocator_.reserved.now);
+            if (!request) continue;
+            result_.curves[3].push_back(allocator_.usable_bytes(*request));
+            result_.curves[4].push_back(allocator_.spread_bytes());
         }
         return std::move(result_);
     }
@@ -71,7 +76,8 @@ class Replayer {
             result_.addresses[block] = kNowhere;
             return true;
         }
-        Block* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at]);
+        Block* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at],
+                                                  static_cast<Mobility>(events_.mobility[at]));
         if (placed != nullptr) {
             states_[block] = State::kLive;
             blocks_[block] = placed;

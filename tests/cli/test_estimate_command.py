@@ -65,8 +65,10 @@ def test_inference_takes_less_than_training(overspill: Overspill) -> None:
     assert inference["optimizer"] is None
 
 
-@pytest.mark.parametrize("allocator", ["tensorflow", "mxnet", "chainer", "cnmem"])
-def test_other_frameworks_allocators_take_at_least_what_is_requested(overspill: Overspill, allocator: str) -> None:
+@pytest.mark.parametrize(
+    "allocator", ["tensorflow", "mxnet", "chainer", "cnmem", "gtbm", "chunked", "best-fit", "buddy"]
+)
+def test_other_allocators_take_at_least_what_is_requested(overspill: Overspill, allocator: str) -> None:
     answer = overspill(f"estimate resnet18 --small --batch 8 --allocator {allocator} --gpu t4 --json").answer
     assert answer["allocator"] == allocator
     assert answer["peak_requested_bytes"] <= answer["peak_reserved_bytes"]

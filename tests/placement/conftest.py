@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
+from overspill.core import Mobility
 from overspill.placement import (
     ALLOCATORS,
+    BestFitConfig,
     BfcConfig,
+    BuddyConfig,
     CachingConfig,
     ChainerConfig,
+    ChunkedConfig,
     CnmemConfig,
     Events,
     MxnetConfig,
+    TwoEndedConfig,
     allocator_named,
 )
 from overspill.placement.base import Allocator
@@ -87,12 +92,20 @@ def _cnmem(r: random.Random) -> CnmemConfig:
     return CnmemConfig(pool_bytes=pool_bytes, grows=not pool_bytes or r.random() < 0.7)
 
 
+def _two_ended(r: random.Random) -> TwoEndedConfig:
+    return TwoEndedConfig(pool_bytes=r.choice([None, 0, 1000, 30 * MIB, 90 * MIB]), grows=r.random() < 0.7)
+
+
 _CONFIGS: dict[str, Callable[[random.Random], Any]] = {
     "pytorch": _caching,
     "tensorflow": _bfc,
     "mxnet": _mxnet,
     "chainer": lambda r: ChainerConfig(limit_bytes=r.choice([0, 0, 50 * MIB])),
     "cnmem": _cnmem,
+    "gtbm": _two_ended,
+    "chunked": lambda r: ChunkedConfig(chunk_bytes=r.choice([2, 2, 6, 40]) * MIB),
+    "best-fit": lambda r: BestFitConfig(step_bytes=r.choice([1, 512, 512, 1000])),
+    "buddy": lambda r: BuddyConfig(least_bytes=r.choice([1, 512]), segment_bytes=r.choice([2 * MIB, 16 * MIB, 4096])),
 }
 
 
@@ -116,7 +129,8 @@ def _random_events(r: random.Random) -> Events:
         nbytes = r.choice(few) if r.random() < 0.5 else int(2 ** r.uniform(0, largest))
         rows.append((2 if r.random() < 0.3 else 0, i, nbytes if r.random() > 0.02 else 0, r.choice([0, 0, 1, 2])))
         live.append(i)
-    return Events.from_rows(rows)
+    hints = random.Random(len(rows))
+    return Events.from_rows(rows, [hints.choice(list(Mobility)) for _ in rows])
 
 
 @pytest.fixture

@@ -12,10 +12,13 @@ import pytest
 from overspill.core.errors import OutOfMemory
 from overspill.placement import ALLOCATORS, FREE, Events, Replay, _native, allocator_named, native
 from overspill.placement.base import Allocator
+from overspill.placement.events import COLUMNS
 from overspill.placement.replay import replay_in_python, replay_natively
 
+MIB = 1 << 20
 TRACES = 10_000
 PARTS = 4
+NEVER_GIVE_BACK = ("cnmem", "gtbm", "chunked", "best-fit", "buddy")
 Case = Callable[[str, int], tuple[Events, Any, int | None]]
 
 
@@ -24,10 +27,10 @@ def differences(one: Replay, other: Replay) -> list[str]:
     return [f.name for f in fields(Replay) if not np.array_equal(getattr(one, f.name), getattr(other, f.name))]
 
 
-def outcome(allocator: Allocator, nbytes: int, stream: int) -> int | str:
+def outcome(allocator: Allocator, nbytes: int, stream: int, mobility: int) -> int | str:
     """The address, or the message that there is no room."""
     try:
-        return allocator.allocate(nbytes, stream)
+        return allocator.allocate(nbytes, stream, mobility)
     except OutOfMemory as error:
         return str(error)
 
@@ -38,15 +41,17 @@ def test_the_twins_agree_in_addresses_statistics_logs_and_failures(name: str, pa
     failures = skipped = retries = 0
     for seed in range(part * each, (part + 1) * each):
         events, config, capacity = random_case(name, seed)
-        python = replay_in_python(events, name, capacity, config, curves=True)
-        assert differences(python, replay_natively(events, name, capacity, config, curves=True)) == [], seed
+        request = 2**20 if seed % 2 else None
+        python = replay_in_python(events, name, capacity, config, curves=True, request_bytes=request)
+        core = replay_natively(events, name, capacity, config, curves=True, request_bytes=request)
+        assert differences(python, core) == [], seed
         failures += not python.fits
         skipped += python.skipped
         retries += python.retries
     # The traces are worth something: they meet the limit in every way.
-    assert failures > each // 50
-    assert skipped > each // 50
-    assert retries > 0 or name == "cnmem"
+    assert failures > each // 100
+    assert skipped > each // 100
+    assert retries > 0 or name in NEVER_GIVE_BACK
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -56,9 +61,9 @@ def test_the_twins_agree_call_by_call(name: str, seed: int, random_case: Case) -
         allocator_named(name, config, capacity_bytes=capacity, native=compiled) for compiled in (False, True)
     )
     live: dict[int, int] = {}
-    for action, block, nbytes, stream in zip(events.action, events.block, events.nbytes, events.stream, strict=True):
+    for action, block, nbytes, *rest in zip(*(getattr(events, column) for column in COLUMNS), strict=True):
         if action != FREE:
-            placed = [outcome(allocator, int(nbytes), int(stream)) for allocator in (python, core)]
+            placed = [outcome(allocator, int(nbytes), *map(int, rest)) for allocator in (python, core)]
             assert placed[0] == placed[1]
             if isinstance(placed[0], int):
                 live[int(block)] = placed[0]
@@ -68,6 +73,8 @@ def test_the_twins_agree_call_by_call(name: str, seed: int, random_case: Case) -
             core.free(address)
         assert core.segments() == python.segments()
         assert core.reserved == python.reserved
+        assert core.spread_bytes == python.spread_bytes
+        assert core.usable_bytes(MIB) == python.usable_bytes(MIB)
     assert core.segment_log == python.segment_log
     assert core.clock == python.clock
     assert core.device_used_bytes == python.device_used_bytes

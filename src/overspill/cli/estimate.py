@@ -50,7 +50,10 @@ Gpu = Annotated[
         show_default=False,
     ),
 ]
-AllocatorName = Annotated[str, typer.Option(metavar="NAME", help="pytorch, tensorflow, mxnet, chainer or cnmem.")]
+AllocatorName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy."),
+]
 AllocatorConfig = Annotated[
     str | None,
     typer.Option(

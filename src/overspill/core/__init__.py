@@ -17,4 +17,5 @@ from .timeline import Stall as Stall
 from .timeline import Stream as Stream
 from .timeline import Timeline as Timeline
 from .trace import Block as Block
+from .trace import Mobility as Mobility
 from .trace import Trace as Trace

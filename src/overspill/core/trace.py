@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
 
 from .saved import Saved
+
+
+class Mobility(IntEnum):
+    """How long a block stays, as far as is known beforehand (Dymem §3.3.2): what allocators may group blocks by.
+
+    `MOVABLE`: one layer waits for it, so it goes soon; also what nothing is known of. `TEMPORARY`: several layers need
+    it, or it waits to be joined. `RECLAIMED`: of a layer that is not selected for offloading.
+    """
+
+    MOVABLE = 0
+    TEMPORARY = 1
+    RECLAIMED = 2
 
 
 @dataclass(frozen=True)
@@ -19,6 +32,7 @@ class Block:
     workspace of a convolution engine. `alignment`: its address is a multiple of this. `pinned`: the address that it must
     have, if any. `gaps`: half-open intervals, in order and apart, in which it is dead and others may use its place, but
     to which it returns; a block that may come back elsewhere is two blocks. `space`: which of several memories it is in.
+    `mobility`: a hint for allocators that group blocks.
     """
 
     id: int
@@ -32,6 +46,7 @@ class Block:
     pinned: int | None = None
     gaps: tuple[tuple[int, int], ...] = ()
     space: int = 0
+    mobility: Mobility = Mobility.MOVABLE
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from overspill.core import Mobility
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
@@ -75,15 +76,18 @@ class Allocator(ABC):
     name: str
     capacity_bytes: int | None
     clock: int
-    coalesces: ClassVar[bool] = True
+    coalesces: bool = True
     """Whether free neighbours are always joined; without splits there are none."""
 
-    def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """The address of a block of at least `nbytes` on `stream`; NOWHERE for no bytes. Raises OutOfMemory."""
+    def allocate(self, nbytes: int, stream: int = 0, mobility: int = Mobility.MOVABLE) -> int:
+        """The address of a block of at least `nbytes` on `stream`; NOWHERE for no bytes. Raises OutOfMemory.
+
+        `mobility` is a hint for those that group blocks; the others do not look at it.
+        """
         if nbytes < 0:
             raise RequestError(f"cannot allocate {nbytes} bytes")
         at = self.clock
-        address = self._place(nbytes, stream) if nbytes else NOWHERE
+        address = self._place(nbytes, stream, mobility) if nbytes else NOWHERE
         if address is None:
             raise self._out_of_memory(nbytes)
         self.clock = at + 1
@@ -125,6 +129,18 @@ class Allocator(ABC):
     def device_used_bytes(self) -> int:
         """The memory that the device has given out, in whole pages."""
 
+    @property
+    @abstractmethod
+    def spread_bytes(self) -> int:
+        """The bytes of all segments up to the end of their last live blocks (Dymem's "used", Fig. 15).
+
+        A pool that is filled from both ends counts all but the gap between them.
+        """
+
+    @abstractmethod
+    def usable_bytes(self, request_bytes: int) -> int:
+        """The bytes of the free blocks that hold `request_bytes`, by their sizes alone: the sum of Dymem's eq. 1."""
+
     @abstractmethod
     def segments(self) -> tuple[SegmentView, ...]:
         """All segments with the blocks inside, by address."""
@@ -134,7 +150,7 @@ class Allocator(ABC):
         """The addresses that were given out and not given back."""
 
     @abstractmethod
-    def _place(self, nbytes: int, stream: int) -> int | None:
+    def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
         """The address of a new live block of at least `nbytes`, which is not 0; None without room."""
 
     @abstractmethod

@@ -37,6 +37,14 @@ class Block:
         """Whether the block is only a part of its segment."""
         return self.prev is not None or self.next is not None
 
+    @property
+    def last(self) -> bool:
+        """Whether no live block lies behind it in its segment."""
+        following = self.next
+        while following is not None and following.free:
+            following = following.next
+        return following is None
+
     def cut(self, size: int) -> Block:
         """A new block of the first `size` bytes; this one keeps the rest."""
         front = Block(self.address, size, self.stream, prev=self.prev, next=self, base=self.base, pool=self.pool)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from overspill.core import Trace
+from overspill.core import Mobility, Trace
 from overspill.core.errors import RequestError
 
 ALLOCATE, FREE, TRY = 0, 1, 2
 """What an event does. TRY is an elastic allocation: if there is no room for it, it and its free are skipped."""
 
+COLUMNS: dict[str, type[np.signedinteger]] = {
+    "action": np.int8, "block": np.int64, "nbytes": np.int64, "stream": np.int32, "mobility": np.int8,
+}  # fmt: skip
+"""The arrays of Events, in order, and what they hold."""
 MOST_BLOCKS = 1 << 31
 """Blocks are indices of arrays, so a large number would take much memory."""
 
@@ -22,19 +26,22 @@ MOST_BLOCKS = 1 << 31
 class Events:
     """Allocations and frees in time order; event `i` does `action[i]` to `block[i]`.
 
-    `nbytes` is the requested size (ignored for FREE), `stream` the stream that the block belongs to. A block may be
-    allocated again once it is free.
+    `nbytes` is the requested size (ignored for FREE), `stream` the stream that the block belongs to, `mobility` what
+    allocators may group it by (a Mobility; all are movable if it is left out). A block may be allocated again once it is free.
     """
 
     action: NDArray[np.int8]
     block: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     stream: NDArray[np.int32]
+    mobility: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
 
     def __post_init__(self) -> None:
-        for name, kind in (("action", np.int8), ("block", np.int64), ("nbytes", np.int64), ("stream", np.int32)):
+        for name, kind in COLUMNS.items():
             object.__setattr__(self, name, _whole_numbers(name, getattr(self, name), kind))
-        lengths = {len(self.action), len(self.block), len(self.nbytes), len(self.stream)}
+        if not len(self.mobility):
+            object.__setattr__(self, "mobility", np.zeros(len(self.action), dtype=np.int8))
+        lengths = {len(getattr(self, name)) for name in COLUMNS}
         if len(lengths) > 1:
             raise RequestError(f"events need arrays of one length, not of {', '.join(map(str, sorted(lengths)))}")
         self._refuse((self.action < ALLOCATE) | (self.action > TRY), "has an action other than 0, 1 or 2")
@@ -42,6 +49,8 @@ class Events:
         self._refuse(self.block >= MOST_BLOCKS, f"has a block above {MOST_BLOCKS - 1}; number blocks from 0")
         self._refuse(self.nbytes < 0, "has a negative size")
         self._refuse(self.stream < 0, "has a negative stream")
+        known = (self.mobility >= min(Mobility)) & (self.mobility <= max(Mobility))
+        self._refuse(~known, f"has a mobility other than {', '.join(map(str, map(int, Mobility)))}")
 
     def __len__(self) -> int:
         return len(self.action)
@@ -80,14 +89,15 @@ class Events:
             rows.append((TRY if block.elastic else ALLOCATE, i, block.nbytes, block.stream))
             if i in instants:
                 rows.append((FREE, i, 0, block.stream))
-        return cls.from_rows(rows)
+        return cls.from_rows(rows, [trace.blocks[row[1]].mobility for row in rows])
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[int, int, int, int]]) -> Events:
-        """The events given as `(action, block, nbytes, stream)`."""
+    def from_rows(cls, rows: Sequence[tuple[int, int, int, int]], mobility: Sequence[int] | None = None) -> Events:
+        """The events given as `(action, block, nbytes, stream)`, with the mobility of each (None: all are movable)."""
         table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
         action, block, nbytes, stream = table.T
-        return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32))
+        groups = np.array(mobility or [], dtype=np.int8)
+        return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32), groups)
 
     def _refuse(self, wrong: NDArray[np.bool_], what: str) -> None:
         if wrong.any():

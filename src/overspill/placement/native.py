@@ -81,6 +81,13 @@ class NativeAllocator(Allocator):
     def device_used_bytes(self) -> int:
         return self._core.used_bytes
 
+    @property
+    def spread_bytes(self) -> int:
+        return self._core.spread_bytes
+
+    def usable_bytes(self, request_bytes: int) -> int:
+        return self._core.usable_bytes(request_bytes)
+
     def live_addresses(self) -> list[int]:
         return self._core.live_addresses()
 
@@ -93,8 +100,8 @@ class NativeAllocator(Allocator):
             found.append(SegmentView(views[0].address, sum(view.nbytes for view in views), mapped, blocks[0][5], views))
         return tuple(found)
 
-    def _place(self, nbytes: int, stream: int) -> int | None:
-        return self._core.allocate(nbytes, stream) if nbytes <= ADDRESS_SPACE_BYTES else None
+    def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
+        return self._core.allocate(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
 
     def _take_back(self, address: int) -> bool:
         return self._core.free(address)

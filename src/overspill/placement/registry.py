@@ -9,16 +9,30 @@ from overspill.core.errors import RequestError
 
 from . import native as native_core
 from .base import Allocator
+from .best_fit import BestFitAllocator
 from .bfc import BfcAllocator
+from .buddy import BuddyAllocator
 from .caching import CachingAllocator
 from .chainer import ChainerAllocator
+from .chunked import ChunkedAllocator
 from .cnmem import CnmemAllocator
 from .mxnet import MxnetAllocator
 from .twin import PythonAllocator
+from .two_ended import TwoEndedAllocator
 
 ALLOCATORS: dict[str, type[PythonAllocator]] = {
     allocator.name: allocator
-    for allocator in (CachingAllocator, BfcAllocator, MxnetAllocator, ChainerAllocator, CnmemAllocator)
+    for allocator in (
+        CachingAllocator,
+        BfcAllocator,
+        MxnetAllocator,
+        ChainerAllocator,
+        CnmemAllocator,
+        TwoEndedAllocator,
+        ChunkedAllocator,
+        BestFitAllocator,
+        BuddyAllocator,
+    )
 }
 
 
@@ -41,5 +55,7 @@ def allocator_named(
     """
     twin = allocator_type(name)
     if native and native_core.AVAILABLE:
-        return native_core.NativeAllocator(name, twin.config_type, config, capacity_bytes=capacity_bytes)
+        core = native_core.NativeAllocator(name, twin.config_type, config, capacity_bytes=capacity_bytes)
+        core.coalesces = twin.coalesces
+        return core
     return twin(config, capacity_bytes=capacity_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +17,11 @@ from overspill.core.units import format_bytes
 from . import native as native_core
 from .base import SEGMENT_ACTIONS, Gauge, SegmentEvent
 from .device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SMALL_BYTES, round_up
-from .events import ALLOCATE, FREE, Events
+from .events import ALLOCATE, COLUMNS, FREE, Events
 from .registry import allocator_named, allocator_type
 
 GAUGES = ("requested", "allocated", "reserved")
+FRAGMENTS = ("usable", "spread")
 NOT_PLACED = -1
 _PROBES = 8
 """How many capacities above its answer `minimum_capacity` tries again."""
@@ -33,7 +34,8 @@ class Replay:
     `failed_at` is the event that found no room, the last one that was tried (None: all were done). `skipped` counts
     elastic allocations that found no room, `retries` those for which all cached memory was given back first.
     `addresses[i]` is where block `i` was placed last (NOT_PLACED: never). With `curves`, `requested`, `allocated` and
-    `reserved` are the bytes after each event that was done.
+    `reserved` are the bytes after each event that was done; with `request_bytes` all of these are there, and `usable`,
+    the bytes of the free blocks that hold so much, and `spread`, what the allocator's segments are used up to.
     """
 
     allocator: str
@@ -52,6 +54,8 @@ class Replay:
     requested: NDArray[np.int64] | None = None
     allocated: NDArray[np.int64] | None = None
     reserved: NDArray[np.int64] | None = None
+    usable: NDArray[np.int64] | None = None
+    spread: NDArray[np.int64] | None = None
 
     @property
     def fits(self) -> bool:
@@ -68,6 +72,18 @@ class Replay:
         return max(int(np.cumsum(np.where(grows, pages, -pages)).max()), self.peak_reserved_bytes)
 
     @cached_property
+    def unusable(self) -> NDArray[np.float64]:
+        """The share of free bytes in blocks too small for the request after each event, 0 where none is free.
+
+        U_f of eq. 1 in Dymem §3.3.1, for blocks of any size: 1 says that the request finds no free block. Raises
+        RequestError if the replay was made without `request_bytes`.
+        """
+        if self.reserved is None or self.allocated is None or self.usable is None:
+            raise RequestError("unusable space is that of a request: replay with request_bytes")
+        free = self.reserved - self.allocated
+        return (free - self.usable) / np.maximum(free, 1)
+
+    @cached_property
     def segment_events(self) -> tuple[SegmentEvent, ...]:
         """The exchanges of memory with the device, in order."""
         rows = self.segment_table.tolist()
@@ -82,37 +98,54 @@ def replay(
     config: Any = None,
     native: bool = True,
     curves: bool = False,
+    request_bytes: int | None = None,
 ) -> Replay:
     """What `allocator` does with `events` on an empty device of `capacity_bytes` (None: unlimited).
 
     It stops at the first allocation that is not elastic and finds no room. `native` uses the compiled twin where it
-    is installed. Raises RequestError when the events free or allocate a block in the wrong state.
+    is installed. An allocator that sizes itself by a first run makes that on the same events. `curves` and
+    `request_bytes` (which takes longer) say what is kept of every event. Raises RequestError when the events free or
+    allocate a block in the wrong state.
     """
     run = replay_natively if native and native_core.AVAILABLE else replay_in_python
-    return run(events, allocator, capacity_bytes, config, curves)
+    config = _settled(events, allocator, config, native=native)
+    return run(events, allocator, capacity_bytes, config, curves, request_bytes)
+
+
+def _settled(events: Events, allocator: str, config: Any, *, native: bool) -> Any:
+    """`config` with what `allocator` learns from a first run of `events` on a device without limit."""
+
+    def trial(first: Any) -> Replay:
+        return replay(events, allocator, config=first, native=native, request_bytes=0)
+
+    return allocator_type(allocator).settled(config, trial)
 
 
 def replay_in_python(
-    events: Events, name: str, capacity_bytes: int | None, config: Any = None, curves: bool = False
+    events: Events,
+    name: str,
+    capacity_bytes: int | None,
+    config: Any = None,
+    curves: bool = False,
+    request_bytes: int | None = None,
 ) -> Replay:
     """The same as `replay`, on the Python twin."""
     allocator = allocator_named(name, config, capacity_bytes=capacity_bytes)
     addresses = np.full(events.block_count, NOT_PLACED, dtype=np.int64)
     live: dict[int, int] = {}
     without_room: set[int] = set()
-    history: list[tuple[int, int, int]] = []
+    width = 0 if not curves and request_bytes is None else len(GAUGES if request_bytes is None else GAUGES + FRAGMENTS)
+    history: list[list[int]] = []
     failed_at: int | None = None
     skipped = 0
-    rows = zip(
-        events.action.tolist(), events.block.tolist(), events.nbytes.tolist(), events.stream.tolist(), strict=True
-    )
-    for at, (action, block, nbytes, stream) in enumerate(rows):
+    rows = zip(*(getattr(events, column).tolist() for column in COLUMNS), strict=True)
+    for at, (action, block, nbytes, stream, mobility) in enumerate(rows):
         allocator.clock = at
         if action != FREE:
             if block in live or block in without_room:
                 raise RequestError(f"event {at} allocates block {block}, which is live")
             try:
-                live[block] = addresses[block] = allocator.allocate(nbytes, stream)
+                live[block] = addresses[block] = allocator.allocate(nbytes, stream, mobility)
             except OutOfMemory:
                 if action == ALLOCATE:
                     failed_at = at
@@ -125,8 +158,10 @@ def replay_in_python(
             allocator.free(live.pop(block))
         else:
             raise RequestError(f"event {at} frees block {block}, which is not live")
-        if curves:
-            history.append((allocator.requested.now, allocator.allocated.now, allocator.reserved.now))
+        if width:
+            history.append([allocator.requested.now, allocator.allocated.now, allocator.reserved.now])
+        if request_bytes is not None:
+            history[-1] += [allocator.usable_bytes(request_bytes), allocator.spread_bytes]
     table = [(e.at, SEGMENT_ACTIONS.index(e.action), e.address, e.nbytes, e.stream) for e in allocator.segment_log]
     return _result(
         allocator=name,
@@ -137,18 +172,30 @@ def replay_in_python(
         addresses=addresses,
         segment_table=np.array(table, dtype=np.int64).reshape(len(table), 5),
         gauges=(allocator.requested, allocator.allocated, allocator.reserved),
-        curves=np.array(history, dtype=np.int64).reshape(len(history), 3).T if curves else None,
+        curves=list(np.array(history, dtype=np.int64).reshape(len(history), width).T),
     )
 
 
 def replay_natively(
-    events: Events, name: str, capacity_bytes: int | None, config: Any = None, curves: bool = False
+    events: Events,
+    name: str,
+    capacity_bytes: int | None,
+    config: Any = None,
+    curves: bool = False,
+    request_bytes: int | None = None,
 ) -> Replay:
     """The same as `replay`, on the native core."""
     try:
         core = native_core.simulated_allocator(name, allocator_type(name).config_type, config, capacity_bytes)
-        failed_at, skipped, addresses, *histories = core.replay(
-            events.action, events.block, events.nbytes, events.stream, events.block_count, curves
+        failed_at, skipped, addresses, histories = core.replay(
+            events.action,
+            events.block,
+            events.nbytes,
+            events.stream,
+            events.mobility,
+            events.block_count,
+            curves,
+            request_bytes,
         )
     except ValueError as error:
         raise RequestError(str(error)) from None
@@ -162,16 +209,16 @@ def replay_natively(
         addresses=addresses,
         segment_table=core.segment_table(),
         gauges=(requested, allocated, reserved),
-        curves=histories if curves else None,
+        curves=histories,
     )
 
 
-def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Iterable[NDArray[np.int64]] | None, **fields: Any) -> Replay:
-    """The Replay with these gauges of requested, allocated and reserved bytes, and their curves in the same order."""
+def _result(*, gauges: tuple[Gauge, Gauge, Gauge], curves: Sequence[NDArray[np.int64]], **fields: Any) -> Replay:
+    """The Replay with these gauges of requested, allocated and reserved bytes, and the curves that were kept."""
     for name, gauge in zip(GAUGES, gauges, strict=True):
         fields[f"peak_{name}_bytes"] = gauge.peak
         fields[f"peak_{name}_at"] = gauge.peak_at
-    for name, curve in zip(GAUGES, curves, strict=True) if curves is not None else ():
+    for name, curve in zip(GAUGES + FRAGMENTS, curves, strict=False):
         fields[name] = np.ascontiguousarray(curve)
     return Replay(**fields)
 
@@ -188,6 +235,7 @@ def minimum_capacity(events: Events, allocator: str = "pytorch", config: Any = N
     def survives(pages: int) -> bool:
         return replay(events, allocator, capacity_bytes=pages * PAGE_BYTES, config=config, native=native).fits
 
+    config = _settled(events, allocator, config, native=native)
     requested = round_up(events.peak_requested_bytes, PAGE_BYTES) // PAGE_BYTES
     too_little, enough = requested - 1, max(requested, _reserved_pages(events, allocator, config, native=native))
     while not survives(enough):
@@ -224,7 +272,8 @@ def _reserved_pages(events: Events, allocator: str, config: Any, *, native: bool
 def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, native: bool = True) -> Layout:
     """The Layout that `allocator` gives `trace` on an unlimited device.
 
-    Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed.
+    Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed. Those of
+    an allocator that maps memory to one address after another are virtual, and the peak can be more.
     """
     result = replay(Events.of(trace), allocator, config=config, native=native)
     if result.failed_at is not None:

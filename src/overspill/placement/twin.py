@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .base import GAINS, Allocator, BlockView, Gauge, SegmentAction, SegmentEvent, SegmentView, config_or_default
 from .blocks import Block
 from .device import ADDRESS_SPACE_BYTES, SimulatedDevice
+
+if TYPE_CHECKING:
+    from .replay import Replay
 
 
 class PythonAllocator(Allocator):
@@ -32,6 +35,10 @@ class PythonAllocator(Allocator):
     def _find_block(self, nbytes: int, stream: int) -> Block | None:
         """A block of at least `nbytes`, in none of the free indexes; None when all attempts failed."""
 
+    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> Block | None:  # noqa: ARG002
+        """The same for a block of `mobility`, for allocators that group by it."""
+        return self._find_block(nbytes, stream)
+
     @abstractmethod
     def _return_block(self, block: Block) -> None:
         """Put `block` into a free index, joined with its neighbours."""
@@ -40,8 +47,13 @@ class PythonAllocator(Allocator):
     def _idle_blocks(self) -> Iterator[Block]:
         """All blocks that are not live, from the free indexes."""
 
-    def _place(self, nbytes: int, stream: int) -> int | None:
-        block = self._find_block(nbytes, stream) if nbytes <= ADDRESS_SPACE_BYTES else None
+    @classmethod
+    def settled(cls, config: Any, trial: Callable[[Any], Replay]) -> Any:  # noqa: ARG003
+        """`config` with what the allocator would learn from a first run, which `trial` makes under a configuration."""
+        return config
+
+    def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
+        block = self._find_grouped_block(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
         if block is None:
             return None
         block.free, block.requested = False, nbytes
@@ -101,6 +113,15 @@ class PythonAllocator(Allocator):
     @property
     def device_used_bytes(self) -> int:
         return self.device.used_bytes
+
+    @property
+    def spread_bytes(self) -> int:
+        return self._reserved.now - sum(block.size for block in self._idle_blocks() if block.mapped and block.last)
+
+    def usable_bytes(self, request_bytes: int) -> int:
+        if request_bytes <= 1:
+            return self._reserved.now - self._allocated.now
+        return sum(block.size for block in self._idle_blocks() if block.mapped and block.size >= request_bytes)
 
     def live_addresses(self) -> list[int]:
         return list(self._live)

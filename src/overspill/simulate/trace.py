@@ -2,32 +2,105 @@
 
 from __future__ import annotations
 
-from overspill.core import Block, Graph, Schedule, Trace, Verb
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from overspill.core import Block, Graph, LayerType, Mobility, Op, Phase, Schedule, TensorKind, Trace, Verb
+
+STAYING = frozenset({LayerType.LINEAR, LayerType.SOFTMAX, LayerType.LOSS, LayerType.DROPOUT})
+"""Layers whose tensors are "reclaimed" (Dymem, Algorithm 3, line 2: FC, softmax, dropout); softmax comes with the loss."""
 
 
 def trace_of(graph: Graph, schedule: Schedule) -> Trace:
     """The blocks that `schedule` allocates on the device; positions count instructions, workspaces are blocks of their own.
 
-    The lower bound of this trace is the peak that `check` finds.
+    The lower bound of this trace is the peak that `check` finds. Blocks have the mobility of Dymem's Algorithm 3, which
+    is about feature maps and their gradients: workspaces are temporary, and weights and their gradients movable, for
+    where these lie is where they stay.
     """
-    end = len(schedule.instructions)
-    open_since: dict[int, int] = {t.id: 0 for t in graph.tensors if t.persistent and t.id not in schedule.stored}
-    spans: list[tuple[int, int, int, str]] = []
+    device = _Device(graph, schedule)
     for position, instruction in enumerate(schedule.instructions):
-        if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
+        if instruction.verb is Verb.RUN:
             op = graph.ops[instruction.target]
-            recompute = instruction.verb is Verb.RECOMPUTE
-            extra = op.workspace_of(instruction.algorithm)
-            for tensor in op.recompute_writes if recompute else op.writes:
-                if recompute and tensor in open_since:
-                    extra += graph.tensors[tensor].nbytes
-                open_since.setdefault(tensor, position)
-            if extra:
-                spans.append((position, position + 1, extra, f"workspace of {op.name}"))
+            device.run(position, op, op.reads, op.writes, op.workspace_of(instruction.algorithm))
+        elif instruction.verb is Verb.RECOMPUTE:
+            op = graph.ops[instruction.target]
+            twice = sum(graph.tensors[t].nbytes for t in op.recompute_writes if t in device.stays)
+            workspace_bytes = op.workspace_of(instruction.algorithm) + twice
+            device.run(position, op, op.recompute_reads, op.recompute_writes, workspace_bytes)
         elif instruction.verb is Verb.PREFETCH:
-            open_since[instruction.target] = position
+            device.stays[instruction.target] = _Stay(position)
         elif instruction.verb is Verb.FREE:
-            freed = graph.tensors[instruction.target]
-            spans.append((open_since.pop(freed.id), position, freed.nbytes, freed.name))
-    spans += [(start, end, graph.tensors[t].nbytes, graph.tensors[t].name) for t, start in open_since.items()]
-    return Trace(tuple(Block(i, *span) for i, span in enumerate(sorted(spans))))
+            device.free(position, instruction.target)
+    for tensor in tuple(device.stays):
+        device.free(len(schedule.instructions), tensor)
+    return device.trace()
+
+
+@dataclass
+class _Stay:
+    """A tensor's time on the device so far: since when, made by which op (None: brought), and the layers that read it.
+
+    `waits`: it was made in forward, and the layer that ran next was not among its readers.
+    """
+
+    since: int
+    maker: Op | None = None
+    readers: set[str] = field(default_factory=set)
+    waits: bool = False
+
+    def read_by(self, layer: str) -> None:
+        if self.maker is None or self.maker.layer != layer:
+            self.readers.add(layer)
+
+    @property
+    def mobility(self) -> Mobility:
+        """Algorithm 3 of Dymem: by the layer's type, by how many layers need the tensor, and by whether it waits."""
+        if self.maker is not None and self.maker.layer_type in STAYING:
+            return Mobility.RECLAIMED
+        return Mobility.TEMPORARY if len(self.readers) > 1 or self.waits else Mobility.MOVABLE
+
+
+class _Device:
+    """What is on the device as instructions are carried out, and the blocks of what has gone."""
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.stays = {t.id: _Stay(0) for t in graph.tensors if t.persistent and t.id not in schedule.stored}
+        self._graph = graph
+        self._layer = ""
+        self._made: list[_Stay] = []  # by the layer that ran last
+        self._blocks: list[tuple[int, int, int, str, Mobility]] = []  # start, end, bytes, name, mobility
+
+    def run(self, position: int, op: Op, reads: Iterable[int], writes: Iterable[int], workspace_bytes: int) -> None:
+        """An op that reads and writes these tensors beside its workspace."""
+        for tensor in reads:
+            if tensor in self.stays:
+                self.stays[tensor].read_by(op.layer)
+        if op.layer != self._layer:
+            for stay in self._made:
+                stay.waits = op.layer not in stay.readers
+            self._made, self._layer = [], op.layer
+        for tensor in writes:
+            if tensor not in self.stays:
+                self.stays[tensor] = _Stay(position, op)
+                if op.phase is Phase.FORWARD:
+                    self._made.append(self.stays[tensor])
+        if workspace_bytes:
+            name = f"workspace of {op.name}"
+            self._blocks.append((position, position + 1, workspace_bytes, name, Mobility.TEMPORARY))
+
+    def free(self, position: int, tensor: int) -> None:
+        """A tensor leaves the device."""
+        stay, made = self.stays.pop(tensor), self._graph.tensors[tensor]
+        stays = made.persistent or made.kind is TensorKind.GRADIENT
+        mobility = Mobility.MOVABLE if stays else stay.mobility
+        self._blocks.append((stay.since, position, made.nbytes, made.name, mobility))
+
+    def trace(self) -> Trace:
+        """All blocks, numbered by when they start."""
+        return Trace(
+            tuple(
+                Block(i, start, end, nbytes, name, mobility=mobility)
+                for i, (start, end, nbytes, name, mobility) in enumerate(sorted(self._blocks))
+            )
+        )

@@ -1,0 +1,131 @@
+// Dymem's pool, filled from both ends by the mobility of blocks (GTBM), with an incremental space beside it.
+// Twin of src/overspill/placement/two_ended.py, which cites the rules.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "allocator.hpp"
+
+namespace overspill {
+
+struct TwoEndedConfig {
+    std::optional<Bytes> pool_bytes;
+    bool grows = true;
+};
+
+class TwoEndedAllocator final : public Allocator {
+  public:
+    TwoEndedAllocator(Device& device, const TwoEndedConfig& config) : Allocator(device), config_(config) {}
+
+    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+
+    // The bytes used from both ends of the main space, and the incremental space.
+    Bytes spread_bytes() const override {
+        const auto gap = idle_.lower_bound(Key{kGap});
+        return reserved.now - (gap != idle_.end() && gap->second->arena == kGap ? gap->second->size : 0);
+    }
+
+  protected:
+    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+        return find_grouped_block(nbytes, stream, Mobility::kMovable);
+    }
+
+    Block* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility mobility) override {
+        if (!opened_) open(stream);
+        const Bytes size = round_up(nbytes, kStepBytes);
+        if (mobility == Mobility::kReclaimed) {
+            Block* block = outside(size, stream);
+            return block != nullptr ? block : inside(size, kLow);
+        }
+        Block* block = inside(size, mobility == Mobility::kTemporary ? kHigh : kLow);
+        if (block == nullptr && config_.grows) block = outside(size, stream);
+        return block;
+    }
+
+    void return_block(Block* block) override {
+        if (block->arena == kOutside) {
+            segment_free(block);
+            return;
+        }
+        for (Block* other : {block->prev, block->next}) {
+            if (other == nullptr || !other->free) continue;
+            idle_.erase(key(other));
+            blocks_.absorb(block, other);
+        }
+        put(block);
+    }
+
+  private:
+    enum Arena : std::int8_t { kLow = 0, kGap = 1, kHigh = 2, kOutside = 3 };
+
+    static constexpr Bytes kStepBytes = 512;
+    static constexpr Bytes kFirstPoolBytes = Bytes{10} << 30;
+
+    // Among equals the one that is further from the gap is the first.
+    static Key key(const Block* block) {
+        return {block->arena, block->size, block->arena == kHigh ? -block->address : block->address};
+    }
+
+    // Take the main space from the device: what was asked for, or all there is.
+    void open(std::int32_t stream) {
+        opened_ = true;
+        const auto capacity = device_.capacity_bytes();
+        const Bytes first = capacity ? *capacity / 12 * 10 + *capacity % 12 * 10 / 12 : kFirstPoolBytes;
+        Bytes size = round_up(config_.pool_bytes.value_or(first), kStepBytes);
+        if (capacity) size = std::min(size, (*capacity - device_.used_bytes()) / kPageBytes * kPageBytes);
+        if (size == 0) return;
+        if (Block* pool = segment_malloc(size, stream)) put(pool);
+    }
+
+    Block* outside(Bytes size, std::int32_t stream) {
+        Block* block = segment_malloc(size, stream);
+        if (block != nullptr) block->arena = kOutside;
+        return block;
+    }
+
+    // A block from one end of the main space, or from where else there is room.
+    Block* inside(Bytes size, Arena end) {
+        for (const Arena arena : {end, kGap, end == kLow ? kHigh : kLow}) {
+            const auto it = idle_.lower_bound(Key{arena, size});
+            if (it == idle_.end() || it->second->arena != arena) continue;
+            Block* block = it->second;
+            idle_.erase(it);
+            return cut(block, size, arena == kGap ? end : arena);
+        }
+        return nullptr;
+    }
+
+    // Bytes of a free block, from its lower or its upper side as the end has it; the rest stays free.
+    Block* cut(Block* hole, Bytes size, Arena end) {
+        if (hole->size == size) {
+            hole->arena = end;
+            return hole;
+        }
+        Block* front = blocks_.cut(hole, end == kLow ? size : hole->size - size);
+        Block* taken = end == kLow ? front : hole;
+        taken->arena = end;
+        put(end == kLow ? hole : front);
+        return taken;
+    }
+
+    // Make `block` a hole of the end that lies around it, or the gap; its neighbours are live.
+    void put(Block* block) {
+        if (block->next != nullptr && block->next->arena == kLow)
+            block->arena = kLow;
+        else if (block->prev != nullptr && block->prev->arena == kHigh)
+            block->arena = kHigh;
+        else
+            block->arena = kGap;
+        idle_.emplace(key(block), block);
+    }
+
+    TwoEndedConfig config_;
+    FreeBlocks idle_;
+    bool opened_ = false;
+};
+
+}  // namespace overspill
