@@ -72,6 +72,18 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         return all;
     }
 
+    // Give all memory without live blocks back to the device.
+    void release_cached() {
+        for (Pool* pool : {&large_, &small_}) {
+            if (expandable_) {
+                expandable_->release(*pool);
+                continue;
+            }
+            for (Block* block : snapshot(pool->free))
+                if (!block->split()) release(block);
+        }
+    }
+
   protected:
     Block* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_size(nbytes, config_.roundup_power2_divisions);
@@ -184,17 +196,6 @@ class CachingAllocator final : public Allocator, private PoolOwner {
             release(block);
         }
         return released >= wanted;
-    }
-
-    void release_cached() {
-        for (Pool* pool : {&large_, &small_}) {
-            if (expandable_) {
-                expandable_->release(*pool);
-                continue;
-            }
-            for (Block* block : snapshot(pool->free))
-                if (!block->split()) release(block);
-        }
     }
 
     void collect_garbage() {

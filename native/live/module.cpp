@@ -1,0 +1,236 @@
+// The extension overspill.runtime._live: the live allocator's Python face, and the C functions that PyTorch calls.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <sys/types.h>
+#include <time.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "allocator.hpp"
+#include "cuda_device.hpp"
+#include "host_device.hpp"
+#include "two_ended_pool.hpp"
+#include "virtual_pool.hpp"
+
+namespace nb = nanobind;
+
+namespace overspill::live {
+namespace {
+
+template <typename T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+double thread_seconds() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+std::unique_ptr<LiveDevice> make_device(const std::string& name, int index, std::optional<Bytes> capacity_bytes,
+                                        bool events_by_hand) {
+    if (name == "cuda") return std::make_unique<CudaDevice>(index, capacity_bytes);
+    if (name == "host") return std::make_unique<HostDevice>(capacity_bytes, events_by_hand);
+    if (name == "simulated") return std::make_unique<SimulatedLiveDevice>(capacity_bytes, events_by_hand);
+    throw std::invalid_argument("there is no device '" + name + "'");
+}
+
+std::unique_ptr<MemoryPool> make_pool(const std::string& name, LiveDevice& device, Bytes main_bytes,
+                                      Bytes chunk_bytes) {
+    if (name == "best-fit") return std::make_unique<BestFitPool>(device);
+    if (name == "two-ended") return std::make_unique<TwoEndedPool>(device, main_bytes);
+    if (name == "virtual") return std::make_unique<VirtualPool>(device, chunk_bytes);
+    throw std::invalid_argument("there is no pool '" + name + "'");
+}
+
+// The allocators that PyTorch calls, by CUDA device. They live as long as the process: tensors may outlive anything.
+constexpr int kMostDevices = 64;
+std::array<std::atomic<LiveAllocator*>, kMostDevices> installed;
+
+LiveAllocator* installed_on(int device) {
+    return device >= 0 && device < kMostDevices ? installed[static_cast<std::size_t>(device)].load() : nullptr;
+}
+
+class Core {
+  public:
+    Core(const std::string& device, const std::string& pool, int index, std::optional<Bytes> capacity_bytes,
+         Bytes main_bytes, Bytes chunk_bytes, bool events_by_hand) {
+        auto memory = make_device(device, index, capacity_bytes, events_by_hand);
+        auto blocks = make_pool(pool, *memory, main_bytes, chunk_bytes);
+        allocator_ = std::make_shared<LiveAllocator>(std::move(memory), std::move(blocks));
+    }
+
+    std::optional<Address> allocate(Bytes nbytes, Stream stream) { return allocator_->allocate(nbytes, stream); }
+    bool free(Address address) { return allocator_->free(address); }
+    bool use(Address address, Stream stream) { return allocator_->use(address, stream); }
+    void begin_step() { allocator_->begin_step(); }
+    void interrupt() { allocator_->interrupt(); }
+    void resume() { allocator_->resume(); }
+    void set_temporary(bool temporary) { allocator_->set_temporary(temporary); }
+    void start_recording() { allocator_->start_recording(); }
+    void forget_plan() { allocator_->forget_plan(); }
+    void trim() { allocator_->trim(); }
+
+    // (what, block, bytes, stream) a row
+    nb::ndarray<nb::numpy, std::int64_t> stop_recording() {
+        auto* rows = new std::vector<Record>(allocator_->stop_recording());
+        const nb::capsule owner(rows, [](void* p) noexcept { delete static_cast<std::vector<Record>*>(p); });
+        return {rows->data(), {rows->size(), std::tuple_size_v<Record>}, owner};
+    }
+
+    bool plan(Bytes nbytes, const Column<std::int64_t>& offset, const Column<std::int64_t>& size,
+              const Column<std::int64_t>& stream, const Column<std::int64_t>& start, const Column<std::int64_t>& end) {
+        std::vector<Place> places(offset.shape(0));
+        for (std::size_t i = 0; i < places.size(); ++i) places[i] = {offset(i), size(i), 0, start(i), end(i)};
+        return allocator_->plan(nbytes, std::move(places), {stream.data(), stream.data() + stream.shape(0)});
+    }
+
+    // The CPU seconds that `repeats` steps of these events take.
+    double drive(const Column<std::int8_t>& action, const Column<std::int64_t>& block,
+                 const Column<std::int64_t>& nbytes, const Column<std::int32_t>& stream, std::int64_t block_count,
+                 int repeats) {
+        std::vector<Address> address(static_cast<std::size_t>(block_count), 0);
+        double seconds = 0;
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+            allocator_->begin_step();
+            const double began = thread_seconds();
+            for (std::size_t i = 0; i < action.shape(0); ++i) {
+                Address& at = address[static_cast<std::size_t>(block(i))];
+                if (action(i) == 1) {
+                    allocator_->free(at);
+                    at = 0;
+                    continue;
+                }
+                const auto found = allocator_->allocate(nbytes(i), stream(i));
+                if (!found) throw std::bad_alloc();
+                at = *found;
+            }
+            seconds += thread_seconds() - began;
+            for (Address& at : address) {
+                allocator_->free(at);
+                at = 0;
+            }
+        }
+        return seconds;
+    }
+
+    // A stream of a device whose events pass by hand has done all its work.
+    void complete(Stream stream) {
+        allocator_->with_device([stream](LiveDevice& device) {
+            if (auto* host = dynamic_cast<HostDevice*>(&device)) host->complete(stream);
+            if (auto* simulated = dynamic_cast<SimulatedLiveDevice*>(&device)) simulated->complete(stream);
+        });
+    }
+
+    std::optional<Bytes> resident_bytes() const {
+        return allocator_->with_device([](LiveDevice& device) {
+            const auto* host = dynamic_cast<HostDevice*>(&device);
+            return host != nullptr ? std::optional(host->resident_bytes()) : std::nullopt;
+        });
+    }
+
+    nb::dict statistics() {
+        const Statistics now = allocator_->statistics();
+        nb::dict result;
+        result["requests"] = now.requests;
+        result["planned"] = now.planned;
+        result["occupied"] = now.occupied;
+        result["mismatches"] = now.mismatches;
+        result["deferred"] = now.deferred;
+        result["allocated_bytes"] = now.allocated;
+        result["peak_allocated_bytes"] = now.peak_allocated;
+        result["reserved_bytes"] = now.reserved;
+        result["peak_reserved_bytes"] = now.peak_reserved;
+        result["needs_reoptimisation"] = now.needs_reoptimisation;
+        return result;
+    }
+
+    // Let the C functions below serve this CUDA device from here, for good. Whether nothing else did so before.
+    bool install(int device) {
+        if (device < 0 || device >= kMostDevices) throw std::invalid_argument("no such CUDA device");
+        LiveAllocator* nobody = nullptr;
+        if (!installed[static_cast<std::size_t>(device)].compare_exchange_strong(nobody, allocator_.get()))
+            return nobody == allocator_.get();
+        new std::shared_ptr<LiveAllocator>(allocator_);  // never deleted, as said above
+        return true;
+    }
+
+  private:
+    std::shared_ptr<LiveAllocator> allocator_;
+};
+
+}  // namespace
+}  // namespace overspill::live
+
+// What torch.cuda.memory.CUDAPluggableAllocator looks up by name; a stream is a cudaStream_t.
+extern "C" {
+
+[[gnu::visibility("default")]] void* overspill_malloc(ssize_t size, int device, void* stream) {
+    auto* allocator = overspill::live::installed_on(device);
+    if (allocator == nullptr)
+        throw std::runtime_error("no Overspill allocator was installed on CUDA device " + std::to_string(device));
+    const auto address = allocator->allocate(size, reinterpret_cast<overspill::live::Stream>(stream));
+    if (!address)
+        throw std::runtime_error("CUDA out of memory: Overspill's allocator finds no room for " + std::to_string(size) +
+                                 " bytes");
+    return reinterpret_cast<void*>(*address);
+}
+
+[[gnu::visibility("default")]] void overspill_free(void* ptr, ssize_t, int device, void*) {
+    if (auto* allocator = overspill::live::installed_on(device))
+        allocator->free(reinterpret_cast<overspill::Address>(ptr));
+}
+
+[[gnu::visibility("default")]] void overspill_empty_cache() {
+    for (const auto& allocator : overspill::live::installed)
+        if (auto* found = allocator.load()) found->trim();
+}
+
+[[gnu::visibility("default")]] void overspill_record_stream(void* ptr, void* stream) {
+    for (const auto& allocator : overspill::live::installed) {
+        auto* found = allocator.load();
+        const auto handle = reinterpret_cast<overspill::live::Stream>(stream);
+        if (found != nullptr && found->use(reinterpret_cast<overspill::Address>(ptr), handle)) return;
+    }
+}
+
+}  // extern "C"
+
+NB_MODULE(_live, module) {
+    using overspill::live::Core;
+    using overspill::live::Unlocked;
+    module.doc() = "The native core of overspill.runtime.allocator.";
+    nb::class_<Core>(module, "LiveCore")
+        .def(nb::init<const std::string&, const std::string&, int, std::optional<overspill::Bytes>, overspill::Bytes,
+                      overspill::Bytes, bool>(),
+             nb::arg("device"), nb::arg("pool"), nb::arg("index"), nb::arg("capacity_bytes").none(),
+             nb::arg("main_bytes"), nb::arg("chunk_bytes"), nb::arg("events_by_hand"))
+        .def("allocate", &Core::allocate, nb::arg("nbytes"), nb::arg("stream"), Unlocked())
+        .def("free", &Core::free, nb::arg("address"), Unlocked())
+        .def("use", &Core::use, nb::arg("address"), nb::arg("stream"), Unlocked())
+        .def("begin_step", &Core::begin_step, Unlocked())
+        .def("interrupt", &Core::interrupt, Unlocked())
+        .def("resume", &Core::resume, Unlocked())
+        .def("set_temporary", &Core::set_temporary, nb::arg("temporary"), Unlocked())
+        .def("start_recording", &Core::start_recording, Unlocked())
+        .def("stop_recording", &Core::stop_recording)
+        .def("plan", &Core::plan, nb::arg("nbytes"), nb::arg("offset"), nb::arg("size"), nb::arg("stream"),
+             nb::arg("start"), nb::arg("end"))
+        .def("forget_plan", &Core::forget_plan, Unlocked())
+        .def("trim", &Core::trim, Unlocked())
+        .def("drive", &Core::drive, nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"),
+             nb::arg("block_count"), nb::arg("repeats"), Unlocked())
+        .def("complete", &Core::complete, nb::arg("stream"), Unlocked())
+        .def("resident_bytes", &Core::resident_bytes)
+        .def("statistics", &Core::statistics)
+        .def("install", &Core::install, nb::arg("device"));
+}
