@@ -43,7 +43,7 @@ install: $(READY)
 # The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
 $(READY): export PIP_CONSTRAINT = constraints.txt
 $(READY): export PIP_BUILD_CONSTRAINT = constraints.txt
-$(READY): pyproject.toml constraints.txt $(wildcard native/*)
+$(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
 	touch $@

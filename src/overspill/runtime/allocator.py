@@ -55,6 +55,14 @@ class Statistics:
         return self.occupied + self.mismatches
 
 
+_SERVING: list[LiveAllocator] = []
+
+
+def serving() -> LiveAllocator | None:
+    """The allocator that PyTorch's CUDA tensors have their memory from, if it is one of ours."""
+    return _SERVING[-1] if _SERVING else None
+
+
 class LiveAllocator:
     """Memory for blocks on streams: from the arena of a plan, or from a pool.
 
@@ -235,6 +243,7 @@ class LiveAllocator:
             torch.cuda.memory.change_current_allocator(pluggable)
         except RuntimeError as error:  # another one than PyTorch's own
             raise RequestError(f"{too_late} ({error})") from None
+        _SERVING.append(self)
 
     def _plan(self, places: Places) -> bool:
         return self._core.plan(

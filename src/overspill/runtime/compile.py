@@ -17,7 +17,7 @@ from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
 
 from .backend import compile_graph
-from .session import Options, Session
+from .session import PLANNED, Options, Session
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -44,7 +44,9 @@ def compile(  # noqa: A001 - named as torch.compile is
     `overspill policies` lists; `store` is `disk` or `host` on the CPU, `pinned` on CUDA. `optimizer` need only be
     given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
     between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for
-    their bytes: the name of an allocator or solver. The plan is made at the first call with each input shape.
+    their bytes: the name of an allocator or solver. `planned` is the default solver, and on CUDA every step from the
+    fourth on gets the addresses that it finds; call it before the model is on the GPU. The plan is made at the first call
+    with each input shape.
 
     Raises RequestError for arguments that cannot be right, and at the first call InfeasibleBudget (with the smallest
     budget that works), UnsupportedError, or StoreError.
@@ -53,6 +55,8 @@ def compile(  # noqa: A001 - named as torch.compile is
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else (None if optimizer is None else list(optimizer))
     module = model if isinstance(model, nn.Module) else None
     session = Session(options, module.parameters() if module is not None else (), optimizers)
+    if options.placement == PLANNED and torch.cuda.is_available() and device != "cpu":
+        session.place_live()
     return compile_in(session, model, fullgraph=fullgraph)
 
 
@@ -79,6 +83,8 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._notice_kept_gradients()
+        if self.overspill.steps is not None and torch.is_grad_enabled():
+            self.overspill.steps.begin_step()
         try:
             return self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:

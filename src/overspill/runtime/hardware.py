@@ -10,6 +10,8 @@ from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.devices import load_device, this_cpu
 
+from .allocator import serving
+
 UNKNOWN_GPU = "a100-40gb"
 """Whose rates stand in for those of a GPU that has no data file; its memory is asked of the driver."""
 
@@ -33,5 +35,7 @@ def usable_bytes(device: torch.device) -> int:
     """Bytes that tensors may take on `device`: physical memory on the CPU, what the driver leaves on CUDA."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + torch.cuda.memory_reserved(device)
+        ours = serving()
+        held = torch.cuda.memory_reserved(device) if ours is None else ours.statistics().reserved_bytes
+        return int(free) + held
     return device_noun(device).memory_bytes

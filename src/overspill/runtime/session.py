@@ -20,18 +20,20 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_bytes, is_share, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
-from overspill.placement.packing import DEFAULT
+from overspill.placement.packing import DEFAULT, solver_named
 from overspill.placement.placed import check_placer, plan_within
 from overspill.policies import policy_named
 from overspill.policies.base import possible_trips
 from overspill.policies.planning import Plan, make_plan, retained_bytes, unmanaged_peak
 from overspill.policies.program import Program
 
+from .allocator import LiveAllocator
 from .engine import TransferEngine, make_engine
 from .hardware import device_noun, usable_bytes
 from .host_memory import economise
 from .ops import register_engine
 from .optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
+from .planned import PlannedSteps
 from .profile import OpTimer
 from .stores import make_store, whole_pages
 from .tracker import LiveBytes
@@ -114,6 +116,7 @@ class Session:
         self.accumulates = False
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
+        self.steps: PlannedSteps | None = None
         self._parameters = [weakref.ref(p) for p in parameters]
         self._optimizers = optimizers
         self._planned: list[_Planned] = []
@@ -125,6 +128,16 @@ class Session:
         """Tell the session of the module's parameters and the optimizer, before the first call."""
         self._parameters = [weakref.ref(p) for p in module.parameters()]
         self._optimizers = [optimizer]
+
+    def place_live(self, device: str = "cuda", **settings: Any) -> None:
+        """From now on, give the blocks of each step the addresses that a solver finds for those of a recorded one.
+
+        On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already.
+        """
+        allocator = LiveAllocator(device, **settings)
+        if device == "cuda":
+            allocator.serve_pytorch()
+        self.steps = PlannedSteps(allocator, solver_named())
 
     # -- what a user may ask
 
