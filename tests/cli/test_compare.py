@@ -156,7 +156,7 @@ def test_a_wrong_request_is_refused_before_work_begins(overspill: Overspill, opt
     assert done.code == 2
     assert said in done.error
     assert done.answer["exit_code"] == 2
-    assert "planning" not in done.err
+    assert "planning" not in done.error
 
 
 def test_a_missing_plotting_library_is_said_before_work_begins(
@@ -166,7 +166,7 @@ def test_a_missing_plotting_library_is_said_before_work_begins(
     done = overspill(f"{COMPARE} --plot picture.png")
     assert done.code == 2
     assert "needs matplotlib: pip install overspill[plot]" in done.error
-    assert "capturing" not in done.err
+    assert "capturing" not in done.error
 
 
 def test_help_shows_the_options_of_compare(overspill: Overspill) -> None:
@@ -175,3 +175,26 @@ def test_help_shows_the_options_of_compare(overspill: Overspill) -> None:
     for option in ("--policies", "--budget", "--gpu", "--move-state", "--plot", "--json"):
         assert option in done.out
     assert "compare" in overspill("--help").out
+
+
+def test_placement_crosses_policies_with_allocators_and_solvers(overspill: Overspill) -> None:
+    done = overspill(f"{COMPARE} --policies liveness,vdnn-all --placers pytorch,gtbm,portfolio --json")
+    assert done.code == 0
+    found = done.answer["placements"]
+    assert {(p["policy"], p["placer"]) for p in found} == {
+        (policy, placer) for policy in ("liveness", "vdnn-all") for placer in ("pytorch", "gtbm", "portfolio")
+    }
+    assert_units(done.answer)
+    live = {row["policy"]: row["max_bytes"] for row in done.answer["rows"]}
+    for placed in found:
+        assert placed["peak_bytes"] >= placed["lower_bound_bytes"] == live[placed["policy"]]
+        assert (placed["unusable"] is None) == (placed["placer"] == "portfolio")
+    human = overspill(f"{COMPARE} --policies liveness --placement")
+    assert "mean U_f" in human.out
+    assert "portfolio" in human.out
+
+
+def test_an_unknown_placer_is_refused_before_anything_is_captured(overspill: Overspill) -> None:
+    done = overspill(f"{COMPARE} --placers pytroch")
+    assert done.code == 2
+    assert "nothing that places blocks is called 'pytroch'" in done.error
