@@ -1,0 +1,80 @@
+"""Which blocks are to blame when a capacity is too small: a smallest set that does not fit by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from .pieces import Pieces
+from .problem import ANYWHERE, Integers, Problem
+
+SHARE = 8
+"""Each question whether fewer blocks fit may take one part in so many of the time that is left."""
+
+
+def blame(
+    problem: Problem, capacity_bytes: int, infeasible: Callable[[Problem, int, float], bool], deadline: float
+) -> tuple[int, ...]:
+    """Blocks of `problem`, known not to fit within the capacity, that do not fit by themselves.
+
+    Without any one of them the others fit, or were not proven not to before `deadline` (of time.perf_counter).
+    `infeasible(problem, capacity_bytes, deadline)` says whether that is proven.
+    """
+    if high := _too_high(problem, capacity_bytes):
+        return high
+    full = _too_full(problem, capacity_bytes)
+    if full and problem.plain:
+        return tuple(sorted(full))
+    kept = full or np.lexsort((problem.end, problem.start)).tolist()
+    chunk = len(kept)
+    while chunk > 1:
+        chunk = (chunk + 1) // 2
+        at = 0
+        while at < len(kept) and (now := time.perf_counter()) < deadline:
+            rest = kept[:at] + kept[at + chunk :]
+            if rest and infeasible(subproblem(problem, rest), capacity_bytes, now + (deadline - now) / SHARE):
+                kept = rest
+            else:
+                at += chunk
+    return tuple(sorted(kept))
+
+
+def subproblem(problem: Problem, blocks: list[int]) -> Problem:
+    """The problem of some of the blocks, in that order and with the sections as they are."""
+    chosen = np.array(blocks, dtype=np.int64)
+    gap_counts = np.diff(problem.gap_first)[chosen]
+    gaps = (
+        np.concatenate([np.arange(problem.gap_first[block], problem.gap_first[block + 1]) for block in blocks])
+        if blocks
+        else np.zeros(0, dtype=np.int64)
+    )
+    return Problem(
+        index=problem.index[chosen],
+        start=problem.start[chosen],
+        end=problem.end[chosen],
+        nbytes=problem.nbytes[chosen],
+        alignment=problem.alignment[chosen],
+        pinned=problem.pinned[chosen],
+        lifetime=problem.lifetime[chosen],
+        gap_first=np.concatenate([[0], np.cumsum(gap_counts)]),
+        gap_start=problem.gap_start[gaps],
+        gap_end=problem.gap_end[gaps],
+    )
+
+
+def _too_high(problem: Problem, capacity_bytes: int) -> tuple[int, ...]:
+    """A block that is pinned beyond the capacity, if there is one."""
+    top = np.where(problem.pinned == ANYWHERE, 0, problem.pinned) + problem.nbytes
+    return tuple(np.flatnonzero(top > capacity_bytes)[:1].tolist())
+
+
+def _too_full(problem: Problem, capacity_bytes: int) -> list[int]:
+    """The largest blocks of the fullest section, as many as exceed the capacity; none if they all fit."""
+    pieces = Pieces.of(problem)
+    section = int(problem.load.argmax())
+    live: Integers = np.unique(pieces.owner[(pieces.start <= section) & (section < pieces.end)])
+    live = live[np.argsort(-problem.nbytes[live], kind="stable")]
+    needed = int(np.searchsorted(np.cumsum(problem.nbytes[live]), capacity_bytes, side="right")) + 1
+    return live[:needed].tolist() if needed <= live.size else []

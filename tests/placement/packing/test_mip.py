@@ -1,0 +1,54 @@
+"""The mixed integer program agrees with the optimum of small problems."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overspill.core import Block, Trace
+from overspill.core.errors import RequestError
+from overspill.placement.packing import mip
+from overspill.placement.packing.base import Limits
+from overspill.placement.packing.mip import Mip
+
+from .small_problems import instance, optimum, traces
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.integers(-2, 2))
+def test_it_finds_the_optimum_of_small_problems_and_proves_it(trace: Trace, spare: int) -> None:
+    best, found = optimum(trace), Mip().solve(trace)
+    if best is None:
+        assert found.layout is None
+        return
+    assert found.layout is not None
+    assert found.layout.peak_bytes == best == found.bound_bytes
+    within = Mip().solve(trace, Limits(max(best + spare, 0)))
+    assert within.layout is not None
+    assert (within.layout.peak_bytes <= max(best + spare, 0)) == (spare >= 0)
+    assert within.bound_bytes <= best
+
+
+def test_a_time_limit_ends_with_the_incumbent_and_the_best_bound() -> None:
+    trace = Trace(instance("C").blocks[:60])
+    found = Mip().solve(trace, Limits(time_limit_seconds=0.2))
+    assert found.layout is not None
+    assert trace.lower_bound_bytes <= found.bound_bytes <= found.layout.peak_bytes
+
+
+def test_large_sizes_lose_no_byte() -> None:
+    sizes = [3 * 2**40 + 512, 5 * 2**40, 2**40 + 1024, 7 * 2**40]
+    lives = [(0, 3), (2, 5), (4, 7), (1, 6)]
+    trace = Trace(
+        tuple(Block(i, s, e, n, alignment=512) for i, ((s, e), n) in enumerate(zip(lives, sizes, strict=True)))
+    )
+    found = Mip().solve(trace)
+    assert found.layout is not None
+    assert found.layout.peak_bytes == optimum(trace)
+
+
+def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mip, "PAIR_LIMIT", 2)
+    with pytest.raises(RequestError, match="3 pairs of blocks"):
+        Mip().solve(Trace(tuple(Block(i, 0, 1, 1) for i in range(3))))
