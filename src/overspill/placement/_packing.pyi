@@ -1,7 +1,34 @@
-"""The Python face of the native offline solvers (native/packing/module.cpp)."""
+"""The native offline solvers (native/packing/)."""
 
 import numpy as np
 from numpy.typing import NDArray
+
+# The heuristic solvers (native/packing/heuristics_binding.cpp)
+
+class SkylinePacker:
+    """The blocks of one problem, to be packed many times; see `overspill.placement.packing.skyline.Packer`."""
+
+    def __init__(
+        self,
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        alignment: NDArray[np.int64],
+    ) -> None: ...
+    def pack(self, key: NDArray[np.float64], capacity: int | None, limit: int | None) -> NDArray[np.int64] | None: ...
+
+def greedy(
+    nbytes: NDArray[np.int64],
+    alignment: NDArray[np.int64],
+    pinned: NDArray[np.int64],
+    piece_first: NDArray[np.int64],
+    piece_start: NDArray[np.int64],
+    piece_end: NDArray[np.int64],
+    order: NDArray[np.int64],
+    best_fit: bool,
+) -> NDArray[np.int64]: ...
+
+# The exact search (native/packing/exact_binding.cpp)
 
 class ExactSearch:
     """The native twin of overspill.placement.packing.exact_twin.TwinSearch."""

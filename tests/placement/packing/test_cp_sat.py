@@ -56,5 +56,5 @@ def test_a_time_limit_ends_with_the_incumbent_and_the_lower_bound() -> None:
 
 def test_without_or_tools_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cp_sat, "find_spec", lambda _: None)
-    with pytest.raises(RequestError, match="pip install ortools"):
+    with pytest.raises(RequestError, match=r"pip install overspill\[cp-sat\]"):
         CpSat().solve(PLAIN)

@@ -172,10 +172,9 @@ def test_a_section_that_is_too_full_is_to_blame_without_a_search() -> None:
     assert solve(trace, 6).blame == (3,)
 
 
-def test_pins_that_clash_leave_no_layout() -> None:
-    found = solve(Trace((Block(0, 0, 4, 4, pinned=0), Block(1, 3, 5, 4, pinned=2), Block(2, 0, 9, 1))))
-    assert found.layout is None
-    assert found.blame == (0, 1)
+def test_pins_that_clash_are_refused() -> None:
+    with pytest.raises(RequestError, match="positions 0 and 1 of the trace are pinned onto the same bytes"):
+        solve(Trace((Block(0, 0, 4, 4, pinned=0), Block(1, 3, 5, 4, pinned=2), Block(2, 0, 9, 1))))
 
 
 def test_the_same_seed_gives_the_same_layout() -> None:

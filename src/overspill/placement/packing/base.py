@@ -10,6 +10,7 @@ from typing import ClassVar
 from overspill.core import Layout, Trace
 from overspill.core.errors import RequestError
 
+from .pieces import refuse_clashing_pins
 from .problem import Integers, Problem
 
 
@@ -79,7 +80,7 @@ class Solver(ABC):
     def solve(self, trace: Trace, limits: Limits | None = None) -> Solution:
         """A validated layout of `trace`; each of its spaces is packed by itself, and may take the whole capacity.
 
-        Raises RequestError where a block cannot be placed or the solver does not know pins or gaps, and InvalidLayout
+        Raises RequestError where a block cannot be placed, two pins clash, or the solver does not know pins or gaps, and InvalidLayout
         should the solver be wrong.
         """
         limits = limits or Limits()
@@ -112,6 +113,7 @@ class Solver(ABC):
         return Solution(layout, bound, seconds, tuple(blame))
 
     def _refuse(self, problem: Problem) -> None:
+        refuse_clashing_pins(problem)
         if not self.handles_gaps and problem.gap_start.size:
             raise RequestError(f"the solver {self.name!r} does not know blocks with gaps; 'portfolio' does")
         if not self.handles_pins and (problem.pinned >= 0).any():

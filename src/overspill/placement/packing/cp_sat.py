@@ -13,7 +13,8 @@ from overspill.core.errors import RequestError
 
 from . import cp_sat_process
 from .base import Limits, Packing, Solver
-from .pieces import Pieces, clashing_pins, common_unit, first_fit
+from .greedy import largest_first
+from .pieces import Pieces, common_unit
 from .problem import ANYWHERE, Integers, Problem
 
 
@@ -35,9 +36,7 @@ class CpSat(Solver):
         if find_spec("ortools") is None:
             raise RequestError("the solver 'cp-sat' needs OR-Tools: pip install overspill[cp-sat]")
         bound = problem.lower_bound_bytes
-        if (clash := clashing_pins(problem)) is not None:
-            return Packing(None, bound, clash)
-        incumbent, capacity = first_fit(problem), limits.capacity_bytes
+        incumbent, capacity = largest_first(problem), limits.capacity_bytes
         target = bound if capacity is None else capacity
         if problem.peak_bytes(incumbent) <= target or target < bound:
             return Packing(incumbent, bound)

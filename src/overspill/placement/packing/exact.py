@@ -17,7 +17,8 @@ from .base import Limits, Packing, Solver
 from .blame import blame
 from .exact_model import ExactModel
 from .exact_twin import FITS, INFEASIBLE, TwinSearch
-from .pieces import Pieces, clashing_pins, first_fit
+from .greedy import largest_first
+from .pieces import Pieces
 from .problem import Integers, Problem
 
 try:
@@ -104,7 +105,7 @@ class Decider:
         self.model = model = ExactModel.of(problem)
         self._search: Search = (ExactSearch if native and AVAILABLE else TwinSearch)(
             model.sections,
-            np.searchsorted(model.pieces.owner, np.arange(len(problem) + 1)),
+            model.pieces.first(len(problem)),
             model.pieces.start,
             model.pieces.end,
             model.size,
@@ -189,23 +190,21 @@ class Exact(Solver):
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         deadline = time.perf_counter() + limits.time_limit_seconds
-        if (clash := clashing_pins(problem)) is not None:
-            return Packing(None, problem.lower_bound_bytes, clash)
         _refuse_large(problem)
         decider = Decider(problem, deadline, seed=limits.seed, native=self.native)
         bound = problem.lower_bound_bytes
         if limits.capacity_bytes is None:
-            return Packing(*decider.minimise(first_fit(problem), bound))
+            return Packing(*decider.minimise(largest_first(problem), bound))
         if limits.capacity_bytes >= bound:
             decision = decider.decide(limits.capacity_bytes)
             if decision.offsets is not None:
                 return Packing(decision.offsets, bound)
             if decision.fits is None:
-                return Packing(first_fit(problem), bound)
+                return Packing(largest_first(problem), bound)
             step = decider.model.step_bytes
             bound = limits.capacity_bytes // step * step + step
         found = blame(problem, limits.capacity_bytes, self._infeasible(limits), deadline)
-        return Packing(first_fit(problem), bound, found)
+        return Packing(largest_first(problem), bound, found)
 
     def _infeasible(self, limits: Limits) -> Callable[[Problem, int, float], bool]:
         def proven(problem: Problem, capacity_bytes: int, deadline: float) -> bool:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from overspill.core.errors import RequestError
 
 from .base import Limits, Packing, Solver
-from .pieces import Pieces, clashing_pins, common_unit, first_fit
+from .greedy import largest_first
+from .pieces import Pieces, common_unit
 from .problem import ANYWHERE, Integers, Problem
 
 PAIR_LIMIT = 200_000
@@ -35,14 +36,12 @@ class Mip(Solver):
     source = "Sekiyama et al., Profile-guided memory optimization for deep neural networks, 2018, section 3.1"
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        if (clash := clashing_pins(problem)) is not None:
-            return Packing(None, problem.lower_bound_bytes, clash)
         pairs = Pieces.of(problem).pairs()
         if len(pairs) > PAIR_LIMIT:
             raise RequestError(
                 f"{len(pairs)} pairs of blocks live together, and the solver 'mip' takes {PAIR_LIMIT}; 'portfolio' takes more"
             )
-        incumbent = first_fit(problem)
+        incumbent = largest_first(problem)
         target = problem.lower_bound_bytes if limits.capacity_bytes is None else limits.capacity_bytes
         if problem.peak_bytes(incumbent) <= target:
             return Packing(incumbent, problem.lower_bound_bytes)

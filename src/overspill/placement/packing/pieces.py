@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
 
-from .problem import ANYWHERE, Integers, Problem
+from overspill.core.errors import RequestError
 
-END = np.iinfo(np.int64).max
+from .problem import ANYWHERE, Integers, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,10 @@ class Pieces:
         some = start < end
         return cls(np.sort(owner)[some], start[some], end[some])
 
+    def first(self, blocks: int) -> Integers:
+        """Rows `first[i]` to `first[i + 1]` are those of block i, of so many blocks."""
+        return np.searchsorted(self.owner, np.arange(blocks + 1))
+
     def pairs(self) -> list[tuple[int, int]]:
         """The pairs i < j of blocks that are live together at some time, in order."""
         found: set[tuple[int, int]] = set()
@@ -42,17 +47,29 @@ class Pieces:
         return sorted(pair for pair in found if pair[0] < pair[1])
 
 
-def clashing_pins(problem: Problem) -> tuple[int, int] | None:
-    """Two blocks that are pinned to common bytes at a common time, if there are any: then no layout exists."""
-    held = np.flatnonzero(problem.pinned != ANYWHERE)
-    if held.size < 2:
-        return None
-    fixed = set(held.tolist())
-    end = problem.pinned + problem.nbytes
-    for a, b in Pieces.of(problem).pairs():
-        if a in fixed and b in fixed and problem.pinned[a] < end[b] and problem.pinned[b] < end[a]:
-            return a, b
-    return None
+def refuse_clashing_pins(problem: Problem) -> None:
+    """Raise RequestError if two blocks that are ever live together are pinned onto the same bytes."""
+    pieces = Pieces.of(problem)
+    changes: list[tuple[int, bool, tuple[int, int, int]]] = []
+    for row in np.flatnonzero(problem.pinned[pieces.owner] != ANYWHERE).tolist():
+        block = int(pieces.owner[row])
+        low = int(problem.pinned[block])
+        held = (low, low + int(problem.nbytes[block]), block)
+        changes += [(int(pieces.start[row]), True, held), (int(pieces.end[row]), False, held)]
+    live: list[tuple[int, int, int]] = []
+    for _, begins, held in sorted(changes):
+        at = bisect_left(live, held)
+        if not begins:
+            del live[at]
+            continue
+        for other in live[max(at - 1, 0) : at + 1]:
+            if held[0] < other[1] and other[0] < held[1]:
+                one, two = sorted((held[2], other[2]))
+                raise RequestError(
+                    f"the blocks at positions {problem.index[one]} and {problem.index[two]} of the trace are pinned onto "
+                    "the same bytes while both live; pin them apart"
+                )
+        live.insert(at, held)
 
 
 def common_unit(problem: Problem) -> int:
@@ -60,35 +77,3 @@ def common_unit(problem: Problem) -> int:
     alignment = np.where(problem.alignment > 1, problem.alignment, 0)
     pinned = np.where(problem.pinned == ANYWHERE, 0, problem.pinned)
     return gcd(*problem.nbytes.tolist(), *alignment.tolist(), *pinned.tolist()) or 1
-
-
-def first_fit(problem: Problem) -> Integers:
-    """Offsets for a problem without clashing pins: the largest block first, each as low as it can lie.
-
-    Raises ValueError where two pins clash.
-    """
-    pieces = Pieces.of(problem)
-    first = np.searchsorted(pieces.owner, np.arange(len(problem) + 1))
-    offsets = np.where(problem.pinned == ANYWHERE, 0, problem.pinned)
-    order = np.lexsort((-problem.lifetime, -problem.nbytes, problem.pinned == ANYWHERE)).tolist()
-    placed = np.zeros(len(problem), dtype=bool)
-    for block in order:
-        meets = np.zeros(pieces.owner.size, dtype=bool)
-        for row in range(first[block], first[block + 1]):
-            meets |= (pieces.start < pieces.end[row]) & (pieces.start[row] < pieces.end)
-        others = np.unique(pieces.owner[meets])
-        others = others[placed[others]]
-        if problem.pinned[block] == ANYWHERE:
-            step = problem.alignment[block]
-            others = others[np.argsort(offsets[others], kind="stable")]
-            tops = np.maximum.accumulate(np.concatenate([[0], offsets[others] + problem.nbytes[others]]))
-            places = -(-tops // step) * step
-            room = places + problem.nbytes[block] <= np.concatenate([offsets[others], [END]])
-            offsets[block] = places[np.argmax(room)]
-        elif (
-            (offsets[others] < offsets[block] + problem.nbytes[block])
-            & (offsets[block] < offsets[others] + problem.nbytes[others])
-        ).any():
-            raise ValueError(f"block {block} is pinned to bytes of another")
-        placed[block] = True
-    return offsets

@@ -7,9 +7,24 @@ from difflib import get_close_matches
 from overspill.core.errors import RequestError
 
 from .base import Solver
+from .cp_sat import CpSat
+from .exact import Exact
+from .greedy import Fit, Greedy
+from .mip import Mip
+from .portfolio import Portfolio
+from .skyline import Skyline
 
 DEFAULT = "portfolio"
-_ALL: tuple[Solver, ...] = ()
+_FITS: tuple[Fit, ...] = ("first", "best")
+_ALL: tuple[Solver, ...] = (
+    Portfolio(),
+    Skyline(),
+    *(Skyline(key, guarded=True) for key in ("load", "area", "size", "sections")),
+    *(Greedy(key, fit) for fit in _FITS for key in ("size", "lifetime", "area", "conflict", "start")),
+    Exact(),
+    Mip(),
+    CpSat(),
+)
 SOLVERS: dict[str, Solver] = {solver.name: solver for solver in _ALL}
 
 

@@ -1,0 +1,144 @@
+"""How close to the lower bound, and how fast, the default solver places traces of training steps; beside omnimalloc.
+
+    python bench/placement.py [--blocks 2000 10000 50000] [--families gpt unet] [--csv FILE...] [--alone] [--json FILE]
+
+The traces are those of bench/traces.py, or files with the columns id, lower, upper and size. Both solvers run one after
+the other in this process. Seconds are CPU seconds of all threads, from arrays (omnimalloc: from its own objects) to
+offsets; `whole` is from the trace to a validated layout. The ratio is omnimalloc's seconds over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypedDict, TypeVar
+
+import omnimalloc
+from traces import FAMILIES, training_trace
+
+from overspill.core import Block, Trace
+from overspill.placement.packing.base import Limits
+from overspill.placement.packing.portfolio import Portfolio
+from overspill.placement.packing.problem import Problem
+
+T = TypeVar("T")
+
+
+class Row(TypedDict):
+    """One trace; gaps are shares of the lower bound, and None where omnimalloc was left out or ran out of memory."""
+
+    trace: str
+    blocks: int
+    lower_bound_bytes: int
+    gap: float
+    seconds: float
+    whole_seconds: float
+    omnimalloc_gap: float | None
+    omnimalloc_seconds: float | None
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """What the work gives, and its CPU seconds."""
+    begun = time.process_time()
+    result = work()
+    return result, time.process_time() - begun
+
+
+def read(path: Path) -> Trace:
+    """The blocks of a CSV file with half-open lifetimes."""
+    with path.open(newline="") as file:
+        rows = [(int(r["lower"]), int(r["upper"]), int(r["size"])) for r in csv.DictReader(file)]
+    return Trace(tuple(Block(i, *row) for i, row in enumerate(rows)))
+
+
+def omnimalloc_peak(trace: Trace) -> tuple[int | None, float]:
+    """The peak of omnimalloc's default allocator in bytes (None: it ran out of memory), and its CPU seconds."""
+    blocks = tuple(omnimalloc.Allocation(b.id, b.nbytes, b.start, b.end) for b in trace.blocks)
+    try:
+        pool, seconds = timed(lambda: omnimalloc.allocate(omnimalloc.Pool("trace", blocks)))
+    except MemoryError:
+        return None, 0.0
+    return max((a.offset or 0) + a.size for a in pool.allocations), seconds
+
+
+def measure(name: str, trace: Trace, limits: Limits, *, alone: bool) -> Row:
+    """Place one trace with both."""
+    problem = Problem.of(trace)
+    packing, seconds = timed(lambda: Portfolio()._pack(problem, limits))
+    solution, whole = timed(lambda: Portfolio().solve(trace, limits))
+    bound = problem.lower_bound_bytes
+    assert packing.offsets is not None
+    assert solution.layout is not None
+    peak, other_seconds = (None, 0.0) if alone else omnimalloc_peak(trace)
+    return Row(
+        trace=name,
+        blocks=len(trace.blocks),
+        lower_bound_bytes=bound,
+        gap=problem.peak_bytes(packing.offsets) / bound - 1,
+        seconds=seconds,
+        whole_seconds=whole,
+        omnimalloc_gap=None if peak is None else peak / bound - 1,
+        omnimalloc_seconds=None if peak is None else other_seconds,
+    )
+
+
+def traces(arguments: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
+    """The traces that were asked for, each with its name."""
+    if arguments.csv:
+        yield from ((path.stem, read(path)) for path in arguments.csv)
+        return
+    for blocks in arguments.blocks:
+        for family in arguments.families:
+            yield family, training_trace(family, blocks, arguments.seed)
+
+
+def line(row: Row) -> str:
+    """One line of the table."""
+    ours = f"{row['trace']:18s} {row['blocks']:8d} {row['lower_bound_bytes']:16d} {row['gap']:9.4%}"
+    ours += f" {row['seconds']:9.4f} {row['whole_seconds']:9.3f}"
+    gap, seconds = row["omnimalloc_gap"], row["omnimalloc_seconds"]
+    if gap is None or seconds is None:
+        return f"{ours} {'-':>9s} {'-':>10s} {'-':>7s}"
+    return f"{ours} {gap:9.4%} {seconds:10.4f} {seconds / row['seconds']:7.1f}"
+
+
+def main() -> None:
+    """Measure, print the table, and record it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 10_000, 50_000])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--csv", type=Path, nargs="+")
+    parser.add_argument("--seed", type=int, default=0, help="of the traces and of the search")
+    parser.add_argument("--time-limit", type=float, default=Limits().time_limit_seconds, help="wall-clock seconds")
+    parser.add_argument("--alone", action="store_true", help="leave omnimalloc out")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(
+        f"{'trace':18s} {'blocks':>8s} {'lower bound':>16s} {'gap':>9s} {'seconds':>9s} {'whole':>9s}"
+        f" {'omni gap':>9s} {'omni secs':>10s} {'ratio':>7s}"
+    )
+    limits = Limits(time_limit_seconds=arguments.time_limit, seed=arguments.seed)
+    rows: list[Row] = []
+    for name, trace in traces(arguments):
+        rows.append(measure(name, trace, limits, alone=arguments.alone))
+        print(line(rows[-1]), flush=True)
+    if arguments.json:
+        record = {
+            "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": sys.argv,
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

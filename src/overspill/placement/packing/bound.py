@@ -1,0 +1,26 @@
+"""What alignment adds to the lower bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from .problem import Problem
+
+
+def rounded(problem: Problem) -> Problem:
+    """The problem with sizes rounded up to the greatest common divisor of the alignments; it has the same layouts."""
+    unit = np.gcd.reduce(problem.alignment) if len(problem) else 1
+    return replace(problem, nbytes=-(-problem.nbytes // unit) * unit) if unit > 1 else problem
+
+
+def bound_bytes(problem: Problem) -> int:
+    """The lower bound on the peak of any layout, with what alignment adds to it.
+
+    Addresses are multiples of the greatest common divisor of the alignments, so live blocks take their rounded sizes,
+    but for the padding of the highest one.
+    """
+    even = rounded(problem)
+    padding = (even.nbytes - problem.nbytes).max(initial=0)
+    return max(problem.lower_bound_bytes, int(even.load.max(initial=0) - padding))

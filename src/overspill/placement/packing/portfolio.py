@@ -1,0 +1,145 @@
+"""Overspill's default solver: many quick heuristics, the best one wins; then restarts with perturbed keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import numpy as np
+
+from .base import Limits, Packing, Solver
+from .bound import bound_bytes, rounded
+from .greedy import Fit, place
+from .keys import KEYS, Floats, order_by
+from .problem import ANYWHERE, Integers, Problem
+from .skyline import packer_of, solid
+
+SKYLINE_KEYS = (
+    ("load", "sections"),
+    ("area", "size"),
+    ("sections", "size"),
+    ("size", "sections"),
+    ("lifetime", "size"),
+)
+"""The keys of the skylines, each with the key that decides between equal ones."""
+GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
+
+Attempt = Callable[[Floats, int | None], Integers | None]
+
+
+@dataclass
+class Rule:
+    """A heuristic that packs the blocks by a key, and the state of its local search over keys.
+
+    `attempt(key, limit)` gives offsets, or nothing once a block ends above the limit. `offsets` is the last layout that
+    the search has accepted, made with the key times `weights`.
+    """
+
+    problem: Problem
+    key: Floats
+    attempt: Attempt
+    weights: Floats = field(init=False)
+    offsets: Integers = field(init=False)
+
+    def start(self) -> Integers:
+        """Pack by the key as it is."""
+        offsets = self.attempt(self.key, None)
+        assert offsets is not None
+        self.weights, self.offsets = np.ones(len(self.key)), offsets
+        return offsets
+
+    def restart(self, target: int, temperature: float, random: np.random.Generator) -> Integers | None:
+        """Perturb the weights and pack again; None, and no change, where the peak is too high to go on from."""
+        peak = self.problem.peak_bytes(self.offsets)
+        weights = self.weights.copy()
+        high = np.flatnonzero(self.offsets + self.problem.nbytes > target)
+        weights[high[random.random(high.size) < 1 / 3]] *= 1 + random.random() / 2
+        changed = random.integers(len(weights), size=random.integers(1, 2 + len(weights) // 20))
+        weights[changed] *= np.exp(random.normal(scale=0.4, size=changed.size))
+        limit = peak + int(temperature * peak * random.exponential()) + 1
+        offsets = self.attempt(self.key * weights, limit)
+        if offsets is not None:
+            self.weights, self.offsets = weights, offsets
+        return offsets
+
+
+class Incumbent:
+    """The best layout so far, and whether it is time to stop."""
+
+    def __init__(self, problem: Problem, target: int, seconds: float) -> None:
+        self._problem, self._target = problem, target
+        self._deadline = time.perf_counter() + seconds
+        self.offsets: Integers | None = None
+        self.peak = 0
+
+    def offer(self, offsets: Integers | None) -> None:
+        if offsets is None:
+            return
+        peak = self._problem.peak_bytes(offsets)
+        if self.offsets is None or peak < self.peak:
+            self.offsets, self.peak = offsets, peak
+
+    @property
+    def done(self) -> bool:
+        return self.offsets is not None and (self.peak <= self._target or time.perf_counter() > self._deadline)
+
+
+class Portfolio(Solver):
+    """The guarded skyline by several keys, greedy placement where there are pins or gaps; then restarts.
+
+    It stops as soon as a peak is within the capacity asked for, by default the lower bound. A restart perturbs the key
+    of one rule: blocks above the target weigh up to half as much again, a twentieth of all blocks are changed at random;
+    a layout with a higher peak is accepted less and less. `restarts`: how many; by default a few, fewer for more blocks,
+    or, where a capacity is asked for that the lower bound allows, as many as the time limit allows. But for the time
+    limit the search is a function of the problem, the capacity and the seed.
+    """
+
+    name = "portfolio"
+    summary = "guarded skylines by several keys, then restarts with perturbed keys"
+    source = "Overspill's own, on the skyline of Sekiyama et al. (2018), section 3.2"
+
+    def __init__(self, restarts: int | None = None, *, native: bool | None = None) -> None:
+        self.restarts, self.native = restarts, native
+
+    def _pack(self, problem: Problem, limits: Limits) -> Packing:
+        bound = bound_bytes(problem)
+        target = rounded(problem).lower_bound_bytes if limits.capacity_bytes is None else limits.capacity_bytes
+        best = Incumbent(problem, target, limits.time_limit_seconds)
+        rules: list[Rule] = []
+        for rule in self._rules(problem, target):
+            rules.append(rule)
+            best.offer(rule.start())
+            if best.done:
+                return Packing(best.offsets, bound)
+        random = np.random.default_rng(limits.seed)
+        restarts = self.restarts
+        if restarts is None and (limits.capacity_bytes is None or limits.capacity_bytes < bound):
+            restarts = max(4, 10_000 // max(len(problem), 1))
+        for k in count() if restarts is None else range(restarts):
+            if best.done:
+                break
+            temperature = 0.002 * np.exp(-5 * (k / restarts if restarts else 1 / 2))
+            best.offer(rules[k % len(rules)].restart(target, temperature, random))
+        return Packing(best.offsets, bound)
+
+    def _rules(self, problem: Problem, target: int) -> Iterator[Rule]:
+        if (problem.pinned == ANYWHERE).all():
+            filled = solid(problem)
+            packer = packer_of(filled, native=self.native)
+            for name, tie in SKYLINE_KEYS:
+                key, other = KEYS[name](filled).astype(np.float64), KEYS[tie](filled)
+                key += other / (2.0 * other.max(initial=0) + 1)  # below one half
+                yield Rule(problem, key, lambda key, limit: packer.pack(key, target, limit))
+        if not problem.plain:
+            fits: tuple[Fit, ...] = ("first", "best")
+            for name in GREEDY_KEYS:
+                for fit in fits:
+                    key = KEYS[name](problem).astype(np.float64)
+                    yield Rule(problem, key, partial(self._greedy, problem, fit))
+
+    def _greedy(self, problem: Problem, fit: Fit, key: Floats, limit: int | None) -> Integers | None:
+        offsets = place(problem, order_by(key), fit, native=self.native)
+        return offsets if limit is None or problem.peak_bytes(offsets) <= limit else None
