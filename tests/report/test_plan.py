@@ -6,8 +6,10 @@ from rich.console import Console, RenderableType
 from tests.simulate.graphs import DEVICE, Build
 
 from overspill.core import Graph, Phase, TensorKind
+from overspill.placement.placed import place
 from overspill.policies.planning import Plan, make_plan
 from overspill.report.plan import peak_of, plan_report
+from overspill.simulate import trace_of
 
 
 def shown(what: RenderableType) -> str:
@@ -66,7 +68,9 @@ def test_a_step_of_nothing_peaks_at_its_start() -> None:
 
 def test_the_report_shows_names_with_brackets_and_labels_times_as_simulated() -> None:
     made = plan()
-    text = shown(plan_report(made, peak_of(made), "toy [bold], batch 2", "saved [green] somewhere"))
+    placed = place(trace_of(made.graph, made.schedule), "portfolio")
+    text = shown(plan_report(made, peak_of(made), placed, "toy [bold], batch 2", "saved [green] somewhere"))
+    assert "placed by portfolio" in text
     for part in ("far [red]", "blocks[0].weight", "toy [bold], batch 2", "saved [green] somewhere"):
         assert part in text
     times = [

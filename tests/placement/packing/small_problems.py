@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from itertools import combinations
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -35,24 +35,33 @@ def blocks(draw: st.DrawFn, number: int, *, alignments: tuple[int, ...], gaps: b
 
 @st.composite
 def traces(draw: st.DrawFn, most: int = 5) -> Trace:
-    """A trace of at most so many blocks: plain, or with alignments, gaps, pins, or all of them."""
+    """A trace of at most so many blocks: plain, or with alignments, gaps, pins that do not clash, or all of them."""
     alignments = draw(st.sampled_from([(1,), (4,), (1, 2), (2, 3, 4)]))
     gaps, pins = draw(st.booleans()), draw(st.booleans())
     count = draw(st.integers(1, most))
-    return Trace(tuple(draw(blocks(i, alignments=alignments, gaps=gaps, pins=pins)) for i in range(count)))
+    found: list[Block] = []
+    for i in range(count):
+        block = draw(blocks(i, alignments=alignments, gaps=gaps, pins=pins))
+        found.append(replace(block, pinned=None) if any(clash(block, other) for other in found) else block)
+    return Trace(tuple(found))
 
 
-def optimum(trace: Trace) -> int | None:
-    """The smallest peak of any layout; None if two pinned blocks overlap."""
+def meet(a: Block, b: Block) -> bool:
+    """Whether two blocks are ever live together."""
+    return any(s < f and e < t for s, t in a.pieces for e, f in b.pieces)
+
+
+def clash(a: Block, b: Block) -> bool:
+    """Whether two blocks that are ever live together are pinned to the same bytes."""
+    if a.pinned is None or b.pinned is None:
+        return False
+    return meet(a, b) and a.pinned < b.pinned + b.nbytes and b.pinned < a.pinned + a.nbytes
+
+
+def optimum(trace: Trace) -> int:
+    """The smallest peak of any layout, where no pins clash."""
     every = trace.blocks
-
-    def meet(a: Block, b: Block) -> bool:
-        return any(s < f and e < t for s, t in a.pieces for e, f in b.pieces)
-
     offsets = {b.id: b.pinned for b in every if b.pinned is not None}
-    for a, b in combinations([b for b in every if b.id in offsets], 2):
-        if meet(a, b) and offsets[a.id] < offsets[b.id] + b.nbytes and offsets[b.id] < offsets[a.id] + a.nbytes:
-            return None
     best = sum(b.nbytes + b.alignment for b in every) + max((o for o in offsets.values()), default=0)
 
     def place(left: list[Block], offsets: dict[int, int], peak: int) -> None:
