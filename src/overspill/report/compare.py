@@ -17,7 +17,7 @@ from overspill.policies.comparison import BASELINE, Row
 from overspill.policies.planning import Plan
 from overspill.simulate import trace_of
 
-from .listing import format_flops, listing, percent, yes
+from .listing import format_flops, percent, whole_columns, yes
 from .plan import peak_of
 
 FIGURES = (
@@ -109,12 +109,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         *("policy", "fits", "max", "step", "slowdown", "average", "offloaded", "recomputed", "overlap", "exposed"),
         "fragm.",
     )
-    cells = [columns, *map(_cells, rows)]
-    table = listing(columns, cells[1:], numbers=range(2, len(columns)))
-    table.padding = (0, 0, 0, 1)  # eleven columns have to stand in 120 characters
-    for index, column in enumerate(table.columns):  # a narrow terminal loses the last columns, not a part of each
-        column.min_width, column.no_wrap = max(len(row[index]) for row in cells), True
-    return table
+    return whole_columns(columns, [_cells(row) for row in rows], numbers=range(2, len(columns)))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,6 +24,15 @@ def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: I
     return table
 
 
+def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> Table:
+    """A listing with many columns, close together: a narrow terminal loses the last ones, not a part of each."""
+    table = listing(columns, rows, numbers=numbers)
+    table.padding = (0, 0, 0, 1)
+    for index, column in enumerate(table.columns):
+        column.min_width, column.no_wrap = max(len(row[index]) for row in (columns, *rows)), True
+    return table
+
+
 def yes(truth: bool) -> str:
     """A tick in a table, or nothing."""
     return "yes" if truth else ""

@@ -13,7 +13,7 @@ from overspill.core.units import format_bytes
 from overspill.placement.packing import SOLVERS
 from overspill.placement.placed import Placed
 
-from .listing import listing, percent
+from .listing import listing, percent, whole_columns
 
 Crossing = tuple[str, Placed]
 """A policy, and how its schedule was placed."""
@@ -38,7 +38,7 @@ def placement_figures(crossings: Iterable[Crossing]) -> list[dict[str, Any]]:
 def placement_report(crossings: Sequence[Crossing], placers: Sequence[str]) -> RenderableType:
     """Two tables: what each placer takes beyond the live bytes of each policy, and how the placers did over all."""
     return Group(
-        Text("Peak over live bytes, by policy and by what places its blocks:"),
+        Text("Peak above the live bytes in %, by policy and by what places its blocks:"),
         "",
         _by_policy(crossings, placers),
         "",
@@ -55,15 +55,19 @@ def placement_report(crossings: Sequence[Crossing], placers: Sequence[str]) -> R
 
 def _by_policy(crossings: Sequence[Crossing], placers: Sequence[str]) -> Table:
     found = {(policy, placed.placer): placed for policy, placed in crossings}
-    policies = list(dict.fromkeys(policy for policy, _ in crossings))
     rows = []
-    for policy in policies:
+    for policy in dict.fromkeys(policy for policy, _ in crossings):
         here = [found[policy, placer] for placer in placers]
-        over = [f"+{p.peak_bytes / p.lower_bound_bytes - 1:.1%}" if p.lower_bound_bytes else "" for p in here]
-        rows.append((policy, format_bytes(here[0].lower_bound_bytes), *over))
-    table = listing(("policy", "live", *placers), rows, numbers=range(1, 2 + len(placers)))
-    table.padding = (0, 0, 0, 1)
-    return table
+        rows.append((policy, format_bytes(here[0].lower_bound_bytes), *map(_over, here)))
+    return whole_columns(("policy", "live", *placers), rows, numbers=range(1, 2 + len(placers)))
+
+
+def _over(placed: Placed) -> str:
+    """By how many percent the peak is above the live bytes."""
+    if not placed.lower_bound_bytes:
+        return ""
+    over = 100 * (placed.peak_bytes / placed.lower_bound_bytes - 1)
+    return f"{over:.1f}" if over < 100 else f"{over:.0f}"
 
 
 def _by_placer(crossings: Sequence[Crossing], placers: Sequence[str]) -> Table:

@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.placement.packing.random_traces import traces
+from tests.placement.packing.small_problems import instance
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
+from overspill.placement.packing import native
 from overspill.placement.packing.base import Limits
 from overspill.placement.packing.bound import bound_bytes
 from overspill.placement.packing.portfolio import Portfolio
@@ -25,7 +27,9 @@ def peak(trace: Trace, solver: Portfolio, **limits: float) -> int:
 @given(trace=traces(count=16), capacity=st.one_of(st.none(), st.integers(1, 60)), seed=st.integers(0, 3))
 def test_the_twins_agree_and_the_layout_is_valid(trace: Trace, capacity: int | None, seed: int) -> None:
     limits = Limits(capacity, PATIENT, seed)
-    python, compiled = (Portfolio(restarts=12, native=native).solve(trace, limits) for native in (False, True))
+    python, compiled = (
+        Portfolio(restarts=12, exact_blocks=0, native=native).solve(trace, limits) for native in (False, True)
+    )
     assert python.layout == compiled.layout
     assert python.bound_bytes == compiled.bound_bytes
 
@@ -33,26 +37,40 @@ def test_the_twins_agree_and_the_layout_is_valid(trace: Trace, capacity: int | N
 @settings(max_examples=40, deadline=None)
 @given(trace=traces())
 def test_more_restarts_are_never_worse_and_the_bound_holds(trace: Trace) -> None:
-    few, many = (peak(trace, Portfolio(restarts), time_limit_seconds=PATIENT) for restarts in (0, 30))
+    few, many = (peak(trace, Portfolio(restarts, exact_blocks=0), time_limit_seconds=PATIENT) for restarts in (0, 30))
     assert bound_bytes(Problem.of(trace)) <= many <= few
 
 
 def test_restarts_find_what_the_first_runs_miss() -> None:
     rows = [(0, 6, 4), (2, 8, 3), (5, 9, 2), (1, 3, 5), (8, 12, 4), (3, 11, 1), (10, 12, 5), (0, 2, 3), (6, 10, 3)]
     trace = Trace(tuple(Block(i, *row) for i, row in enumerate(rows)))
-    assert peak(trace, Portfolio(restarts=0)) >= peak(trace, Portfolio(restarts=50)) == trace.lower_bound_bytes
+    assert (
+        peak(trace, Portfolio(restarts=0, exact_blocks=0))
+        >= peak(trace, Portfolio(restarts=50, exact_blocks=0))
+        == trace.lower_bound_bytes
+    )
+
+
+@pytest.mark.skipif(not native.AVAILABLE, reason="the exact search is too slow in Python")
+def test_the_exact_search_ends_what_the_heuristics_leave_above_the_bound() -> None:
+    trace = instance("K")
+    rough = Portfolio(exact_blocks=0).solve(trace)
+    assert not rough.optimal
+    assert Portfolio().solve(trace).optimal
 
 
 def test_it_stops_at_the_capacity_that_was_asked_for() -> None:
     trace = Trace(tuple(Block(i, i % 7, i % 7 + 1 + i % 5, 1 + i % 4) for i in range(40)))
-    enough = peak(trace, Portfolio(restarts=0), capacity_bytes=1000)
+    enough = peak(trace, Portfolio(restarts=0, exact_blocks=0), capacity_bytes=1000)
     assert enough <= 1000
-    assert peak(trace, Portfolio(restarts=10**9), capacity_bytes=enough) <= enough  # else it would not end
+    assert (
+        peak(trace, Portfolio(restarts=10**9, exact_blocks=0), capacity_bytes=enough) <= enough
+    )  # else it would not end
 
 
 def test_the_time_limit_ends_the_restarts_but_never_without_a_layout() -> None:
     trace = Trace((Block(0, 0, 2, 1, alignment=2), Block(1, 1, 3, 1, alignment=3), Block(2, 0, 3, 1, pinned=7)))
-    assert peak(trace, Portfolio(restarts=10**9), capacity_bytes=1, time_limit_seconds=0.01) == 8
+    assert peak(trace, Portfolio(restarts=10**9, exact_blocks=0), capacity_bytes=1, time_limit_seconds=0.01) == 8
 
 
 def test_with_one_alignment_the_bound_counts_rounded_sizes() -> None:

@@ -10,8 +10,10 @@ from itertools import count
 
 import numpy as np
 
+from . import native as native_code
 from .base import Limits, Packing, Solver
 from .bound import bound_bytes, rounded
+from .exact import Decider
 from .greedy import Fit, place
 from .keys import KEYS, Floats, order_by
 from .problem import ANYWHERE, Integers, Problem
@@ -25,6 +27,8 @@ SKYLINE_KEYS = (
     ("lifetime", "size"),
 )
 """The keys of the skylines, each with the key that decides between equal ones."""
+EXACT_BLOCKS = 1000
+"""Up to so many blocks the exact search takes over where the heuristics end above the bound."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Attempt = Callable[[Floats, int | None], Integers | None]
@@ -71,7 +75,7 @@ class Incumbent:
 
     def __init__(self, problem: Problem, target: int, seconds: float) -> None:
         self._problem, self._target = problem, target
-        self._deadline = time.perf_counter() + seconds
+        self.deadline = time.perf_counter() + seconds
         self.offsets: Integers | None = None
         self.peak = 0
 
@@ -84,7 +88,7 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        return self.offsets is not None and (self.peak <= self._target or time.perf_counter() > self._deadline)
+        return self.offsets is not None and (self.peak <= self._target or time.perf_counter() > self.deadline)
 
 
 class Portfolio(Solver):
@@ -93,16 +97,19 @@ class Portfolio(Solver):
     It stops as soon as a peak is within the capacity asked for, by default the lower bound. A restart perturbs the key
     of one rule: blocks above the target weigh up to half as much again, a twentieth of all blocks are changed at random;
     a layout with a higher peak is accepted less and less. `restarts`: how many; by default a few, fewer for more blocks,
-    or, where a capacity is asked for that the lower bound allows, as many as the time limit allows. But for the time
-    limit the search is a function of the problem, the capacity and the seed.
+    or, where a capacity is asked for that the lower bound allows, as many as the time limit allows. Where these end above
+    the bound and there are at most `exact_blocks` blocks, the exact search has the time that is left (compiled code
+    only). But for the time limit the search is a function of the problem, the capacity and the seed.
     """
 
     name = "portfolio"
-    summary = "guarded skylines by several keys, then restarts with perturbed keys"
+    summary = "guarded skylines by several keys, restarts, and for few blocks the exact search"
     source = "Overspill's own, on the skyline of Sekiyama et al. (2018), section 3.2"
 
-    def __init__(self, restarts: int | None = None, *, native: bool | None = None) -> None:
-        self.restarts, self.native = restarts, native
+    def __init__(
+        self, restarts: int | None = None, *, exact_blocks: int = EXACT_BLOCKS, native: bool | None = None
+    ) -> None:
+        self.restarts, self.exact_blocks, self.native = restarts, exact_blocks, native
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         bound = bound_bytes(problem)
@@ -116,13 +123,20 @@ class Portfolio(Solver):
                 return Packing(best.offsets, bound)
         random = np.random.default_rng(limits.seed)
         restarts = self.restarts
-        if restarts is None and (limits.capacity_bytes is None or limits.capacity_bytes < bound):
+        exact = len(problem) <= self.exact_blocks and native_code.chosen(self.native)
+        if restarts is None and (exact or limits.capacity_bytes is None or limits.capacity_bytes < bound):
             restarts = max(4, 10_000 // max(len(problem), 1))
         for k in count() if restarts is None else range(restarts):
             if best.done:
                 break
             temperature = 0.002 * np.exp(-5 * (k / restarts if restarts else 1 / 2))
             best.offer(rules[k % len(rules)].restart(target, temperature, random))
+        if best.done or best.offsets is None or not exact:
+            return Packing(best.offsets, bound)
+        decider = Decider(problem, best.deadline, seed=limits.seed)
+        if limits.capacity_bytes is None or limits.capacity_bytes < bound:
+            return Packing(*decider.minimise(best.offsets, bound))
+        best.offer(decider.decide(limits.capacity_bytes).offsets)
         return Packing(best.offsets, bound)
 
     def _rules(self, problem: Problem, target: int) -> Iterator[Rule]:
