@@ -2,7 +2,10 @@
 
     python bench/placement.py [--blocks 2000 10000 50000] [--families gpt unet] [--csv FILE...] [--alone] [--json FILE]
 
-The traces are those of bench/traces.py, or files with the columns id, lower, upper and size. Both solvers run one after
+    python bench/placement.py --models all [--policies all] [--batch 8] [--alone] [--json FILE]
+
+The traces are those of bench/traces.py, files with the columns id, lower, upper and size, or the steps of built-in models
+under policies (each within half of what it takes unmanaged, or what the policy can do without a budget). Both solvers run one after
 the other in this process. Seconds are CPU seconds of all threads, from arrays (omnimalloc: from its own objects) to
 offsets; `whole` is from the trace to a validated layout. The ratio is omnimalloc's seconds over ours.
 """
@@ -18,16 +21,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import omnimalloc
 from traces import FAMILIES, training_trace
 
+from overspill import models
 from overspill.core import Block, Trace
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import with_algorithms
+from overspill.devices import load_device
 from overspill.placement.packing.base import Limits
 from overspill.placement.packing.portfolio import Portfolio
 from overspill.placement.packing.problem import Problem
+from overspill.policies import POLICIES, policy_named
+from overspill.policies.planning import unmanaged_peak
+from overspill.runtime.training import Training, step_graph
+from overspill.simulate import trace_of
 
 T = TypeVar("T")
 
@@ -92,6 +104,11 @@ def measure(name: str, trace: Trace, limits: Limits, *, alone: bool) -> Row:
 
 def traces(arguments: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
     """The traces that were asked for, each with its name."""
+    if arguments.models:
+        names = list(models.names()) if arguments.models == ["all"] else arguments.models
+        policies = list(POLICIES) if arguments.policies == ["all"] else arguments.policies
+        yield from model_traces(names, policies, arguments.batch)
+        return
     if arguments.csv:
         yield from ((path.stem, read(path)) for path in arguments.csv)
         return
@@ -100,9 +117,24 @@ def traces(arguments: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
             yield family, training_trace(family, blocks, arguments.seed)
 
 
+def model_traces(names: list[str], policies: list[str], batch: int) -> Iterator[tuple[str, Trace]]:
+    """The steps of built-in models under policies, on an RTX 4090."""
+    device = load_device("rtx4090")
+    for name in names:
+        graph = with_algorithms(step_graph(Training(partial(models.load, name), batch), device), device)
+        half = unmanaged_peak(graph, device) // 2
+        for policy in policies:
+            chosen = policy_named(policy)
+            try:
+                schedule = chosen.plan(graph, device, half if chosen.plans_for_budget else None)
+            except InfeasibleBudget as error:
+                schedule = chosen.plan(graph, device, error.floor_bytes)
+            yield f"{name} {policy}", trace_of(graph, schedule)
+
+
 def line(row: Row) -> str:
     """One line of the table."""
-    ours = f"{row['trace']:18s} {row['blocks']:8d} {row['lower_bound_bytes']:16d} {row['gap']:9.4%}"
+    ours = f"{row['trace']:36s} {row['blocks']:8d} {row['lower_bound_bytes']:16d} {row['gap']:9.4%}"
     ours += f" {row['seconds']:9.4f} {row['whole_seconds']:9.3f}"
     gap, seconds = row["omnimalloc_gap"], row["omnimalloc_seconds"]
     if gap is None or seconds is None:
@@ -116,13 +148,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 10_000, 50_000])
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--csv", type=Path, nargs="+")
+    parser.add_argument("--models", nargs="+", help="built-in models, or all")
+    parser.add_argument("--policies", nargs="+", default=["all"])
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the traces and of the search")
     parser.add_argument("--time-limit", type=float, default=Limits().time_limit_seconds, help="wall-clock seconds")
     parser.add_argument("--alone", action="store_true", help="leave omnimalloc out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(
-        f"{'trace':18s} {'blocks':>8s} {'lower bound':>16s} {'gap':>9s} {'seconds':>9s} {'whole':>9s}"
+        f"{'trace':36s} {'blocks':>8s} {'lower bound':>16s} {'gap':>9s} {'seconds':>9s} {'whole':>9s}"
         f" {'omni gap':>9s} {'omni secs':>10s} {'ratio':>7s}"
     )
     limits = Limits(time_limit_seconds=arguments.time_limit, seed=arguments.seed)

@@ -27,6 +27,8 @@ SKYLINE_KEYS = (
     ("lifetime", "size"),
 )
 """The keys of the skylines, each with the key that decides between equal ones."""
+RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
+"""How many blocks are placed in restarts by default, all added up: some tenths of a second; and the fewest restarts."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks the exact search takes over where the heuristics end above the bound."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
@@ -125,7 +127,7 @@ class Portfolio(Solver):
         restarts = self.restarts
         exact = len(problem) <= self.exact_blocks and native_code.chosen(self.native)
         if restarts is None and (exact or limits.capacity_bytes is None or limits.capacity_bytes < bound):
-            restarts = max(4, 10_000 // max(len(problem), 1))
+            restarts = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // max(len(problem), 1))
         for k in count() if restarts is None else range(restarts):
             if best.done:
                 break
