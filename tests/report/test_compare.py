@@ -12,7 +12,7 @@ from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.units import format_bytes
 from overspill.policies.comparison import Row, compare
 from overspill.policies.planning import make_plan
-from overspill.report.compare import FIGURES, compare_report, placed, row_figures
+from overspill.report.compare import FIGURES, compare_report, reserved_by_pytorch, row_figures
 
 GRAPH = network([Layer(1 << 22, LayerType.CONV, flops=10**8) for _ in range(9)], 1 << 22)
 CAPACITY = DEVICE.memory_bytes
@@ -63,7 +63,7 @@ def holes() -> Graph:
 
 def test_fragmentation_is_the_share_of_what_is_reserved_that_no_tensor_needs() -> None:
     plan = make_plan(holes(), DEVICE, "liveness", CAPACITY)
-    place = placed(plan, CAPACITY)
+    place = reserved_by_pytorch(plan, CAPACITY)
     assert place.fits
     assert plan.peak_bytes == (37 << 20) + 512
     assert place.reserved_bytes > 60 << 20
@@ -72,12 +72,12 @@ def test_fragmentation_is_the_share_of_what_is_reserved_that_no_tensor_needs() -
 
 def test_an_allocator_gives_back_what_it_caches_before_it_runs_out_of_memory() -> None:
     plan = make_plan(holes(), DEVICE, "liveness", CAPACITY)
-    tight = placed(plan, 44 << 20)
+    tight = reserved_by_pytorch(plan, 44 << 20)
     assert tight.fits
     assert tight.reserved_bytes <= 44 << 20
-    short = placed(plan, 36 << 20)
+    short = reserved_by_pytorch(plan, 36 << 20)
     assert not short.fits
-    assert short == replace(placed(plan, CAPACITY), fits=False, expandable_fits=False)
+    assert short == replace(reserved_by_pytorch(plan, CAPACITY), fits=False, expandable_fits=False)
 
 
 def leftover() -> Graph:
@@ -94,7 +94,7 @@ def leftover() -> Graph:
 
 
 def test_expandable_segments_may_do_where_a_segment_can_not_be_given_back() -> None:
-    place = placed(make_plan(leftover(), DEVICE, "liveness", CAPACITY), 46 << 20)
+    place = reserved_by_pytorch(make_plan(leftover(), DEVICE, "liveness", CAPACITY), 46 << 20)
     assert not place.fits
     assert place.expandable_fits
     assert place.reserved_bytes > 50 << 20

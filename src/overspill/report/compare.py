@@ -29,7 +29,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Placed:
+class Reserved:
     """A schedule under PyTorch's caching allocator: what it reserves, the share that no live byte needs, whether it fits.
 
     Where the device is too small for the allocator, the figures are those of an unlimited one, and `expandable_fits`
@@ -42,7 +42,7 @@ class Placed:
     expandable_fits: bool
 
 
-def placed(plan: Plan, capacity_bytes: int) -> Placed:
+def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
     """How `plan` lies in `capacity_bytes` under PyTorch's caching allocator."""
     trace = trace_of(plan.graph, plan.schedule)
     events = Events.of(trace)
@@ -53,7 +53,7 @@ def placed(plan: Plan, capacity_bytes: int) -> Placed:
         expandable_fits = replay(events, capacity_bytes=capacity_bytes, config=expandable).fits
         done = replay(events)
     reserved = done.peak_reserved_bytes
-    return Placed(reserved, 1 - trace.lower_bound_bytes / reserved if reserved else 0.0, fits, expandable_fits)
+    return Reserved(reserved, 1 - trace.lower_bound_bytes / reserved if reserved else 0.0, fits, expandable_fits)
 
 
 def row_figures(row: Row, capacity_bytes: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def row_figures(row: Row, capacity_bytes: int) -> dict[str, Any]:
     plan = row.plan
     if plan is None:
         return head | dict.fromkeys(FIGURES)
-    timeline, place, peak = plan.timeline, placed(plan, capacity_bytes), peak_of(plan)
+    timeline, place, peak = plan.timeline, reserved_by_pytorch(plan, capacity_bytes), peak_of(plan)
     figures = {
         "max_bytes": plan.peak_bytes,
         "average_bytes": round(timeline.average_bytes),
