@@ -20,6 +20,7 @@ from typing import TypedDict
 
 from overspill import models
 from overspill.core import Block, Graph, Phase, Trace
+from overspill.core.errors import RequestError
 from overspill.devices import load_device
 from overspill.placement.packing import Limits, solver_named
 from overspill.policies.planning import make_plan
@@ -71,7 +72,10 @@ def measured(model: str, step: str, trace: Trace, limits: Limits) -> Line:
         "mip_bytes": None, "proven_bytes": None, "seconds": None,
     }  # fmt: skip
     begun = time.process_time()
-    found = solver_named("mip").solve(trace, limits)
+    try:
+        found = solver_named("mip").solve(trace, limits)
+    except RequestError:  # too many pairs for it
+        return line
     if found.layout is not None:
         line |= {"mip_bytes": found.layout.peak_bytes, "proven_bytes": found.bound_bytes}
     line["seconds"] = time.process_time() - begun
