@@ -46,7 +46,7 @@ struct ExactBlocks {
 struct Attempt {
     std::vector<Units> highest;  // of each block: the largest offset that is allowed
     std::vector<Units> ceiling;  // of each section: what its blocks may reach together
-    std::string keys;            // of the preorder: lifetime (W), area (A), total of the fullest section (T)
+    std::string keys;            // of the preorder: lifetime (W), size (S), area (A), total of the fullest section (T)
     const double* noise;         // a factor for each block and key
     bool live;                   // whether the parts of a split are put in preorder anew
     std::int64_t node_limit;
@@ -370,8 +370,8 @@ class ExactSearch {
                 blocks_.each_section(block, [&](int t) { fullest = std::max(fullest, left_[t]); });
                 value = static_cast<double>(fullest);
             } else {
-                value = static_cast<double>(blocks_.lifetime[block]);
-                if (request_->keys[i] == 'A') value *= static_cast<double>(blocks_.size[block]);
+                value = request_->keys[i] == 'S' ? 1 : static_cast<double>(blocks_.lifetime[block]);
+                if (request_->keys[i] != 'W') value *= static_cast<double>(blocks_.size[block]);
             }
             found[i] = value * request_->noise[static_cast<std::size_t>(block) * 3 + i];
         }

@@ -102,7 +102,7 @@ class TwinSearch:
         """Whether every block i can lie at or below `highest[i]`, and each section within its `ceiling`.
 
         Blocks of one offset are tried in decreasing order of `keys` times `noise`, a factor for each block and key:
-        lifetime (W), area (A), the total of the fullest section (T); if `live`, independent parts are put in order
+        lifetime (W), size (S), area (A), the total of the fullest section (T); if `live`, independent parts are put in order
         anew. Returns the outcome (FITS, INFEASIBLE, UNKNOWN at a limit), the nodes, and the offsets, which count if all
         fit.
         """
@@ -244,6 +244,7 @@ class TwinSearch:
     def _keys(self, block: int) -> tuple[float, ...]:
         values = {
             "W": float(self.lifetime[block]),
+            "S": float(self.size[block]),
             "A": float(self.lifetime[block]) * float(self.size[block]),
             "T": float(max(self.state.left[t] for t in self._live(block))),
         }

@@ -1,4 +1,4 @@
-"""Overspill's default solver: many quick heuristics, the best one wins; then restarts with perturbed keys."""
+"""Overspill's default solver: many quick heuristics, the best one wins; then large blocks first, then restarts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from .bound import bound_bytes, rounded
 from .exact import Decider
 from .greedy import Fit, place
 from .keys import KEYS, Floats, order_by
+from .large_first import layouts, tight
 from .problem import ANYWHERE, Integers, Problem
 from .skyline import packer_of, solid
 
@@ -30,7 +31,7 @@ SKYLINE_KEYS = (
 RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
 """How many blocks are placed in restarts by default, all added up: some tenths of a second; and the fewest restarts."""
 EXACT_BLOCKS = 1000
-"""Up to so many blocks the exact search takes over where the heuristics end above the bound."""
+"""Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Attempt = Callable[[Floats, int | None], Integers | None]
@@ -96,7 +97,9 @@ class Incumbent:
 class Portfolio(Solver):
     """The guarded skyline by several keys, greedy placement where there are pins or gaps; then restarts.
 
-    It stops as soon as a peak is within the capacity asked for, by default the lower bound. A restart perturbs the key
+    It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
+    key ends above it, large blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if
+    there were no others (compiled code only, and not if `exact_blocks` is 0). A restart perturbs the key
     of one rule: blocks above the target weigh up to half as much again, a twentieth of all blocks are changed at random;
     a layout with a higher peak is accepted less and less. `restarts`: how many; by default a few, fewer for more blocks,
     or, where a capacity is asked for that the lower bound allows, as many as the time limit allows. Where these end above
@@ -105,7 +108,7 @@ class Portfolio(Solver):
     """
 
     name = "portfolio"
-    summary = "guarded skylines by several keys, restarts, and for few blocks the exact search"
+    summary = "guarded skylines by several keys, large blocks first, restarts, and for few blocks the exact search"
     source = "Overspill's own, on the skyline of Sekiyama et al. (2018), section 3.2"
 
     def __init__(
@@ -118,14 +121,15 @@ class Portfolio(Solver):
         target = rounded(problem).lower_bound_bytes if limits.capacity_bytes is None else limits.capacity_bytes
         best = Incumbent(problem, target, limits.time_limit_seconds)
         rules: list[Rule] = []
-        for rule in self._rules(problem, target):
-            rules.append(rule)
-            best.offer(rule.start())
+        exact_blocks = self.exact_blocks if native_code.chosen(self.native) else 0
+        large_first = layouts(problem, partial(self._pack_large, best.deadline, limits.seed)) if exact_blocks else ()
+        for offsets in chain(self._starts(problem, target, rules), large_first):
+            best.offer(offsets)
             if best.done:
                 return Packing(best.offsets, bound)
         random = np.random.default_rng(limits.seed)
         restarts = self.restarts
-        exact = len(problem) <= self.exact_blocks and native_code.chosen(self.native)
+        exact = len(problem) <= exact_blocks
         if restarts is None and (exact or limits.capacity_bytes is None or limits.capacity_bytes < bound):
             restarts = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // max(len(problem), 1))
         for k in count() if restarts is None else range(restarts):
@@ -140,6 +144,23 @@ class Portfolio(Solver):
             return Packing(*decider.minimise(best.offsets, bound))
         best.offer(decider.decide(limits.capacity_bytes).offsets)
         return Packing(best.offsets, bound)
+
+    def _starts(self, problem: Problem, target: int, rules: list[Rule]) -> Iterator[Integers]:
+        for rule in self._rules(problem, target):
+            rules.append(rule)
+            yield rule.start()
+
+    def _pack_large(self, deadline: float, seed: int, large: Problem) -> Iterator[Integers]:
+        found = False
+        if len(large) <= self.exact_blocks:
+            for offsets in tight(large, deadline, seed):
+                found = True
+                yield offsets
+        if not found:
+            seconds = max(deadline - time.perf_counter(), 0)
+            packing = Portfolio(exact_blocks=0, native=self.native)._pack(large, Limits(None, seconds, seed))
+            if packing.offsets is not None:
+                yield packing.offsets
 
     def _rules(self, problem: Problem, target: int) -> Iterator[Rule]:
         if (problem.pinned == ANYWHERE).all():
