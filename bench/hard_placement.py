@@ -10,7 +10,6 @@ nodes. `--minimise` also searches for the lowest peak, with the first seed.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -22,9 +21,10 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from overspill.core import Block, Layout, Trace
+from overspill.core import Layout, Trace
 from overspill.placement.packing.base import Limits
 from overspill.placement.packing.exact import Decider, Exact
+from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
 
 
@@ -44,13 +44,6 @@ class Row:
     bound_bytes: int | None = None
 
 
-def load(path: Path) -> Trace:
-    """The trace in a CSV file of minimalloc's: id, lower, upper, size."""
-    with path.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return Trace(tuple(Block(i, int(r["lower"]), int(r["upper"]), int(r["size"])) for i, r in enumerate(rows)))
-
-
 def decide(trace: Trace, capacity_bytes: int, seed: int, seconds: float) -> tuple[bool, float, int]:
     """Whether a layout within the capacity was found, and is valid; CPU seconds; nodes."""
     began = time.process_time()
@@ -68,7 +61,7 @@ def decide(trace: Trace, capacity_bytes: int, seed: int, seconds: float) -> tupl
 
 def measure(path: Path, seeds: int, seconds: float, minimise: bool) -> Row:
     """The instance at `path`, from so many seeds."""
-    trace = load(path)
+    trace = read_trace(path).trace
     row = Row(path.stem.split(".")[0], len(trace.blocks), trace.lower_bound_bytes, int(path.stem.split(".")[1]), seeds)
     for seed in range(seeds):
         blocks = list(trace.blocks)

@@ -13,7 +13,6 @@ offsets; `whole` is from the trace to a validated layout. The ratio is omnimallo
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -29,11 +28,12 @@ import omnimalloc
 from traces import FAMILIES, training_trace
 
 from overspill import models
-from overspill.core import Block, Trace
+from overspill.core import Trace
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
 from overspill.placement.packing.base import Limits
+from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.portfolio import Portfolio
 from overspill.placement.packing.problem import Problem
 from overspill.policies import POLICIES, policy_named
@@ -62,13 +62,6 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     begun = time.process_time()
     result = work()
     return result, time.process_time() - begun
-
-
-def read(path: Path) -> Trace:
-    """The blocks of a CSV file with half-open lifetimes."""
-    with path.open(newline="") as file:
-        rows = [(int(r["lower"]), int(r["upper"]), int(r["size"])) for r in csv.DictReader(file)]
-    return Trace(tuple(Block(i, *row) for i, row in enumerate(rows)))
 
 
 def omnimalloc_peak(trace: Trace) -> tuple[int | None, float]:
@@ -110,7 +103,7 @@ def traces(arguments: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
         yield from model_traces(names, policies, arguments.batch)
         return
     if arguments.csv:
-        yield from ((path.stem, read(path)) for path in arguments.csv)
+        yield from ((path.stem, read_trace(path).trace) for path in arguments.csv)
         return
     for blocks in arguments.blocks:
         for family in arguments.families:

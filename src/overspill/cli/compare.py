@@ -19,6 +19,7 @@ from .common import (
     ImageSize,
     ModelChoice,
     ModelName,
+    Narrator,
     OptimizerName,
     Outcome,
     SeqLen,
@@ -29,13 +30,11 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from overspill.core import Device, Graph
     from overspill.placement.placed import Placed
     from overspill.policies.comparison import Row
-
-    from .common import Narrator
 
 PolicyNames = Annotated[
     str | None,
@@ -129,12 +128,7 @@ def _policy_names(asked: str | None) -> tuple[str, ...]:
 
     if asked is None:
         return tuple(POLICIES)
-    names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
-    if not names:
-        raise RequestError(f"--policies names none. Policies: {', '.join(POLICIES)}")
-    for name in names:
-        policy_named(name)
-    return names
+    return _named(asked, policy_named, f"--policies names none. Policies: {', '.join(POLICIES)}")
 
 
 def _placer_names(asked: str | None) -> tuple[str, ...]:
@@ -144,11 +138,16 @@ def _placer_names(asked: str | None) -> tuple[str, ...]:
 
     if asked is None:
         return (*ALLOCATORS, "skyline", "portfolio")
+    return _named(asked, check_placer, "--placers names none; leave it out for all")
+
+
+def _named(asked: str, check: Callable[[str], object], none: str) -> tuple[str, ...]:
+    """The names in `A,B,…`, each once, that `check` lets pass. Raises RequestError, `none` where there are none."""
     names = tuple(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
     if not names:
-        raise RequestError("--placers names none; leave it out for all")
+        raise RequestError(none)
     for name in names:
-        check_placer(name)
+        check(name)
     return names
 
 

@@ -75,12 +75,11 @@ def plan(
 
 
 def _feasible(request: dict[str, Any], made: Plan, placer: str | None, out: Path | None) -> Outcome:
-    from overspill.placement.placed import place
+    from overspill.placement.placed import place_plan
     from overspill.report.plan import peak_of, plan_report
-    from overspill.simulate import trace_of
 
     peak = peak_of(made)
-    placed = place(trace_of(made.graph, made.schedule), placer or "pytorch")
+    placed = place_plan(made, placer)
     answer = request | {
         "budget_bytes": made.budget_bytes,
         "peak_bytes": made.peak_bytes,

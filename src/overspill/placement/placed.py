@@ -14,6 +14,7 @@ from overspill.costs import MeasuredTimes
 from overspill.policies.planning import Plan, make_plan
 from overspill.simulate import trace_of
 
+from .caching import CachingAllocator
 from .events import Events
 from .packing import SOLVERS, Limits, solver_named
 from .registry import ALLOCATORS
@@ -87,6 +88,11 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
     return Placed(placer, peak, bound, float(np.mean(done.unusable)) if len(events) else 0.0, seconds)
 
 
+def place_plan(plan: Plan, placer: str | None = None) -> Placed:
+    """The blocks of `plan` under `placer` (None: under PyTorch's caching allocator, which has them if nobody plans)."""
+    return place(trace_of(plan.graph, plan.schedule), placer or CachingAllocator.name)
+
+
 def plan_within(
     graph: Graph,
     device: Device,
@@ -108,7 +114,7 @@ def plan_within(
             if least is None:
                 raise
             raise _does_not_lie(policy, placer, budget_bytes, least, error.cause) from None
-        placed = place(trace_of(graph, plan.schedule), placer)
+        placed = place_plan(plan, placer)
         over = placed.peak_bytes - budget_bytes
         if over <= 0:
             return PlacedPlan(plan, placed)

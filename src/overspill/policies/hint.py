@@ -26,17 +26,14 @@ class Hinting(Relaxation):
     def _deadline(self, recomputation: tuple[int, int]) -> int:
         return self.due[recomputation]
 
-    def _trip(self, trip: Trip, leaving: Moves, coming: Moves) -> None:
-        out, back = self._link_times()
+    def _moved(self, trip: Trip, coming: Moves) -> int:
         moved = self.lp.variable(1.0)
         if trip.held is not None:
             self.lp.row([(moved, 1.0), (trip.held, -1.0)], lower=0.0)
         else:
             again = self._remaking(trip, coming)
             self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
-        coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
-        if trip.copied:
-            leaving.append((trip.written, trip.first, [(moved, out * trip.size)]))
+        return moved
 
     def _remaking(self, trip: Trip, coming: Moves) -> int | None:
         """The column of a recomputation of the trip's tensor within it, or None if it cannot be.

@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from overspill.core.units import format_bytes, format_seconds
-from overspill.placement.placed import Placed, place
+from overspill.placement.placed import Placed, place_plan
 from overspill.policies.planning import Plan
 from overspill.runtime.session import Options
 from overspill.runtime.training import Run, Training, same_bits
-from overspill.simulate import trace_of
 
 from .listing import format_flops, listing, percent
 
@@ -38,7 +37,7 @@ class Trained:
     @cached_property
     def placed(self) -> Placed:
         """How the plan's blocks lie under the placement that was asked for, or under PyTorch's caching allocator."""
-        return place(trace_of(self.plan.graph, self.plan.schedule), self.options.placer or "pytorch")
+        return place_plan(self.plan, self.options.placer)
 
     @cached_property
     def identical(self) -> bool | None:

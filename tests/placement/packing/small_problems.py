@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import strategies as st
 
 from overspill.core import Block, Trace
+from overspill.placement.packing.files import read_trace
 
 INSTANCES = Path(__file__).parents[3] / "bench" / "instances"
 
 
 def instance(name: str) -> Trace:
     """One of the challenging instances of minimalloc."""
-    with (INSTANCES / f"{name}.1048576.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return Trace(tuple(Block(i, int(r["lower"]), int(r["upper"]), int(r["size"])) for i, r in enumerate(rows)))
+    return read_trace(INSTANCES / f"{name}.1048576.csv").trace
 
 
 @st.composite

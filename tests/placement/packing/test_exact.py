@@ -14,8 +14,9 @@ from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
 from overspill.placement.packing import exact as exact_module
 from overspill.placement.packing.base import Limits, Solution
-from overspill.placement.packing.exact import AVAILABLE, Decider, Exact, turn
+from overspill.placement.packing.exact import Decider, Exact, turn
 from overspill.placement.packing.exact_model import ExactModel
+from overspill.placement.packing.native import AVAILABLE
 from overspill.placement.packing.problem import Problem
 
 from .small_problems import instance, optimum, traces

@@ -70,7 +70,6 @@ class Solver(ABC):
     name: str
     summary: str
     source: str
-    handles_gaps: ClassVar[bool] = True
     handles_pins: ClassVar[bool] = True
 
     @abstractmethod
@@ -80,7 +79,7 @@ class Solver(ABC):
     def solve(self, trace: Trace, limits: Limits | None = None) -> Solution:
         """A validated layout of `trace`; each of its spaces is packed by itself, and may take the whole capacity.
 
-        Raises RequestError where a block cannot be placed, two pins clash, or the solver does not know pins or gaps, and InvalidLayout
+        Raises RequestError where a block cannot be placed, two pins clash, or the solver does not know pins, and InvalidLayout
         should the solver be wrong.
         """
         limits = limits or Limits()
@@ -114,7 +113,5 @@ class Solver(ABC):
 
     def _refuse(self, problem: Problem) -> None:
         refuse_clashing_pins(problem)
-        if not self.handles_gaps and problem.gap_start.size:
-            raise RequestError(f"the solver {self.name!r} does not know blocks with gaps; 'portfolio' does")
         if not self.handles_pins and (problem.pinned >= 0).any():
             raise RequestError(f"the solver {self.name!r} does not know pinned blocks; 'portfolio' does")

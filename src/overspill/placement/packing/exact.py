@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from overspill.core.errors import RequestError
 
+from . import native as native_code
 from .base import Limits, Packing, Solver
 from .blame import blame
 from .exact_model import ExactModel
@@ -20,13 +21,6 @@ from .exact_twin import FITS, INFEASIBLE, TwinSearch
 from .greedy import largest_first
 from .pieces import Pieces
 from .problem import Integers, Problem
-
-try:
-    from overspill.placement._packing import ExactSearch
-except ImportError:  # the source tree without a build: the Python twin does the same
-    AVAILABLE = False
-else:
-    AVAILABLE = True
 
 PREORDERS = ("WAT", "TAW", "TWA")
 """Keys of the preorders: lifetime (W), area (A), total of the fullest section (T), as minimalloc has them."""
@@ -103,7 +97,7 @@ class Decider:
         self.deadline, self.seed = deadline, seed
         self.nodes = 0
         self.model = model = ExactModel.of(problem)
-        self._search: Search = (ExactSearch if native and AVAILABLE else TwinSearch)(
+        self._search: Search = (native_code.exact_search if native and native_code.AVAILABLE else TwinSearch)(
             model.sections,
             model.pieces.first(len(problem)),
             model.pieces.start,

@@ -1,4 +1,4 @@
-"""The Python face of the native heuristics (native/packing/), which do what their Python twins do, many times as fast."""
+"""The Python face of the native solvers (native/packing/), which do what their Python twins do, many times as fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
     AVAILABLE = True
 
 if TYPE_CHECKING:
-    from overspill.placement._packing import SkylinePacker
+    from overspill.placement._packing import ExactSearch, SkylinePacker
 
 
 def chosen(native: bool | None) -> bool:
@@ -32,6 +32,21 @@ def chosen(native: bool | None) -> bool:
 def skyline_packer(start: Integers, end: Integers, nbytes: Integers, alignment: Integers) -> SkylinePacker:
     """The native twin of `skyline.TwinPacker`."""
     return _packing.SkylinePacker(start, end, nbytes, alignment)
+
+
+def exact_search(
+    sections: int,
+    piece_first: Integers,
+    piece_start: Integers,
+    piece_end: Integers,
+    size: Integers,
+    alignment: Integers,
+    pinned: Integers,
+    below: Integers,
+    lifetime: Integers,
+) -> ExactSearch:
+    """The native twin of `exact_twin.TwinSearch`."""
+    return _packing.ExactSearch(sections, piece_first, piece_start, piece_end, size, alignment, pinned, below, lifetime)
 
 
 def greedy(

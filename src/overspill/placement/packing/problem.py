@@ -109,11 +109,6 @@ class Problem:
         """Whether no block is aligned, pinned or has a gap."""
         return not (self.gap_start.size or (self.alignment > 1).any() or (self.pinned != ANYWHERE).any())
 
-    def gaps(self, block: int) -> list[tuple[int, int]]:
-        """The gaps of a block, in sections."""
-        low, high = self.gap_first[block], self.gap_first[block + 1]
-        return list(zip(self.gap_start[low:high].tolist(), self.gap_end[low:high].tolist(), strict=True))
-
     def peak_bytes(self, offsets: Sequence[int] | Integers) -> int:
         """The highest end of a block when block i lies at `offsets[i]`."""
         return int((np.asarray(offsets, dtype=np.int64) + self.nbytes).max(initial=0))
