@@ -1,6 +1,7 @@
 """`auto` against every policy of the papers: simulated step times on the same graph, device and budget.
 
     python bench/policies.py [--models resnet50,…] [--gpus titan-x,…] [--processes 2] [--json FILE]
+    python bench/policies.py --read bench/results/policies.json
 
 Budgets are 75, 50 and 33 % of what the step takes unmanaged, where any plan can meet them, and the smallest that
 `auto` meets. A line for each case gives the slowdown of `auto` and of the best of the papers' policies to the ops'
@@ -136,6 +137,29 @@ def summary(found: list[Case]) -> dict[str, float | int | None]:
     }
 
 
+def by_budget(found: list[Case]) -> Iterator[str]:
+    """A line for each budget: how far `auto` is from the bound, and its advantage where a paper's policy fits."""
+    for budget in dict.fromkeys(c["budget"] for c in found):
+        here = [c for c in found if c["budget"] == budget]
+        gaps = [c["gap"] for c in here]
+        ratios = [c["best_slowdown"] / c["auto_slowdown"] for c in here if c["best_slowdown"] is not None]
+        advantage = f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"
+        yield (
+            f"{budget:>8}: {len(here)} cases, gap median {statistics.median(gaps):.2%}, worst {max(gaps):.1%}, "
+            f"advantage {advantage}"
+        )
+
+
+def run(names: list[str], gpus: list[str], processes: int, found: list[Case]) -> None:
+    """Add the cases of these models to `found`, and print them as they come."""
+    print(f"{'model':20} {'gpu':10} {'budget':>8} {'auto':>7} {'bound':>7} {'gap':>7} {'plan':>8}  best of the papers")
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(cases, name, BATCHES[name], gpus) for name in names]):
+            for case in done.result():
+                found.append(case)
+                print(spell(case), flush=True)
+
+
 def main() -> None:
     """Run the cases, print them as they come, and record them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,19 +167,17 @@ def main() -> None:
     parser.add_argument("--gpus", default=",".join(GPUS))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, help="a record, whose figures are printed without a run")
     arguments = parser.parse_args()
-    print(f"{'model':20} {'gpu':10} {'budget':>8} {'auto':>7} {'bound':>7} {'gap':>7} {'plan':>8}  best of the papers")
     found: list[Case] = []
-    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        gpus = arguments.gpus.split(",")
-        waiting = [pool.submit(cases, m, BATCHES[m], gpus) for m in arguments.models.split(",")]
-        for done in as_completed(waiting):
-            for case in done.result():
-                found.append(case)
-                print(spell(case), flush=True)
+    if arguments.read:
+        found = json.loads(arguments.read.read_text())["cases"]
+    else:
+        run(arguments.models.split(","), arguments.gpus.split(","), arguments.processes, found)
     figures = summary(found)
     for name, value in figures.items():
         print(f"{name.replace('_', ' ')}: {value if not isinstance(value, float) else round(value, 4)}")
+    print("\n".join(by_budget(found)))
     if arguments.json:
         record = {
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
