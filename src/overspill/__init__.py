@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .devices import load_device
     from .estimation.api import estimate
     from .runtime.compile import compile  # noqa: A004
+    from .runtime.step import train_step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "compile",
     "estimate",
     "load_device",
+    "train_step",
 ]
 
 _LAZY = {
     "compile": "overspill.runtime.compile",
+    "train_step": "overspill.runtime.step",
     "estimate": "overspill.estimation.api",
     "load_device": "overspill.devices",
 }

@@ -33,10 +33,11 @@ HANDLE_BYTES = 8
 
 @dataclass(frozen=True)
 class InputInfo:
-    """What the caller passes at one position: its kind and readable name."""
+    """What the caller passes at one position: its kind and readable name, and whether it may leave the device between uses."""
 
     kind: TensorKind
     name: str
+    movable: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,12 @@ class Captured:
 
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step") -> Captured:
     """The Graph of the step around `joint`; `inputs` describes its primals by position."""
-    return _Capture(joint, inputs, surroundings, name).build()
+    return CaptureOfStep(joint, inputs, surroundings, name).build()
 
 
-class _Capture:
+class CaptureOfStep:
+    """Makes the Graph around one joint graph."""
+
     def __init__(self, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str) -> None:
         self.joint = joint
         self.inputs = inputs
@@ -90,6 +93,7 @@ class _Capture:
         self.random_state: tuple[int, ...] = ()
 
     def build(self) -> Captured:
+        """The Graph, and how its ops and tensors belong to the FX graph."""
         self._add_inputs()
         if any(is_random(node) for node in (*self.joint.forward, *self.joint.backward)):
             self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
@@ -109,8 +113,14 @@ class _Capture:
             )
         )
         return Captured(
-            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs), self.joint, self.nodes, self.tensor_of
-        )
+            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs, self.whole_step),
+            self.joint, self.nodes, self.tensor_of,
+        )  # fmt: skip
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether the captured graph holds all of the step."""
+        return False
 
     def _add_handles(self) -> None:
         """Room for the handles that stand in for offloaded tensors where these live on the same device."""
@@ -119,7 +129,7 @@ class _Capture:
             for n in self.joint.primals
             if isinstance(n.meta.get("val"), torch.Tensor)
         )
-        if on_cpu and (movable := sum(t.movable and not t.persistent for t in self.tensors)):
+        if on_cpu and (movable := sum(t.movable for t in self.tensors)):
             self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
 
     # -- tensors
@@ -135,7 +145,7 @@ class _Capture:
             index = getattr(node.meta.get("desc"), "idx", position)
             known = index is not None and index < len(self.inputs)
             info = self.inputs[index] if known else InputInfo(TensorKind.INPUT, node.name)
-            movable = self.surroundings.state_moves and info.kind is TensorKind.PARAMETER
+            movable = info.movable or (self.surroundings.state_moves and info.kind is TensorKind.PARAMETER)
             self._add_storages(node, info.kind, info.name, persistent=True, movable=movable)
         for node in (n for n in (*self.joint.forward, *self.joint.backward) if n.op == "get_attr"):
             self._add_storages(node, TensorKind.BUFFER, str(node.target), persistent=True)

@@ -118,13 +118,16 @@ class Op:
 class Graph(Saved):
     """One training step: `ops` in execution order over `tensors`; ids are positions in these tuples.
 
-    `outputs` must be on the device when the step ends, beside the persistent tensors.
+    `outputs` must be on the device when the step ends, beside the persistent tensors. `whole_step`: one graph runs it
+    all, so that ops of different phases may interleave where none can tell; else forward and backward are two graphs,
+    and the update follows them.
     """
 
     name: str
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     outputs: tuple[int, ...] = ()
+    whole_step: bool = False
 
     @cached_property
     def producer(self) -> dict[int, int]:

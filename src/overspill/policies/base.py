@@ -64,7 +64,7 @@ def may_move(tensor: Tensor) -> bool:
 def may_leave(program: Program, gap: Gap) -> bool:
     """Whether `gap` leaves room for a trip to the store: a movable tensor and at least one step in between.
 
-    Forward and backward are two graphs, so a tensor that leaves in forward must be gone by its end, and one that is
+    Where forward and backward are two graphs, a tensor that leaves in forward must be gone by its end, and one that is
     read in backward comes back no sooner than its start.
     """
     away = gap.end - gap.start + (program.length if gap.wraps else 0)
@@ -77,18 +77,22 @@ def possible_trips(program: Program) -> list[Gap]:
 
 
 def earliest_return(program: Program, gap: Gap) -> int:
-    """The first step before which `gap`'s tensor may be prefetched: not in forward if it is needed in backward."""
+    """The first step before which `gap`'s tensor may be prefetched: not in a forward graph if backward's needs it."""
     boundary = program.end_of_forward
     if gap.wraps:
         return 0
+    if program.graph.whole_step:
+        return gap.start + 1
     return max(gap.start + 1, boundary if gap.end >= boundary else 0)
 
 
 def latest_release(program: Program, gap: Gap) -> int:
-    """The last step before which `gap`'s tensor may be released: not after forward if it leaves in forward."""
+    """The last step before which `gap`'s tensor may be released: not after a forward graph that it leaves in."""
     boundary = program.end_of_forward
     if gap.wraps:
         return program.length
+    if program.graph.whole_step:
+        return gap.end
     return min(gap.end, boundary) if gap.start < boundary else gap.end
 
 

@@ -44,7 +44,7 @@ def trips(program: Program, fetched: Mapping[Gap, int], released: Mapping[Gap, i
     """Transfers that are awaited where the memory or the tensor is needed.
 
     Copies start behind the first use at which the tensor could have left and after which it is not written: so a copy
-    starts no later where a larger budget lets the tensor stay until a later gap. One of forward ends with forward.
+    starts no later where a larger budget lets the tensor stay until a later gap. One of a forward graph ends with it.
     """
     starts: dict[Gap, int] = {}
     before: Gap | None = None
@@ -59,7 +59,7 @@ def trips(program: Program, fetched: Mapping[Gap, int], released: Mapping[Gap, i
             if not written:
                 starts[gap] = starts[before]
         before = gap
-    boundary = program.end_of_forward
+    boundary = 0 if program.graph.whole_step else program.end_of_forward
     return [
         Transfer(gap, starts[gap], at, fetched[gap], gap.end, copied=boundary if starts[gap] < boundary < at else None)
         for gap, at in released.items()

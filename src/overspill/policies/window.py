@@ -107,15 +107,16 @@ def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap
     """Transfers for the swap-outs that end with memory freed; each copy is made behind the first use that called for it.
 
     A swap-out whose memory was not needed has copied the tensor all the same (Fig. 2c), which serves those that follow
-    until the tensor is updated. What starts in forward is awaited in forward.
+    until the tensor is updated. What starts in a graph of forward alone is awaited in it.
     """
+    apart = not program.graph.whole_step
     copied: dict[tuple[int, int], Gap] = {}  # (tensor, updates so far) -> the swap-out that made the copy
     for gap in sorted(swaps, key=lambda g: g.start):
         copied.setdefault((gap.tensor, _updates(program, gap)), gap)
     found = []
     for gap, release in released.items():
         first = copied[gap.tensor, _updates(program, gap)]
-        in_forward = first.start < program.end_of_forward
+        in_forward = apart and first.start < program.end_of_forward
         done = min(release, program.end_of_forward) if in_forward else release
         found.append(Transfer(gap, first.start + 1, release, swaps[gap], gap.end, done))
     return found

@@ -63,12 +63,25 @@ class TransferEngine:
         except BaseException:
             self.store.release(slot)
             raise
-        self._table[key] = _Stored(
-            slot, nbytes, source.size(), source.stride(), source.storage_offset(), source.dtype, source.device, ticket
+        self.offloaded_bytes += nbytes
+        return self._handle(
+            key,
+            _Stored(
+                slot, nbytes, source.size(), source.stride(), source.storage_offset(), source.dtype, source.device, ticket
+            ),
+        )  # fmt: skip
+
+    def blank(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The handle of a dense tensor whose bytes nobody has set yet: room in the store, and no copy."""
+        nbytes = size.numel() * dtype.itemsize
+        return self._handle(
+            next(self._ids), _Stored(self.store.allocate(nbytes), nbytes, size, stride, 0, dtype, device, None)
         )
+
+    def _handle(self, key: int, stored: _Stored) -> Tensor:
+        self._table[key] = stored
         handle = torch.tensor([key], dtype=torch.int64)
         weakref.finalize(handle.untyped_storage(), _release, weakref.ref(self), key)
-        self.offloaded_bytes += nbytes
         return handle
 
     def await_offload(self, handle: Tensor) -> None:

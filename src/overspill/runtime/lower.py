@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 
 from overspill.capture.compiled import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
 from overspill.capture.joint import JointGraph, StorageKey, storages
+from overspill.capture.whole_step import CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
@@ -67,6 +68,24 @@ def lower_inference(captured: Captured, schedule: Schedule, engine: int) -> fx.G
         emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
     return emitter.finish_forward([], [])
+
+
+def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.GraphModule:
+    """The one graph module of a whole step.
+
+    It takes the captured primals, and returns the loss and the persistent tensors that may move, both in the order of
+    `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
+    """
+    emitter = _Emitter(captured, engine, backward=False)
+    stored = frozenset(schedule.stored)
+    for node in captured.joint.primals:
+        (tensor,) = (captured.tensor_of[key] for key in storages(node))
+        if tensor in stored:
+            emitter.add_handle(tensor)
+        else:
+            emitter.add_placeholder(node)
+    emitter.emit(schedule.instructions)
+    return emitter.finish_step(captured.loss, [n for n in captured.joint.primals if captured.moves(n)], stored)
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
@@ -160,6 +179,13 @@ class _Emitter:
         """An input that the captured graph has too."""
         self.values[node] = self._place(node.name, node.meta)
 
+    def add_handle(self, tensor: int) -> None:
+        """An input that the captured graph has too, but of which the store has the bytes."""
+        root = self._only_root(tensor)
+        with self.fake_mode:
+            handle = ops.fake_handle()
+        self.handles[tensor] = self._place(f"handle_{root.name}", {"val": handle})
+
     def add_saved(self, saved: Iterable[fx.Node], handles: Iterable[int], forward: _Emitter) -> None:
         """The inputs that forward saved: offloaded tensors' handles first, for they need no version check last."""
         kept = list(saved)
@@ -192,6 +218,12 @@ class _Emitter:
         outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
         return self._finish(outputs, self.joint.backward_descs)
 
+    def finish_step(self, loss: fx.Node, persistent: Iterable[fx.Node], stored: frozenset[int]) -> fx.GraphModule:
+        """The module of a whole step: its loss, then each of `persistent` as its tensor or as its handle."""
+        tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
+        kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
+        return self._finish([self.resolve(loss), *kept], [])
+
     def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
         self.graph.output(tuple(outputs)).meta["desc"] = descs
         self.graph.lint()
@@ -208,6 +240,8 @@ class _Emitter:
 
     def _is_end(self, instruction: Instruction) -> bool:
         ops_ = self.captured.graph.ops
+        if self.captured.graph.whole_step:
+            return False
         return instruction.verb is Verb.RUN and ops_[instruction.target].phase is Phase.UPDATE
 
     def _emit(self, verb: Verb, target: int) -> None:

@@ -88,7 +88,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
 
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
     """Shape and item size of every state tensor after one step on the tiny parameter `probe`."""
-    tiny = _twin(optimizer, group, [probe])
+    tiny = optimizer_like(optimizer, group, [probe])
     tiny.step()
     return [(tuple(v.shape), v.element_size()) for v in tiny.state[probe].values() if isinstance(v, Tensor)]
 
@@ -130,7 +130,7 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
 
 def _temporary_bytes(optimizer: Optimizer, group: dict[str, Any], probes: list[Tensor]) -> int:
     """The temporary bytes of a second step on `probes`."""
-    tiny = _twin(optimizer, group, probes)
+    tiny = optimizer_like(optimizer, group, probes)
     tiny.step()
     tracker = LiveBytes(probes[0].device)
     tracker.add([*probes, *(p.grad for p in probes), *(v for p in probes for v in tiny.state[p].values())])
@@ -146,10 +146,10 @@ def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return probe
 
 
-def _twin(optimizer: Optimizer, group: dict[str, Any], probes: list[Tensor]) -> Optimizer:
-    """An optimizer of the same class and settings for `probes`."""
+def optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> Optimizer:
+    """An optimizer of the same class and settings for `parameters`."""
     settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-    return type(optimizer)([{**settings, "params": probes}], **_required(optimizer))
+    return type(optimizer)([{**settings, "params": parameters}], **_required(optimizer))
 
 
 def _required(optimizer: Optimizer) -> dict[str, Any]:

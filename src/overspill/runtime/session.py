@@ -181,28 +181,23 @@ class Session:
         self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame
     ) -> tuple[Captured, Plan]:
         """The captured graph of `frame` and its plan. Raises InfeasibleBudget when the budget cannot be met."""
-        device = self._device(examples)
+        where = torch_device(examples)
+        device = device_for(self.options, where)
         self.device_name = device.name
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         others = sum(self._retained_elsewhere(frame).values())
         surroundings = self._surroundings(joint, here, others)
         captured = capture(joint, inputs, surroundings)
-        budget = self._budget(captured.graph, device, examples)
+        budget = budget_for(self.options, captured.graph, device, where)
         if frame.broken:
             # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
             rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
             captured = capture(joint, inputs, replace(surroundings, rest_bytes=rest))
-        plan = self._plan_within(captured.graph, device, budget)
+        plan = plan_graph(self.options, captured.graph, device, budget)
         retained = retained_bytes(captured.graph, plan.schedule)
         self._planned.append(_Planned(frame.id, plan, retained, tuple(id(p) for p in here)))
         self._check_whole(budget, here, frame)
         return captured, plan
-
-    def _plan_within(self, graph: Graph, device: Device, budget_bytes: int) -> Plan:
-        options = self.options
-        if options.placer is None:
-            return make_plan(graph, device, options.policy, budget_bytes, options.times)
-        return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
 
     def _retained_elsewhere(self, frame: Frame) -> dict[int, int]:
         """For each other frame, the most that any plan of it leaves between its forward and its backward."""
@@ -223,7 +218,7 @@ class Session:
             self._engine_number = register_engine(self._engine)
             weakref.finalize(self, self._engine.close)
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
-            self._engine.store.reserve(_store_bytes(plan))
+            self._engine.store.reserve(store_bytes(plan))
         return self._engine_number
 
     def _surroundings(self, joint: JointGraph, here: list[nn.Parameter], retained: int) -> Surroundings:
@@ -247,18 +242,6 @@ class Session:
             ),
         )
 
-    def _device(self, examples: Sequence[Any]) -> Device:
-        wanted = self.options.device
-        if isinstance(wanted, Device):
-            return wanted
-        return load_device(wanted) if wanted is not None else device_noun(torch_device(examples))
-
-    def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
-        budget = self.options.budget
-        if budget is None:
-            return device.usable_bytes if self.options.device else usable_bytes(torch_device(examples))
-        return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
-
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
         """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
         for planned in self._planned:
@@ -273,6 +256,28 @@ class Session:
                     floor_bytes=planned.plan.peak_bytes + new,
                     cause="parameters and gradients of a later graph",
                 )
+
+
+def device_for(options: Options, where: torch.device) -> Device:
+    """The device to plan for: the one that was asked for, or the one that tensors are on."""
+    if isinstance(options.device, Device):
+        return options.device
+    return load_device(options.device) if options.device is not None else device_noun(where)
+
+
+def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
+    """The budget in bytes: what was asked for, as a size or as a share of the unmanaged peak, or the whole device."""
+    if options.budget is None:
+        return device.usable_bytes if options.device else usable_bytes(where)
+    of_bytes = unmanaged_peak(graph, device) if is_share(options.budget) else None
+    return parse_bytes(options.budget, of_bytes=of_bytes)
+
+
+def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
+    """The plan of `graph`. Raises InfeasibleBudget."""
+    if options.placer is None:
+        return make_plan(graph, device, options.policy, budget_bytes, options.times)
+    return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
 
 
 def torch_device(examples: Sequence[Any]) -> torch.device:
@@ -306,6 +311,7 @@ def _least_between(graph: Graph) -> int:
     return sum(t.nbytes for t in staying)
 
 
-def _store_bytes(plan: Plan) -> int:
+def store_bytes(plan: Plan) -> int:
     """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
-    return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in plan.schedule.targets(Verb.OFFLOAD))
+    stored = dict.fromkeys((*plan.schedule.stored, *plan.schedule.targets(Verb.OFFLOAD)))
+    return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in stored)

@@ -1,0 +1,316 @@
+"""The whole step as one Graph: forward, loss, backward, and what happens to each gradient, down to the update.
+
+AOTAutograd's joint graph is traced from the step as a function of its parameters and buffers. To its FX graph are added:
+the seed of backward, the write-backs of buffers, and behind them, for each gradient, nodes that call what the caller
+gave: `GradientOps`. Parameters, optimizer state and gradients that accumulate are persistent tensors that may move.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_joint_with_descriptors` and its result's
+`_aot_graph_capture`, the descriptors' class names, and `fx.traceback.current_meta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from overspill.core import LayerType, Phase, TensorKind
+from overspill.core.errors import UnsupportedError
+
+from .compiled import Captured, CaptureOfStep, InputInfo, Surroundings
+from .joint import JointGraph, storages
+
+NORM, CLIP, REDUCE, ACCUMULATE, UPDATE = (
+    "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update",
+)  # fmt: skip
+"""Ops of the whole step that are not the model's own."""
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """One tensor of an optimizer's state as it will be, and its name."""
+
+    name: str
+    value: FakeTensor
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """The update of the parameter at position `parameter` of the inputs: `run(parameter, gradient, scale, *state)`.
+
+    It changes the parameter and the state in place, and takes `workspace_bytes` more while it runs. `scale` is what
+    `GradientOps.clip` returned, or None.
+    """
+
+    parameter: int
+    run: Callable[..., None]
+    state: tuple[StateInfo, ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GradientOps:
+    """What happens to gradients, in this order; what is None does not happen.
+
+    `reduce(gradient)` averages it over processes, in place. `accumulate(sum, gradient)` adds it to a tensor that stays
+    from one micro-batch to the next; `updates` are left out of all micro-batches but the last. `norm(gradient)` is a
+    number that `clip(*norms)`, which needs those of all gradients, turns into the factor that updates scale by.
+    """
+
+    updates: tuple[ParameterUpdate, ...] = ()
+    reduce: Callable[[Tensor], None] | None = None
+    accumulate: Callable[[Tensor, Tensor], None] | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
+    clip: Callable[..., Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class CapturedStep(Captured):
+    """A captured whole step; `loss` is the node of its result."""
+
+    loss: fx.Node
+
+    def moves(self, primal: fx.Node) -> bool:
+        """Whether the input `primal` may leave the device between uses."""
+        return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
+
+
+def capture_step(
+    step: Callable[..., Tensor],
+    module: nn.Module,
+    inputs: Sequence[InputInfo],
+    values: Sequence[FakeTensor],
+    ops: GradientOps,
+    name: str = "step",
+) -> CapturedStep:
+    """The Graph of one training step, from fake tensors: nothing is computed.
+
+    `step(*values)` returns the scalar loss. `values` are fake tensors of one mode, described by `inputs`: parameters
+    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step.
+    Raises UnsupportedError for a step that cannot be captured.
+    """
+    joint = _joint(step, module, values)
+    return _Capture(joint, list(inputs), ops, name).build()
+
+
+# -- the joint graph
+
+
+def _joint(step: Callable[..., Tensor], module: nn.Module, values: Sequence[FakeTensor]) -> JointGraph:
+    with ExitStack() as stack, _layers_noted(module):
+        exported = aot_export_joint_with_descriptors(stack, _Function(step), tuple(values))
+        graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    descs = _output_descs(graph_module.graph)
+    gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
+    forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
+    if not gradients:
+        raise UnsupportedError("no parameter gets a gradient: the loss depends on none that requires one")
+    _seed_backward(graph_module.graph)
+    return JointGraph(graph_module, forward_outputs)
+
+
+class _Function(nn.Module):
+    """A plain function as the module without parameters that AOTAutograd asks for."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *values: Tensor) -> Tensor:
+        loss = self._function(*values)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UnsupportedError(f"the loss is {what}; a training step needs a scalar loss (take its mean or sum)")
+        return loss
+
+
+def _output_descs(graph: fx.Graph) -> list[Any]:
+    output = graph.find_nodes(op="output")[0]
+    return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
+
+
+def _loss_node(graph: fx.Graph) -> fx.Node:
+    outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
+    found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
+    if len(found) != 1 or not isinstance(found[0], fx.Node):
+        raise UnsupportedError("the step must return its loss and nothing else")
+    return found[0]
+
+
+def _seed_backward(graph: fx.Graph) -> None:
+    """In place of the loss's gradient as an input: ones, as `loss.backward()` starts from."""
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    loss = _loss_node(graph)
+    for tangent in tangents:
+        if tangent.users:
+            first = next(n for n in graph.nodes if tangent in n.all_input_nodes)
+            with graph.inserting_before(first):
+                seed = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+            seed.meta = {"val": tangent.meta["val"], "partitioner_tag": "is_backward"}
+            tangent.replace_all_uses_with(seed)
+        graph.erase_node(tangent)
+
+
+@contextmanager
+def _layers_noted(module: nn.Module) -> Iterator[None]:
+    """While this lasts, nodes that are traced carry the path and class of the module that is being called."""
+    paths = {id(m): (path, type(m)) for path, m in module.named_modules()}
+    stack: list[dict[str, Any]] = []
+
+    def note(current: dict[str, Any]) -> None:
+        traceback.current_meta["nn_module_stack"] = current
+
+    def before(called: nn.Module, _args: Any) -> None:
+        if id(called) in paths:
+            stack.append({"innermost": paths[id(called)]})
+            note(stack[-1])
+
+    def after(called: nn.Module, _args: Any, _result: Any) -> None:
+        if id(called) in paths:
+            stack.pop()
+            note(stack[-1] if stack else {})
+
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        traceback.current_meta.pop("nn_module_stack", None)
+
+
+# -- the Graph
+
+
+class _Capture(CaptureOfStep):
+    def __init__(self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str) -> None:
+        self.gradient_ops = ops
+        self.sums: dict[int, fx.Node] = {}
+        self.states: dict[int, list[fx.Node]] = {}
+        self.input_nodes = list(joint.primals)
+        self.graph = joint.module.graph
+        self.fake_mode: FakeTensorMode = next(n.meta["val"].fake_mode for n in joint.primals)
+        self._add_placeholders(joint, inputs)
+        super().__init__(joint, inputs, Surroundings(), name)
+
+    def _add_placeholders(self, joint: JointGraph, inputs: list[InputInfo]) -> None:
+        """Inputs of the step that the joint graph does not know: optimizer state, and gradients that accumulate."""
+        for update in self.gradient_ops.updates:
+            position, name = update.parameter, inputs[update.parameter].name
+            self.states[position] = [
+                self._placeholder(joint, inputs, f"{name}.{state.name}", TensorKind.OPTIMIZER_STATE, state.value)
+                for state in update.state
+            ]
+        if self.gradient_ops.accumulate is not None:
+            for primal in joint.gradients:
+                position = self.input_nodes.index(primal)
+                with self.fake_mode:
+                    like = torch.empty_like(primal.meta["val"].detach())
+                name = f"{inputs[position].name}.grad"
+                self.sums[position] = self._placeholder(joint, inputs, name, TensorKind.GRADIENT, like)
+
+    def _placeholder(
+        self, joint: JointGraph, inputs: list[InputInfo], name: str, kind: TensorKind, value: Tensor
+    ) -> fx.Node:
+        with self.graph.inserting_after(joint.primals[-1]):
+            node = self.graph.placeholder(name.replace(".", "_"))
+        node.meta = {"val": value}
+        joint.primals.append(node)
+        joint.roots[storages(node)[0]] = [node]
+        inputs.append(InputInfo(kind, name, movable=True))
+        return node
+
+    def build(self) -> CapturedStep:
+        captured = super().build()
+        return CapturedStep(captured.graph, captured.joint, captured.nodes, captured.tensor_of, _loss_node(self.graph))
+
+    @property
+    def whole_step(self) -> bool:
+        return True
+
+    def _add_write_back(self) -> None:
+        """The new values of buffers, copied into them where AOTAutograd would do it: behind forward."""
+        self._written_back = set()
+        for primal, value in self.joint.write_backs.items():
+            with self.graph.inserting_after(self._last_node()):
+                copy = self.graph.call_function(torch.ops.aten.copy_.default, (primal, value))
+            copy.meta = {"val": primal.meta["val"]}
+            self._add_node(copy, Phase.FORWARD)
+            self._written_back |= {self.tensor_of[key] for key in storages(value)}
+
+    def _last_node(self) -> fx.Node:
+        return self.graph.find_nodes(op="output")[0].prev
+
+    def _add_gradients_and_update(self) -> None:
+        ops = self.gradient_ops
+        gradients = {self.input_nodes.index(primal): node for primal, node in self.joint.gradients.items()}
+        if ops.reduce is not None:
+            for node in {storages(n)[0]: n for n in gradients.values()}.values():
+                self._step_op(REDUCE, ops.reduce, (node,), Phase.BACKWARD, updates=(node,))
+        if ops.accumulate is not None:
+            for position, node in gradients.items():
+                total = self.sums[position]
+                self._step_op(ACCUMULATE, ops.accumulate, (total, node), Phase.BACKWARD, updates=(total,))
+            gradients = self.sums
+        updated = [u for u in ops.updates if u.parameter in gradients]
+        scale = self._scale([gradients[u.parameter] for u in updated])
+        for update in updated:
+            parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
+            self._step_op(
+                UPDATE, update.run, (parameter, gradients[update.parameter], scale, *state), Phase.UPDATE,
+                updates=(parameter, *state), workspace_bytes=update.workspace_bytes, layer=self.inputs[update.parameter].name,
+            )  # fmt: skip
+
+    def _scale(self, gradients: Sequence[fx.Node]) -> fx.Node | None:
+        norm, clip = self.gradient_ops.norm, self.gradient_ops.clip
+        if norm is None or clip is None or not gradients:
+            return None
+        with self.fake_mode:
+            numbers = [torch.empty((), dtype=n.meta["val"].dtype, device=n.meta["val"].device) for n in gradients]
+            factor = torch.empty_like(numbers[0])
+        norms = [
+            self._step_op(NORM, norm, (node,), Phase.UPDATE, value=number)
+            for node, number in zip(gradients, numbers, strict=True)
+        ]
+        return self._step_op(CLIP, clip, tuple(norms), Phase.UPDATE, value=factor)
+
+    def _step_op(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        args: tuple[fx.Node | None, ...],
+        phase: Phase,
+        *,
+        updates: Sequence[fx.Node] = (),
+        value: Tensor | None = None,
+        workspace_bytes: int = 0,
+        layer: str = "",
+    ) -> fx.Node:
+        """A node that calls `run(*args)`, which changes `updates` in place or makes `value`, and its Op."""
+        with self.graph.inserting_after(self._last_node()):
+            node = self.graph.call_function(run, args)
+        node.meta = {"val": value}
+        reads = self._ids({key for n in node.all_input_nodes for key in storages(n)})
+        writes = self._ids({key for n in updates for key in storages(n)})
+        if value is not None:
+            (key,) = storages(node)
+            self.joint.roots[key] = [node]
+            self.tensor_of[key] = self._add_tensor(
+                value.numel() * value.element_size(), TensorKind.TEMPORARY, node.name, value
+            )
+            writes = (*writes, self.tensor_of[key])
+        self.nodes[len(self.ops)] = node
+        moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))
+        self._add_op(
+            name, layer, LayerType.UPDATE, phase, reads, writes, workspace_bytes=workspace_bytes, moved_bytes=moved
+        )
+        return node
