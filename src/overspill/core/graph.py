@@ -158,6 +158,15 @@ class Graph(Saved):
         return tuple(tuple(readers) for readers in found)
 
     @cached_property
+    def written_by(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor, the ops that write it, in order."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for op in self.ops:
+            for tensor in op.writes:
+                found[tensor].append(op.id)
+        return tuple(tuple(writers) for writers in found)
+
+    @cached_property
     def reference_counts(self) -> tuple[int, ...]:
         """For each tensor, how many ops read it (vDNN Fig. 3's Refcnt)."""
         return tuple(len(readers) for readers in self.consumers)

@@ -22,6 +22,7 @@ from .candidates import fastest
 from .checkpoint import CheckpointCost
 from .floor import algorithms_within, infeasible
 from .hint import Hinting
+from .order import best_order
 from .program import Program
 from .relaxation import Relaxed
 from .select import Choices
@@ -69,6 +70,11 @@ class Auto(Policy):
     plans_for_budget = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        if not graph.whole_step:
+            return self._in_order(graph, device, budget_bytes, seconds)
+        return best_order(self._in_order, graph, device, budget_bytes, seconds)
+
+    def _in_order(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         program = Program(graph)
         if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)

@@ -30,7 +30,8 @@ class LargeModelSupport(Policy):
 
     Distances are differences of topological levels. A swap-out starts right after the use and runs beside what follows;
     its memory is awaited where it is needed, as TensorFlow's allocator waits for it. A swap-in is put before the last
-    op that is at least `ahead` levels below the use. Variables (parameters, optimizer state) stay, as in TensorFlow.
+    op that is at least `ahead` levels below the use. Variables (parameters, optimizer state) stay, as in TensorFlow,
+    but for those of a whole step: they are tensors as all others there, and their distance goes on into the next step.
 
     What is not given is tuned by simulation, as by LMS's own tuner. The values tried depend on the graph alone, and
     less memory never makes a swap-out's memory be awaited later, so more memory or a faster link is never slower.
@@ -89,18 +90,24 @@ class LargeModelSupport(Policy):
 
 
 def swapped(program: Program, depths: NDArray[np.int64], threshold: int) -> list[Gap]:
-    """The gaps between uses further apart than `threshold`, of tensors that are no variables."""
+    """The gaps between uses further apart than `threshold`; variables stay where forward and backward are two graphs."""
+    graph = program.graph
+
+    def distance(gap: Gap) -> int:
+        return int(depths[gap.end] - depths[gap.start] + (depths[-1] if gap.wraps else 0))
+
     return [
         gap
         for gap in program.gaps
         if may_leave(program, gap)
-        and not program.graph.tensors[gap.tensor].persistent
-        and depths[gap.end] - depths[gap.start] > threshold
+        and (graph.whole_step or not graph.tensors[gap.tensor].persistent)
+        and distance(gap) > threshold
     ]
 
 
 def swap_in(program: Program, depths: NDArray[np.int64], gap: Gap, ahead: int) -> int:
     """The step before which `gap`'s tensor is swapped in: the last that lies at least `ahead` below its use."""
-    below_use = np.flatnonzero(depths[gap.start + 1 : gap.end + 1] <= depths[gap.end] - ahead)
-    found = gap.start + 1 + int(below_use[-1]) if below_use.size else 0
+    first = 0 if gap.wraps else gap.start + 1
+    below_use = np.flatnonzero(depths[first : gap.end + 1] <= depths[gap.end] - ahead)
+    found = first + int(below_use[-1]) if below_use.size else 0
     return max(found, earliest_return(program, gap))

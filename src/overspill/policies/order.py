@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from overspill.core import Graph, LayerType, Op, Phase, Schedule, Verb
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, Verb
+from overspill.core.errors import InfeasibleBudget
+
+from .candidates import fastest
 
 Followers = Mapping[int, Sequence[int]]
 """For each op, the ops that must come after it, in the order of the graph."""
@@ -29,6 +32,46 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
     return (*forward, *backward, *(op.id for op in phases[Phase.UPDATE]))
 
 
+def early_updates(graph: Graph) -> tuple[int, ...]:
+    """The ops of a whole step with each update as soon as it may be: its gradient is then free, its parameter still there.
+
+    Not before a backward op that reads the parameter, nor before one that may have to recompute from it.
+    """
+    followers = _followers(graph.ops)
+    for recomputed, last in _last_recomputation(graph).items():
+        for tensor in graph.ops[recomputed].recompute_reads:
+            for writer in graph.written_by[tensor]:
+                if writer > last:
+                    followers[last].append(writer)
+    waiting = _waiting(followers)
+    flow: list[int] = []
+    for op in graph.ops:
+        if op.phase is Phase.UPDATE:
+            continue
+        ready = [op.id]
+        while ready:
+            taken = ready.pop()
+            flow.append(taken)
+            for follower in followers[taken]:
+                waiting[follower] -= 1
+                if not waiting[follower] and graph.ops[follower].phase is Phase.UPDATE:
+                    ready.append(follower)
+    done = set(flow)
+    return (*flow, *(op.id for op in graph.ops if op.id not in done))
+
+
+def _last_recomputation(graph: Graph) -> dict[int, int]:
+    """For each op that may be recomputed, the last op for which it may have to be: itself, or through others of its kind."""
+    last = [max((i for i in uses if graph.ops[i].phase is not Phase.UPDATE), default=-1) for uses in graph.uses]
+    found: dict[int, int] = {}
+    for op in reversed(graph.ops):
+        if op.recomputable:
+            found[op.id] = max(last[t] for t in op.recompute_writes)
+            for tensor in op.recompute_reads:
+                last[tensor] = max(last[tensor], found[op.id])
+    return found
+
+
 def reordered(graph: Graph, order: Sequence[int]) -> Graph:
     """`graph` with the ops in `order`, numbered anew; the tensors stay as they are."""
     return replace(graph, ops=tuple(replace(graph.ops[op], id=i) for i, op in enumerate(order)))
@@ -39,6 +82,32 @@ def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
     runs = (Verb.RUN, Verb.RECOMPUTE)
     instructions = (replace(i, target=order[i.target]) if i.verb in runs else i for i in schedule.instructions)
     return replace(schedule, instructions=tuple(instructions))
+
+
+def best_order(
+    plan: Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule],
+    graph: Graph,
+    device: Device,
+    budget_bytes: int | None,
+    seconds: tuple[float, ...],
+) -> Schedule:
+    """The fastest schedule that `plan` makes of a whole step: with its updates as early as may be, or at the end.
+
+    Raises the InfeasibleBudget that asks for less if it finds none.
+    """
+    found: list[Schedule] = []
+    errors: list[InfeasibleBudget] = []
+    for order in (early_updates(graph), tuple(range(len(graph.ops)))):
+        try:
+            made = plan(reordered(graph, order), device, budget_bytes, tuple(seconds[op] for op in order))
+        except InfeasibleBudget as error:
+            errors.append(error)
+        else:
+            found.append(in_graph_order(made, order))
+    best = fastest(graph, device, seconds, found, budget_bytes)
+    if best is None:
+        raise min(errors, key=lambda error: error.floor_bytes)
+    return best
 
 
 def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:

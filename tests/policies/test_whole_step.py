@@ -1,0 +1,134 @@
+"""Policies on graphs of a whole step: parameters, gradients and optimizer state are tensors as all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from tests.policies.plans import floor_bytes, larger_budgets_are_kept_and_never_slower, seconds_of, with_moving_state
+from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
+
+from overspill.core import Device, Graph, Phase, Tensor, TensorKind, Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.costs import op_seconds
+from overspill.policies import POLICIES, policy_named
+from overspill.policies.floor import floor_of
+from overspill.policies.order import early_updates, in_graph_order, reordered
+from overspill.policies.planning import make_plan, unmanaged_peak
+from overspill.policies.program import Program
+from overspill.simulate import check
+
+EXAMPLES = settings(max_examples=25, deadline=None)
+FEATURE_MAPS_ONLY = ("vdnn-all", "vdnn-conv", "vdnn-dynamic", "superneurons", "dymem", "checkpoint")
+ALL_VARIABLES = ("window", "lms", "auto")
+LAYERS = [Layer(200_000, weight_bytes=400_000, flops=10**8) for _ in range(4)]
+
+
+def whole(graph: Graph) -> Graph:
+    """The same step as one graph, with two tensors of optimizer state for each parameter."""
+    graph = with_moving_state(graph)
+    tensors, ops = list(graph.tensors), list(graph.ops)
+    for op in graph.ops:
+        if op.phase is Phase.UPDATE:
+            owned = [t for t in op.writes if graph.tensors[t].kind is TensorKind.PARAMETER]
+            state = range(len(tensors), len(tensors) + 2 * len(owned))
+            for number, parameter in zip(state, owned * 2, strict=True):
+                like = graph.tensors[parameter]
+                name = f"state {number} of {like.name}"
+                tensors.append(replace(like, id=number, kind=TensorKind.OPTIMIZER_STATE, name=name, movable=True))
+            ops[op.id] = replace(op, reads=(*op.reads, *state), writes=(*op.writes, *state))
+    return replace(graph, tensors=tuple(tensors), ops=tuple(ops), whole_step=True)
+
+
+def moved(graph: Graph, made: object) -> list[Tensor]:
+    return [graph.tensors[t] for t in dict.fromkeys((*made.targets(Verb.OFFLOAD), *made.stored))]  # type: ignore[attr-defined]
+
+
+def middle(graph: Graph) -> int:
+    return (floor_of(Program(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(graph=networks(), device=devices())
+@EXAMPLES
+def test_every_schedule_is_valid(name: str, graph: Graph, device: Device) -> None:
+    step = whole(graph)
+    policy = POLICIES[name]()
+    budget = max(middle(step), floor_bytes(policy, step, device)) if policy.plans_for_budget else None
+    check(step, policy.plan(step, device, budget))
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS_ONLY)
+def test_the_papers_policies_of_feature_maps_keep_to_them(name: str) -> None:
+    step = whole(network(LAYERS))
+    policy = policy_named(name)
+    least = floor_bytes(policy, step, DEVICE) if policy.plans_for_budget else None
+    made = policy.plan(step, DEVICE, least)
+    assert not made.stored
+    assert {t.kind for t in moved(step, made)} <= {TensorKind.ACTIVATION, TensorKind.TEMPORARY}
+
+
+@pytest.mark.parametrize("name", ALL_VARIABLES)
+def test_the_others_move_parameters_and_optimizer_state(name: str) -> None:
+    step = whole(network(LAYERS))
+    policy = policy_named(name)
+    made = policy.plan(step, DEVICE, floor_bytes(policy, step, DEVICE))
+    assert {TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE} <= {t.kind for t in moved(step, made)}
+    assert made.stored
+
+
+@pytest.mark.parametrize("name", ["window", "lms"])
+@given(graph=networks(), device=devices())
+@EXAMPLES
+def test_a_larger_budget_is_never_slower(name: str, graph: Graph, device: Device) -> None:
+    larger_budgets_are_kept_and_never_slower(policy_named(name), whole(graph), device)
+
+
+@given(graph=networks(), device=devices())
+@EXAMPLES
+def test_auto_is_never_slower_than_the_policies_of_all_variables(graph: Graph, device: Device) -> None:
+    step = whole(graph)
+    budget = middle(step)
+    ours = seconds_of(step, policy_named("auto").plan(step, device, budget), device)
+    for name in ("window", "lms"):
+        try:
+            other = policy_named(name).plan(step, device, budget)
+        except InfeasibleBudget:
+            continue
+        assert ours <= seconds_of(step, other, device) * (1 + 1e-9), name
+
+
+@given(graph=networks())
+@EXAMPLES
+def test_early_updates_are_an_order_of_the_same_step(graph: Graph) -> None:
+    step = whole(graph)
+    order = early_updates(step)
+    assert sorted(order) == list(range(len(step.ops)))
+    made = policy_named("liveness").plan(reordered(step, order), DEVICE)
+    assert (
+        check(step, in_graph_order(made, order)).peak_bytes
+        <= check(step, policy_named("liveness").plan(step, DEVICE)).peak_bytes
+    )
+
+
+def test_an_update_follows_the_last_reader_of_its_parameter() -> None:
+    step = whole(network(LAYERS))
+    order = early_updates(step)
+    place = {op: i for i, op in enumerate(order)}
+    for op in step.ops:
+        if op.phase is Phase.UPDATE:
+            before = [r for t in op.writes for r in step.consumers[t] if r != op.id]
+            assert place[op.id] > max(place[r] for r in before)
+            assert place[op.id] <= 2 + max(
+                place[r] for r in (*before, *(step.producer[t] for t in op.reads if t in step.producer))
+            )
+
+
+def test_the_bound_is_below_the_plan_in_whatever_order_it_updates() -> None:
+    step = whole(network(LAYERS))
+    for share in (0.0, 0.3, 0.6):
+        least = floor_of(Program(step)).nbytes
+        plan = make_plan(step, DEVICE, "auto", int(least + share * (unmanaged_peak(step, DEVICE) - least)))
+        assert sum(op_seconds(step, DEVICE)) <= plan.lower_bound_seconds * (1 + 1e-9)
+        assert plan.lower_bound_seconds <= plan.step_seconds * (1 + 1e-9)
