@@ -110,6 +110,7 @@ class OptimizerUpdates:
             for key, tensor in given.items():
                 if after[key] is not tensor:
                     tensor.copy_(after[key])
+                after[key] = None  # else the next slice is made while this one's is still there
         owned.keep(after)
 
     def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
