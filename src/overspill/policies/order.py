@@ -93,13 +93,16 @@ def best_order(
 ) -> Schedule:
     """The fastest schedule that `plan` makes of a whole step: with its updates as early as may be, or at the end.
 
-    Raises the InfeasibleBudget that asks for less if it finds none.
+    One more is made with all that outlives the step kept on the device, as a plan of feature maps alone has it: where
+    that fits it has fewer choices, and a heuristic may do better with them. Raises the InfeasibleBudget that asks for
+    least if none fits.
     """
     found: list[Schedule] = []
     errors: list[InfeasibleBudget] = []
-    for order in (early_updates(graph), tuple(range(len(graph.ops)))):
+    early, late = early_updates(graph), tuple(range(len(graph.ops)))
+    for variant, order in ((graph, early), (graph, late), (with_state_staying(graph), early)):
         try:
-            made = plan(reordered(graph, order), device, budget_bytes, tuple(seconds[op] for op in order))
+            made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
         except InfeasibleBudget as error:
             errors.append(error)
         else:
@@ -108,6 +111,11 @@ def best_order(
     if best is None:
         raise min(errors, key=lambda error: error.floor_bytes)
     return best
+
+
+def with_state_staying(graph: Graph) -> Graph:
+    """`graph` where nothing that outlives the step may leave the device."""
+    return replace(graph, tensors=tuple(replace(t, movable=t.movable and not t.persistent) for t in graph.tensors))
 
 
 def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:

@@ -188,7 +188,7 @@ class Session:
         others = sum(self._retained_elsewhere(frame).values())
         surroundings = self._surroundings(joint, here, others)
         captured = capture(joint, inputs, surroundings)
-        budget = budget_for(self.options, captured.graph, device, where)
+        budget = self._budget(captured.graph, device, examples)
         if frame.broken:
             # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
             rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
@@ -241,6 +241,9 @@ class Session:
                 (TensorKind.ACTIVATION, retained),
             ),
         )
+
+    def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
+        return budget_for(self.options, graph, device, torch_device(examples))
 
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
         """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
