@@ -38,7 +38,10 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.devices import load_device
 from overspill.models import load, optimizer_named
+from overspill.models.step import TrainingStep
 from overspill.policies.planning import make_plan, unmanaged_peak
+from overspill.runtime.compile import compile_in
+from overspill.runtime.session import Options, Session
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import Training, whole_step_graph
 
@@ -63,7 +66,9 @@ class Simulated:
 
     def line(self) -> str:
         """The row of the table."""
-        ratio = self.feature_maps_seconds / self.whole_seconds if self.whole_seconds and self.feature_maps_seconds else None
+        ratio = (
+            self.feature_maps_seconds / self.whole_seconds if self.whole_seconds and self.feature_maps_seconds else None
+        )
         cells = [_seconds(s) for s in (self.in_core_seconds, self.whole_seconds, self.feature_maps_seconds)]
         return (
             f"{self.model:12s} {self.batch:5d} {self.gpu:10s} {self.share:6.0%} {format_bytes(self.budget_bytes):>10s} "
@@ -137,3 +142,180 @@ MEASURED_HEADER = (
     f"{'job':24s} {'way':18s} {'budget':>10s} {'peak':>10s} {'step':>10s} {'ratio':>7s}   (measured seconds)"
 )
 JOBS = (("gpt2", 1, 128), ("gpt2", 4, 128))
+"""Built-in model, batch and sequence length; all with AdamW."""
+BUDGETS = (0.95, 0.35)
+"""Budgets as shares of what the step takes unmanaged: one that feature maps alone can meet, and one that they cannot."""
+STEPS = 5
+
+
+class Way:
+    """One way to train a job; `step` takes one step and returns its loss."""
+
+    def __init__(self, name: str, module: nn.Module, budget_bytes: int | None = None) -> None:
+        self.name = name
+        self.module = module
+        self.budget_bytes = budget_bytes
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.tracker = LiveBytes(torch.device("cpu"))
+        self.step: Callable[[], Tensor]
+
+    def timed(self) -> None:
+        """One step on the clock."""
+        begun = time.perf_counter()
+        self.losses.append(self.step().item())
+        self.seconds.append(time.perf_counter() - begun)
+
+
+def ways(name: str, batch: int, seq_len: int, store_dir: str) -> Iterator[Way]:
+    """The ways to train one job, each with a model of its own from the same weights."""
+    torch.manual_seed(0)
+    job = load(name, seq_len=seq_len)
+    for module in job.module.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # so that all ways, whose steps are taken in turn, draw the same random numbers: none
+    inputs = job.make_batch(batch)
+    peak = unmanaged_peak(
+        whole_step_graph(Training(lambda: load(name, seq_len=seq_len), batch, "adamw")), load_device("cpu")
+    )
+
+    def own() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = copy.deepcopy(job.module)
+        return module, optimizer_named("adamw")(module.parameters())
+
+    def eager(way: Way, module: nn.Module, optimizer: torch.optim.Optimizer) -> Way:
+        def step() -> Tensor:
+            with way.tracker:
+                optimizer.zero_grad(set_to_none=True)
+                loss = job.loss(module, *inputs)
+                loss.backward()
+                optimizer.step()
+            return loss.detach()
+
+        way.tracker.add([*module.parameters(), *module.buffers(), *inputs])
+        way.step = step
+        return way
+
+    module, optimizer = own()
+    yield eager(Way("plain", module), module, optimizer)
+    module, optimizer = own()
+    for block in module.blocks:
+        block.forward = _checkpointed(block.forward)
+    yield eager(Way("torch checkpoint", module), module, optimizer)
+    for share in BUDGETS:
+        budget = int(share * peak)
+        module, optimizer = own()
+        try:
+            yield _compiled(module, optimizer, job, inputs, budget, store_dir)
+        except InfeasibleBudget:
+            print(f"overspill.compile: {format_bytes(budget)} is not feasible with feature maps alone", file=sys.stderr)
+        module, optimizer = own()
+        way = Way("overspill.train_step", module, budget)
+        planned = overspill.train_step(module, job.loss, optimizer, budget=budget, store="disk", store_dir=store_dir)
+        planned.tracker = way.tracker
+        way.step = lambda planned=planned: planned(*inputs)
+        yield way
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def _compiled(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    job: Any,
+    inputs: tuple[Tensor, ...],
+    budget: int,
+    store_dir: str,
+) -> Way:
+    way = Way("overspill.compile", module, budget)
+    step_module = TrainingStep(replace(job, module=module))
+    session = Session(Options(budget=budget, store="disk", store_dir=store_dir))
+    session.watch(step_module, optimizer)
+    session.tracker = way.tracker
+    call = compile_in(session, step_module, fullgraph=True)
+    way.tracker.add([*module.parameters(), *module.buffers(), *inputs])
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = call(*inputs)
+        with way.tracker:
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+    way.step = step
+    way.timed()  # an infeasible budget shows here
+    way.seconds.clear()
+    return way
+
+
+def measured(steps: int) -> Iterator[Measured]:
+    """The rows of the measured table; the ways take their steps in turn, the first of each (compilation) not counted."""
+    for name, batch, seq_len in JOBS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = list(ways(name, batch, seq_len, folder))
+            for way in found:
+                if not way.losses:
+                    way.timed()
+                    way.seconds.clear()
+            for _ in range(steps):
+                for way in found:
+                    way.timed()
+            plain = statistics.median(found[0].seconds)
+            assert all(way.losses == found[0].losses for way in found if way.name != "torch checkpoint")
+            for way in found:
+                step = statistics.median(way.seconds)
+                yield Measured(
+                    f"{name} batch {batch} x {seq_len}", way.name, way.budget_bytes, step, tuple(way.seconds),
+                    way.tracker.peak_bytes, step / plain,
+                )  # fmt: skip
+
+
+def main() -> None:
+    """Print the table; save it where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="measure on this machine")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--models", help="simulate only these, separated by commas")
+    parser.add_argument("--gpus", help="simulate only for these, separated by commas")
+    parser.add_argument("--json", type=Path, help="save the rows there")
+    parser.add_argument("--read", type=Path, help="print saved rows again")
+    chosen = parser.parse_args()
+    if chosen.read is not None:
+        saved = json.loads(chosen.read.read_text())
+        kind: Any = Measured if saved["measured"] else Simulated
+        report([kind(**row) for row in saved["rows"]])
+        return
+    models = [m for m in SIMULATED if chosen.models is None or m[0] in chosen.models.split(",")]
+    gpus = GPUS if chosen.gpus is None else tuple(chosen.gpus.split(","))
+    rows: Iterator[Any] = measured(chosen.steps) if chosen.run else simulated(models, gpus)
+    kept = report(rows)
+    if chosen.json is not None:
+        saved = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "measured": chosen.run}
+        chosen.json.write_text(json.dumps(saved | {"rows": [asdict(row) for row in kept]}, indent=1) + "\n")
+
+
+def report(rows: Any) -> list[Any]:
+    """Print the rows as they come, and what they say together."""
+    kept: list[Any] = []
+    for row in rows:
+        if not kept:
+            print(HEADER if isinstance(row, Simulated) else MEASURED_HEADER)
+        kept.append(row)
+        print(row.line(), flush=True)
+    both = [r for r in kept if isinstance(r, Simulated) and r.whole_seconds and r.feature_maps_seconds]
+    if both:
+        slower = sum(r.whole_seconds > r.feature_maps_seconds * (1 + 1e-9) for r in both)
+        mean = statistics.geometric_mean(r.feature_maps_seconds / r.whole_seconds for r in both)
+        alone = sum(1 for r in kept if r.whole_seconds and not r.feature_maps_seconds)
+        print(
+            f"\nslower than feature maps alone in {slower} of {len(both)}; geometric mean {mean:.3f} times as fast; "
+            f"feasible only over all tensors: {alone}"
+        )
+    return kept
+
+
+if __name__ == "__main__":
+    main()

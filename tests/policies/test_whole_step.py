@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.policies.plans import floor_bytes, larger_budgets_are_kept_and_never_slower, seconds_of, with_moving_state
 from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
@@ -17,6 +18,7 @@ from overspill.policies.floor import floor_of
 from overspill.policies.order import early_updates, in_graph_order, reordered
 from overspill.policies.planning import make_plan, unmanaged_peak
 from overspill.policies.program import Program
+from overspill.policies.step_bound import whole_step_bound_seconds
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=25, deadline=None)
@@ -132,3 +134,19 @@ def test_the_bound_is_below_the_plan_in_whatever_order_it_updates() -> None:
         plan = make_plan(step, DEVICE, "auto", int(least + share * (unmanaged_peak(step, DEVICE) - least)))
         assert sum(op_seconds(step, DEVICE)) <= plan.lower_bound_seconds * (1 + 1e-9)
         assert plan.lower_bound_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+@given(graph=networks(), device=devices(), share=st.floats(0, 1))
+@EXAMPLES
+def test_no_policy_beats_the_bound(graph: Graph, device: Device, share: float) -> None:
+    step = whole(graph)
+    least = floor_of(Program(step)).nbytes
+    budget = int(least + share * (unmanaged_peak(step, device) - least))
+    bound = whole_step_bound_seconds(step, device, budget, op_seconds(step, device))
+    for name in ("window", "lms", "auto", "checkpoint"):
+        try:
+            made = policy_named(name).plan(step, device, budget)
+        except InfeasibleBudget:
+            continue
+        if check(step, replace(made, budget_bytes=None)).peak_bytes <= budget:
+            assert bound <= seconds_of(step, made, device) * (1 + 1e-9), name

@@ -253,7 +253,8 @@ class Relaxation:
         if not any(self.over[self.at[k]] for k in markers):
             return None
         boundary = self.program.end_of_forward
-        leaves, returns = gap.start < boundary and not gap.wraps, gap.end >= boundary and not gap.wraps
+        apart = not (gap.wraps or self.graph.whole_step)  # forward and backward are two graphs
+        leaves, returns = apart and gap.start < boundary, apart and gap.end >= boundary
         key = (markers, leaves, returns, copied, gap.wraps)
         return self.groups.setdefault(key, _Group(markers, leaves, returns, copied, gap.wraps))
 
