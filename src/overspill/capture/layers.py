@@ -76,7 +76,7 @@ def op_name(node: fx.Node) -> str:
 
 def readable_path(source: str) -> str:
     """A module or parameter path from Dynamo's source expression: `L['self']._modules['a']._parameters['w']` → `a.w`."""
-    path = re.sub(r"^L\['\w+'\]", "", source)
+    path = re.sub(r"^L\['\w+'\](\.__self__)?", "", source)  # the latter where a bound method is compiled
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
     return path.lstrip(".") or re.sub(r"^L\['(\w+)'\]$", r"\1", source)

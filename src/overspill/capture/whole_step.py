@@ -10,9 +10,9 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_jo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,16 +23,24 @@ from torch.fx import traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from overspill.core import LayerType, Phase, TensorKind
+from overspill.core import LayerType, Op, Phase, TensorKind
 from overspill.core.errors import UnsupportedError
 
 from .compiled import Captured, CaptureOfStep, InputInfo, Surroundings
-from .joint import JointGraph, storages
+from .joint import JointGraph, storage_bytes, storages
 
-NORM, CLIP, REDUCE, ACCUMULATE, UPDATE = (
-    "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update",
+NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
+    "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
 )  # fmt: skip
 """Ops of the whole step that are not the model's own."""
+
+AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE})
+"""Those of them that run where gradients are complete, not when all of backward is over."""
+
+PROCESS_GROUP = "process group"
+"""What each collective updates, a tensor of no bytes: all ranks have to call them in the same order."""
+BUCKET_BYTES = 25 * 2**20
+"""The most that gradients of a bucket add up to, as in DistributedDataParallel (`bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +69,15 @@ class ParameterUpdate:
 class GradientOps:
     """What happens to gradients, in this order; what is None does not happen.
 
-    `reduce(gradient)` averages it over processes, in place. `accumulate(sum, gradient)` adds it to a tensor that stays
-    from one micro-batch to the next; `updates` are left out of all micro-batches but the last. `norm(gradient)` is a
-    number that `clip(*norms)`, which needs those of all gradients, turns into the factor that updates scale by.
+    `accumulate(sum, gradient)` adds it to a tensor that stays from one micro-batch to the next; `reduce` and `updates`
+    are left out of all micro-batches but the last. `reduce(*gradients)` averages a bucket of gradients, or of their
+    sums, over processes, in place. `norm(gradient)` is a number that `clip(*norms)`, which needs those of all
+    gradients, turns into the factor that updates scale by.
     """
 
     updates: tuple[ParameterUpdate, ...] = ()
-    reduce: Callable[[Tensor], None] | None = None
     accumulate: Callable[[Tensor, Tensor], None] | None = None
+    reduce: Callable[..., None] | None = None
     norm: Callable[[Tensor], Tensor] | None = None
     clip: Callable[..., Tensor] | None = None
 
@@ -231,7 +240,11 @@ class _Capture(CaptureOfStep):
 
     def build(self) -> CapturedStep:
         captured = super().build()
-        return CapturedStep(captured.graph, captured.joint, captured.nodes, captured.tensor_of, _loss_node(self.graph))
+        order = _early(captured.graph.ops)
+        ops = tuple(replace(captured.graph.ops[old], id=new) for new, old in enumerate(order))
+        nodes = {new: captured.nodes[old] for new, old in enumerate(order) if old in captured.nodes}
+        graph = replace(captured.graph, ops=ops)
+        return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, _loss_node(self.graph))
 
     @property
     def whole_step(self) -> bool:
@@ -253,14 +266,17 @@ class _Capture(CaptureOfStep):
     def _add_gradients_and_update(self) -> None:
         ops = self.gradient_ops
         gradients = {self.input_nodes.index(primal): node for primal, node in self.joint.gradients.items()}
-        if ops.reduce is not None:
-            for node in {storages(n)[0]: n for n in gradients.values()}.values():
-                self._step_op(REDUCE, ops.reduce, (node,), Phase.BACKWARD, updates=(node,))
+        made = {tensor: op.id for op in self.ops for tensor in op.writes}
+        complete = {p: max(made.get(t, -1) for t in self._behind(node)) for p, node in gradients.items()}
+        gradients = {position: gradients[position] for position in sorted(gradients, key=complete.__getitem__)}
         if ops.accumulate is not None:
             for position, node in gradients.items():
                 total = self.sums[position]
                 self._step_op(ACCUMULATE, ops.accumulate, (total, node), Phase.BACKWARD, updates=(total,))
-            gradients = self.sums
+            gradients = {position: self.sums[position] for position in gradients}
+        if ops.reduce is not None:
+            gradients = {position: self._own(node) for position, node in gradients.items()}
+            self._add_reductions(ops.reduce, gradients.values())
         updated = [u for u in ops.updates if u.parameter in gradients]
         scale = self._scale([gradients[u.parameter] for u in updated])
         for update in updated:
@@ -269,6 +285,28 @@ class _Capture(CaptureOfStep):
                 UPDATE, update.run, (parameter, gradients[update.parameter], scale, *state), Phase.UPDATE,
                 updates=(parameter, *state), workspace_bytes=update.workspace_bytes, layer=self.inputs[update.parameter].name,
             )  # fmt: skip
+
+    def _behind(self, node: fx.Node) -> tuple[int, ...]:
+        """The tensors that `node` is a view of."""
+        return self._ids(set(storages(node)))
+
+    def _own(self, gradient: fx.Node) -> fx.Node:
+        """`gradient`, or a copy where it is a tensor of forward or of the caller, so that it may be changed in place."""
+        if all(self.tensors[tensor].kind is TensorKind.GRADIENT for tensor in self._behind(gradient)):
+            return gradient
+        with self.fake_mode:
+            value = gradient.meta["val"].clone()
+        return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
+
+    def _add_reductions(self, reduce: Callable[..., None], gradients: Iterable[fx.Node]) -> None:
+        """One op for each bucket. All of them update the process group, so that no schedule changes their order."""
+        group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
+        distinct = {self._behind(node): node for node in gradients}
+        for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):
+            packed = sum(_nbytes(node) for node in bucket) if len(bucket) > 1 else 0
+            self._step_op(
+                REDUCE, reduce, bucket, Phase.BACKWARD, updates=bucket, workspace_bytes=packed, ordered_by=(group,)
+            )
 
     def _scale(self, gradients: Sequence[fx.Node]) -> fx.Node | None:
         norm, clip = self.gradient_ops.norm, self.gradient_ops.clip
@@ -294,13 +332,17 @@ class _Capture(CaptureOfStep):
         value: Tensor | None = None,
         workspace_bytes: int = 0,
         layer: str = "",
+        ordered_by: tuple[int, ...] = (),
     ) -> fx.Node:
-        """A node that calls `run(*args)`, which changes `updates` in place or makes `value`, and its Op."""
+        """A node that calls `run(*args)`, which changes `updates` in place or makes `value`, and its Op.
+
+        It counts as an update of the tensors `ordered_by`, though it is not given them.
+        """
         with self.graph.inserting_after(self._last_node()):
             node = self.graph.call_function(run, args)
         node.meta = {"val": value}
-        reads = self._ids({key for n in node.all_input_nodes for key in storages(n)})
-        writes = self._ids({key for n in updates for key in storages(n)})
+        reads = self._ids({key for n in node.all_input_nodes for key in storages(n)}) + ordered_by
+        writes = self._ids({key for n in updates for key in storages(n)}) + ordered_by
         if value is not None:
             (key,) = storages(node)
             self.joint.roots[key] = [node]
@@ -314,3 +356,41 @@ class _Capture(CaptureOfStep):
             name, layer, LayerType.UPDATE, phase, reads, writes, workspace_bytes=workspace_bytes, moved_bytes=moved
         )
         return node
+
+
+def _early(ops: Sequence[Op]) -> list[int]:
+    """The ids of `ops` in an order in which `AT_ONCE` come as soon as they can: behind what completes their gradients."""
+    forward_end = max((op.id for op in ops if op.phase is Phase.FORWARD), default=-1)
+    behind: list[int] = []  # for each op, itself or the one that it stands right behind
+    written: dict[int, int] = {}
+    touched: dict[int, int] = {}
+    for op in ops:
+        place = op.id
+        if op.name in AT_ONCE:
+            before = *(written.get(t, -1) for t in op.reads), *(touched.get(t, -1) for t in op.writes)
+            place = max(forward_end, *before)
+        behind.append(place)
+        written.update(dict.fromkeys(op.writes, place))
+        touched.update((t, max(place, touched.get(t, -1))) for t in (*op.reads, *op.writes))
+    return sorted(range(len(ops)), key=lambda op: (behind[op], op))
+
+
+def _buckets(gradients: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
+    """`gradients`, in the order in which they are complete, in buckets of one dtype and device.
+
+    Many small collectives are slow; but a bucket is packed into a tensor of its own, and keeps what is in it until it
+    is full. So it holds no more than the largest gradient takes anyway.
+    """
+    limit = min(BUCKET_BYTES, max(map(_nbytes, gradients), default=0))
+    filling: dict[Any, list[fx.Node]] = {}
+    for node in gradients:
+        bucket = filling.setdefault((node.meta["val"].dtype, node.meta["val"].device), [])
+        if bucket and sum(map(_nbytes, bucket)) + _nbytes(node) > limit:
+            yield tuple(bucket)
+            bucket.clear()
+        bucket.append(node)
+    yield from (tuple(bucket) for bucket in filling.values())
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(storage_bytes(node).values())

@@ -24,6 +24,7 @@ from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 
 from .lower import lower, lower_inference
+from .parallel import refuse_split
 from .profile import OpTimer
 from .session import Frame, Options, Session, torch_device
 
@@ -32,7 +33,11 @@ Compiled = Callable[..., Any]
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Session) -> Compiled:
     """The callable that runs Dynamo's `module` by the session's plan."""
-    return _GraphCompiler(module, examples, session).compile()
+    compiler = _GraphCompiler(module, examples, session)
+    try:
+        return compiler.compile()
+    finally:
+        compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
 
 class _GraphCompiler:
@@ -112,6 +117,7 @@ def overspill_backend(
     """
     if mode is not None:
         raise RequestError("the overspill backend has no modes; pass options={...}")
+    refuse_split(module)
     return compile_graph(module, examples, _session_of(options if options is not None else {}))
 
 

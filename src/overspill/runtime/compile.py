@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.core import Device
@@ -17,6 +18,7 @@ from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
 
 from .backend import compile_graph
+from .parallel import whole_models
 from .session import PLANNED, Options, Session
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -61,7 +63,15 @@ def compile(  # noqa: A001 - named as torch.compile is
 
 
 def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
-    """`model` compiled for `session`, which the result carries as its attribute `overspill`."""
+    """`model` compiled for `session`, which the result carries as its attribute `overspill`.
+
+    In a DistributedDataParallel the forward of the module inside is compiled, in place: from outside, Dynamo finds
+    nothing to compile where that forward is torch's own, as in nn.Sequential.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
+        model.__dict__["overspill"] = session
+        return model
     compiled = torch.compile(
         model, backend=functools.partial(compile_graph, session=session), dynamic=False, fullgraph=fullgraph
     )
@@ -86,7 +96,8 @@ class _Call:
         if self.overspill.steps is not None and torch.is_grad_enabled():
             self.overspill.steps.begin_step()
         try:
-            return self._call(*args, **kwargs)
+            with whole_models():
+                return self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, OverspillError):
                 raise failure.inner_exception.with_traceback(None) from None

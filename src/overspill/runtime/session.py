@@ -33,6 +33,7 @@ from .hardware import device_noun, usable_bytes
 from .host_memory import economise
 from .ops import register_engine
 from .optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
+from .parallel import bucket_bytes
 from .planned import PlannedSteps
 from .profile import OpTimer
 from .stores import make_store, whole_pages
@@ -239,6 +240,7 @@ class Session:
                 (TensorKind.PARAMETER, sum(map(_nbytes, outside))),
                 (TensorKind.GRADIENT, sum(_nbytes(p) for p in outside if p.requires_grad)),
                 (TensorKind.ACTIVATION, retained),
+                (TensorKind.COMMUNICATION, bucket_bytes()),
             ),
         )
 

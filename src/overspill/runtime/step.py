@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,6 +30,7 @@ from .host_memory import economise
 from .loss import StepLoss
 from .lower import lower_step
 from .ops import register_engine
+from .parallel import OneProcess, processes_of
 from .residency import Guarded, Residency, Resident, Spec
 from .session import Options, budget_for, device_for, plan_graph, store_bytes
 from .stores import make_store
@@ -83,11 +84,13 @@ class TrainStep:
         optimizer: Optimizer,
         options: Options,
         gradients: GradientOptions,
+        processes: OneProcess | None = None,
     ) -> None:
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         self.options = options
         self.gradients = gradients
         self.optimizer = optimizer
+        self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
         self._step = StepLoss(model, loss_fn)
         self._parameters = dict(self._step.named_parameters())
@@ -103,6 +106,7 @@ class TrainStep:
         self._engine: TransferEngine | None = None
         self._engine_number = 0
         self._residency = Residency()
+        self.processes.begin_alike(self._parameters, self._buffers)
         self._guards = self._guarded_parameters()
         self._state_guards: dict[str, Guarded] = {}
         self._adopt_parameters()
@@ -120,9 +124,10 @@ class TrainStep:
         With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is
         their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError.
         """
-        self._adopt_parameters()
-        self._adopt_optimizer()
-        batches = [inputs] if self.gradients.accumulate == 1 else list(_split(inputs, self.gradients.accumulate))
+        with self.processes.announcing():
+            self._adopt_parameters()
+            self._adopt_optimizer()
+            batches = [inputs] if self.gradients.accumulate == 1 else list(_split(inputs, self.gradients.accumulate))
         loss: Tensor | None = None
         try:
             for number, batch in enumerate(batches, start=1):
@@ -260,6 +265,8 @@ class TrainStep:
     def _run(self, inputs: tuple[Any, ...], *, last: bool) -> Tensor:
         leaves, _ = tree_flatten(inputs)
         compiled = self._compile(inputs, last=last)
+        if self._first_batch:
+            self.processes.share_buffers(self._buffers.values())
         if self._engine is not None:
             self._residency.send(compiled.stored, self._engine)
             self._residency.bring((n for n in compiled.moving if n not in compiled.stored), self._engine)
@@ -299,21 +306,27 @@ class TrainStep:
             spec, last, tuple(_signature(leaf) for leaf in leaves), tuple(m.training for m in self._step.modules()),
             tuple(p.requires_grad for p in self._parameters.values()), _autocast_state(self._where.type),
         )  # fmt: skip
-        if key not in self._compiled:
+        if not self.processes.agree(key, known=key in self._compiled):
             self._compiled[key] = self._planned(inputs, last=last)
         return self._compiled[key]
 
     def _planned(self, inputs: tuple[Any, ...], *, last: bool) -> _Compiled:
-        captured, names = self._capture(inputs, last=last)
-        device = device_for(self.options, self._where)
-        budget = budget_for(self.options, captured.graph, device, self._where)
-        plan = plan_graph(self.options, captured.graph, device, budget)
+        with self.processes.together():
+            captured, names = self._capture(inputs, last=last)
+            device = device_for(self.options, self._where)
+            budget = budget_for(self.options, captured.graph, device, self._where)
+        plan = self.processes.plan(
+            captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
+        )
         if self._where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
-        if self._engine is None:
-            self._engine = make_engine(make_store(self.options.store, self._where, self.options.store_dir), self._where)
-            self._engine_number = register_engine(self._engine)
-        self._engine.store.reserve(store_bytes(plan))
+        with self.processes.together():
+            if self._engine is None:
+                self._engine = make_engine(
+                    make_store(self.options.store, self._where, self.options.store_dir), self._where
+                )
+                self._engine_number = register_engine(self._engine)
+            self._engine.store.reserve(store_bytes(plan))
         module = lower_step(captured, plan.schedule, self._engine_number)
         module.graph.set_codegen(_BoxedCodeGen())
         module.recompile()
@@ -379,6 +392,7 @@ class TrainStep:
         return GradientOps(
             tuple(updates),
             accumulate=self._add_up if self.gradients.accumulate > 1 else None,
+            reduce=self.processes.average if last else None,
             norm=None if clipping is None else clipping.norm,
             clip=None if clipping is None else clipping.factor,
         )
@@ -478,6 +492,7 @@ def train_step(
     clip_value: float | None = None,
     times: MeasuredTimes | None = None,
     placement: str | None = None,
+    process_group: torch.distributed.ProcessGroup | Literal[False] | None = None,
 ) -> TrainStep:
     """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
 
@@ -485,11 +500,14 @@ def train_step(
     feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit. `loss_fn` is a
     criterion of torch.nn, given the model's output and the last input, or a function of the model and all inputs; None
     for a model that returns its own loss. `accumulate` splits each call's inputs into that many micro-batches, whose
-    mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The other arguments
-    are those of `overspill.compile`.
+    mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The ranks of
+    `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
+    of the batch, gets its own loss, and gradients are averaged; False trains alone. The other arguments are those of
+    `overspill.compile`.
 
     Raises RequestError and UnsupportedError for what cannot be right, and at the first call InfeasibleBudget with the
     smallest budget that works, or StoreError.
     """
     options = Options(budget, policy, store, store_dir, device=device, times=times, placement=placement)
-    return TrainStep(model, loss_fn, optimizer, options, GradientOptions(accumulate, clip_norm, clip_value))
+    gradients = GradientOptions(accumulate, clip_norm, clip_value)
+    return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))

@@ -1,0 +1,321 @@
+"""Data parallel steps: what the processes of a group do together, on the collectives of torch.distributed.
+
+Each rank trains on a batch of its own, and gradients are averaged as DistributedDataParallel does it (Li et al.,
+"PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds one
+rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `_dynamo.config.optimize_ddp` and
+`DistributedDataParallel._get_active_ddp_module`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from overspill.core import Graph
+from overspill.core.errors import OverspillError, RequestError
+from overspill.policies.planning import Plan
+from overspill.simulate import check
+
+BROADCAST_BYTES = 1 << 20
+"""The most that is packed together where parameters and buffers are broadcast."""
+_FAILED = -1
+
+
+class OneProcess:
+    """What a step asks of its process group, answered by a process that trains alone."""
+
+    average: Callable[..., None] | None = None
+    """Averages gradients of one dtype and device over all ranks, in place; None where there is nothing to average."""
+
+    def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Give all ranks the values of rank 0. Raises RequestError on all of them where their models differ."""
+
+    def share_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Give all ranks the buffers of rank 0, as DistributedDataParallel does before each forward."""
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """What is raised inside is raised by the next `agree` of the other ranks."""
+        yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is raised inside on any rank is raised on all of them."""
+        yield
+
+    def agree(self, key: Any, *, known: bool) -> bool:
+        """Whether `key` is known on all ranks. Raises RequestError on all of them where their keys differ."""
+        del key
+        return known
+
+    def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
+        """The plan of `graph` that `make(budget)` gives, the same on all ranks. Raises RequestError and what `make` does."""
+        del graph
+        return make(budget_bytes)
+
+
+class DataParallel(OneProcess):
+    """The ranks of a process group that train one model, each on its own part of the batch."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """All ranks make theirs together. Raises RequestError in a process outside the group."""
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise RequestError("this process is not in the process group; pass process_group=False to train alone")
+        self._control = group
+        if "cpu:gloo" not in str(dist.get_backend_config(group)):  # what ranks agree on is in host memory
+            ranks = dist.get_process_group_ranks(group)
+            self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.average = self._average
+
+    # -- tensors
+
+    def _average(self, *gradients: Tensor) -> None:
+        _packed([_whole_storage(gradient) for gradient in gradients], self._average_flat)
+
+    def _average_flat(self, flat: Tensor) -> None:
+        flat.mul_(1 / self.size)
+        dist.all_reduce(flat, group=self.group)
+
+    def _broadcast_flat(self, flat: Tensor) -> None:
+        dist.broadcast(flat, group=self.group, group_src=0)
+
+    def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        tensors = {**parameters, **buffers}
+        described = {name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors.items()}
+        for rank, other in enumerate(self._gather(described)):
+            if other != described:
+                name = next(n for n in [*described, *other] if described.get(n) != other.get(n))
+                raise RequestError(
+                    f"the ranks have different models: {name} is {described.get(name, 'missing')} on rank {self.rank} "
+                    f"and {other.get(name, 'missing')} on rank {rank}"
+                )
+        self.share_buffers(tensor.detach() for tensor in tensors.values())
+
+    def share_buffers(self, buffers: Iterable[Tensor]) -> None:
+        alike: dict[Any, list[Tensor]] = defaultdict(list)
+        for tensor in buffers:
+            packed = alike[tensor.dtype, tensor.device]
+            if packed and sum(map(_nbytes, packed)) + _nbytes(tensor) > BROADCAST_BYTES:
+                _packed(packed, self._broadcast_flat)
+                packed.clear()
+            packed.append(tensor)
+        for packed in alike.values():
+            _packed(packed, self._broadcast_flat)
+
+    # -- agreement
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._exchange(_FAILED, known=False)
+            self._gather(_Told(failure=_Failure.of(error)))
+            raise
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        error = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - raised again below
+            error = raised
+        failures = self._gather(None if error is None else _Failure.of(error))
+        if error is not None:
+            raise error
+        _raise_first(failures)
+
+    def agree(self, key: Any, *, known: bool) -> bool:
+        text = _spelled(key)
+        mine = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        found = self._exchange(mine, known=known)
+        if any(digest != mine for digest, _ in found):
+            told = self._gather(_Told(text, _shapes(key)))
+            _raise_first([one.failure for one in told])
+            other = next(rank for rank, one in enumerate(told) if one.text != text)
+            raise RequestError(_difference(self.rank, _Told(text, _shapes(key)), other, told[other]))
+        return all(known for _, known in found)
+
+    def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
+        digest = hashlib.blake2b(graph.to_json().encode()).hexdigest()
+        found = self._gather((digest, budget_bytes))
+        if any(other != digest for other, _ in found):
+            raise RequestError(_different_graphs(self._gather([op.name for op in graph.ops])))
+        made: list[Any] = [None]
+        with self.together():
+            if self.rank == 0:
+                made = [make(min(budget for _, budget in found))]
+        dist.broadcast_object_list(made, group=self._control, group_src=0)
+        plan: Plan = made[0]
+        with self.together():
+            check(graph, plan.schedule)
+        return replace(plan, graph=graph)
+
+    def _exchange(self, digest: int, *, known: bool) -> list[tuple[int, bool]]:
+        mine = torch.tensor([digest, known], device="cpu")
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self._control)
+        return [(int(digest), bool(known)) for digest, known in (pair.tolist() for pair in found)]
+
+    def _gather(self, value: Any) -> list[Any]:
+        found = [None] * self.size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error in the form in which other ranks hear of it."""
+
+    kind: type[Exception]
+    message: str
+    details: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        if isinstance(error, OverspillError):
+            return cls(type(error), str(error), vars(error))
+        return cls(OverspillError, f"{type(error).__name__}: {error}", {})
+
+    def error(self, rank: int) -> Exception:
+        error = self.kind.__new__(self.kind, f"rank {rank}: {self.message}")
+        vars(error).update(self.details)
+        return error
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank says when agreement fails: its key and the shapes in that, or why it has none."""
+
+    text: str = ""
+    shapes: str = ""
+    failure: _Failure | None = None
+
+
+def _raise_first(failures: Sequence[_Failure | None]) -> None:
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise failure.error(rank)
+
+
+def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
+    if mine.shapes == its.shapes:
+        return f"rank {rank} and rank {other} differ in training mode, requires_grad or autocast of the same step"
+    return (
+        f"all ranks of a planned step need inputs of the same shapes: rank {rank} has {mine.shapes}, "
+        f"rank {other} has {its.shapes}; with a DataLoader, drop_last=True makes them equal"
+    )
+
+
+def _different_graphs(names: Sequence[Sequence[str]]) -> str:
+    """What is wrong where the ranks' graphs, whose ops have these names, differ."""
+    where = "the sizes of their tensors"
+    for rank, other in enumerate(names[1:], start=1):
+        for index, (first, second) in enumerate(zip_longest(names[0], other, fillvalue="missing")):
+            if first != second:
+                where = f"op {index}, which is {first} on rank 0 and {second} on rank {rank}"
+                break
+    return f"the ranks have different graphs: they differ in {where}; model, loss and options must be the same on all"
+
+
+def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> None:
+    """Let `collective` change all of `tensors` at once: each of its calls costs time beside the bytes."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        collective(tensors[0])
+    elif tensors:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        collective(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """The storage of `tensor` as one row: all its views see what happens there."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((elements,), (1,), 0)
+
+
+def _spelled(key: Any) -> str:
+    """`key` as text that is the same on all ranks: devices without their numbers, constants of the caller left out."""
+    if isinstance(key, torch.device):
+        return key.type
+    if isinstance(key, tuple) and not isinstance(key, torch.Size):
+        return f"({', '.join(filter(None, map(_spelled, key)))})"
+    return "" if isinstance(key, str) else str(tuple(key) if isinstance(key, torch.Size) else key)
+
+
+def _shapes(key: Any) -> str:
+    if isinstance(key, torch.Size):
+        return str(tuple(key))
+    return " ".join(filter(None, map(_shapes, key))) if isinstance(key, tuple) else ""
+
+
+def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
+    """The processes that train `model`: those of `process_group`, None meaning the default one if there is any.
+
+    Raises RequestError for a model that already averages its gradients itself.
+    """
+    if process_group is False or not (dist.is_available() and dist.is_initialized()):
+        return OneProcess()
+    if isinstance(model, DistributedDataParallel):
+        raise RequestError("train_step averages gradients itself; pass the model that is inside (model.module)")
+    group = dist.group.WORLD if process_group is None else process_group
+    return DataParallel(group) if dist.get_world_size(group) != 1 else OneProcess()
+
+
+# -- compiled models inside DistributedDataParallel
+
+
+def whole_models() -> AbstractContextManager[Any]:
+    """While this lasts, Dynamo does not split a model at the buckets of its DistributedDataParallel.
+
+    The parts would each be planned without knowing of the others. Its hooks find all gradients at the end of backward.
+    """
+    distributed = dist.is_available() and dist.is_initialized()
+    return torch._dynamo.config.patch(optimize_ddp=False) if distributed else nullcontext()
+
+
+def refuse_split(module: fx.GraphModule) -> None:
+    """Raise RequestError for one of the parts into which Dynamo split a model all the same."""
+    if _running() is not None and any("grapharg" not in n.meta for n in module.graph.find_nodes(op="placeholder")):
+        raise RequestError(
+            "Dynamo has split the model at the buckets of its DistributedDataParallel, and the parts cannot share a "
+            "budget; set torch._dynamo.config.optimize_ddp = False, or use overspill.compile, which does"
+        )
+
+
+def bucket_bytes() -> int:
+    """Bytes of the gradient buckets of the DistributedDataParallel whose forward is running now; 0 outside of any.
+
+    With `gradient_as_bucket_view` too, gradients and buckets are there at once when backward ends.
+    """
+    ddp = _running()
+    if ddp is None:
+        return 0
+    reduced = (p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ddp.parameters_to_ignore)
+    return sum(map(_nbytes, reduced))
+
+
+def _running() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running now."""
+    return DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None

@@ -1,0 +1,302 @@
+"""What `test_parallel.py` looks at, done by two processes: `python -m tests.runtime.ranks RANK STORE DIRECTORY`.
+
+Each case runs on both ranks and returns what it saw; all of it is saved in the directory, one file a rank.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import overspill
+from overspill.core.errors import OverspillError
+from overspill.runtime.tracker import LiveBytes
+
+STEPS, BATCH = 2, 8
+RANK = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+
+
+def convolutions() -> nn.Module:
+    """Batch norms, whose statistics are rank 0's, and dropout, whose numbers are each rank's own."""
+    torch.manual_seed(RANK)  # the ranks begin with rank 0's parameters all the same
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.1),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def images(step: int, rank: int = RANK, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(batch, 3, 16, 16, generator=generator), torch.randint(0, 10, (batch,), generator=generator)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def everything(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor]:
+    """Losses, parameters and buffers after training."""
+    return {"losses": torch.stack(losses).detach(), **{k: v.detach().clone() for k, v in model.state_dict().items()}}
+
+
+def planned(
+    model: nn.Module, optimizer: Optimizer, loss: Any = None, data: Callable[..., Any] = images, **options: Any
+) -> dict[str, Tensor]:
+    step = overspill.train_step(model, loss or nn.CrossEntropyLoss(), optimizer, **options)
+    torch.manual_seed(RANK)
+    result = everything(model, [step(*data(number)) for number in range(STEPS)])
+    step.close()
+    return result
+
+
+def plain(model: nn.Module, optimizer: Optimizer, *args: Any, **options: Any) -> dict[str, Tensor]:
+    """The same by hand, with DistributedDataParallel."""
+    return by_hand(DistributedDataParallel(model), model, optimizer, *args, **options)
+
+
+def by_hand(
+    ddp: Any,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Any = None,
+    data: Callable[..., Any] = images,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> dict[str, Tensor]:
+    torch.manual_seed(RANK)
+    losses = []
+    for number in range(STEPS):
+        total = torch.zeros(())
+        for part in range(accumulate):
+            batch = [x.chunk(accumulate)[part] for x in data(number)]
+            with ddp.no_sync() if part < accumulate - 1 else nullcontext():
+                value = loss(ddp, *batch) if loss else F.cross_entropy(ddp(batch[0]), batch[1])
+                (value / accumulate).backward()
+                total = total + value.detach() / accumulate
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return everything(model, losses)
+
+
+def both(make: Callable[[nn.Module], Optimizer], budget: Any = 0.8, **options: Any) -> Any:
+    first, second = convolutions(), convolutions()
+    return planned(first, make(first), budget=budget, policy="window", store="host", **options), plain(
+        second, make(second), **options
+    )
+
+
+class _GivesItsInput(torch.autograd.Function):
+    """The gradient of the weight is the input itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.saved_tensors[0]
+
+
+class Odd(nn.Module):
+    """Gradients that are views, transposed, expanded, one storage for two parameters, or the caller's own tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(RANK)
+        self.joined = nn.Parameter(torch.randn(6, 4))
+        self.transposed = nn.Parameter(torch.randn(4, 6))
+        self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.expanded, self.own = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 4))
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = F.linear(x, torch.cat([self.joined, self.transposed.t()])).split(6, 1)
+        sums = ((self.first + self.second) * x).tanh().sum()
+        return (
+            (q * k).sum()
+            + sums
+            + self.expanded.sum()
+            + _GivesItsInput.apply(x, self.own)
+            + self.twice(self.twice(x)).sum()
+        )
+
+
+def rows(step: int) -> tuple[Tensor]:
+    return (images(step)[0][0, 0, :4, :4].contiguous(),)
+
+
+def odd_gradients() -> Any:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)
+
+    def data(step: int) -> tuple[Tensor]:
+        given.append(rows(step)[0])
+        return (given[-1],)
+
+    given: list[Tensor] = []
+    first, second = Odd(), Odd()
+    results = planned(first, momentum(first), loss, data), plain(second, momentum(second), loss, rows)
+    untouched = all(torch.equal(x, rows(step)[0]) for step, x in enumerate(given))
+    return *results, untouched
+
+
+def combined() -> Any:
+    """Two ranks with half the batch each, and one process with all of it; no batch norm."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.GELU(), nn.Linear(64, 10))
+
+    def whole(step: int) -> tuple[Tensor, ...]:
+        return tuple(torch.cat(pair) for pair in zip(images(step, 0), images(step, 1), strict=True))
+
+    first, second = model(), model()
+    return planned(first, momentum(first)), planned(second, momentum(second), data=whole, process_group=False)
+
+
+def failure(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except OverspillError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def errors() -> dict[str, Any]:
+    """What both ranks hear of one's trouble, and that they can go on together after it."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(768, 10))
+    step = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), budget="1GiB", accumulate=2)
+    heard = {"shapes": failure(lambda: step(*images(0, batch=BATCH - 2 * RANK)))}
+    heard["split"] = failure(lambda: step(*images(0, batch=BATCH + RANK)))
+    step(*images(0))
+    heard["later shapes"] = failure(lambda: step(*images(0, batch=BATCH - 2 * RANK)))
+    loss = step(*images(1))
+    small = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), budget="50KiB" if RANK else "1GiB")
+    heard["budget"] = failure(lambda: small(*images(0)))
+    store = overspill.train_step(
+        model, nn.CrossEntropyLoss(), momentum(model), budget="1GiB", store_dir="/nowhere" if RANK else None
+    )
+    heard["store"] = failure(lambda: store(*images(0)))
+    other = nn.Sequential(nn.Flatten(), nn.Linear(768, 10 + RANK))
+    heard["models"] = failure(lambda: overspill.train_step(other, nn.CrossEntropyLoss(), momentum(other)))
+    tree = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.GELU() if RANK else nn.ReLU())
+    graphs = overspill.train_step(tree, nn.CrossEntropyLoss(), momentum(tree))
+    heard["graphs"] = failure(lambda: graphs(*images(0)))
+    heard["wrapped"] = failure(
+        lambda: overspill.train_step(DistributedDataParallel(model), nn.CrossEntropyLoss(), momentum(model))
+    )
+    return heard | {"finite": bool(torch.isfinite(loss))}
+
+
+def schedules() -> Any:
+    """A plan, and the bytes that were there at its peak."""
+    model = convolutions()
+    step = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), budget=0.7, store="host")
+    step.tracker = LiveBytes(torch.device("cpu"))
+    step(*images(0))
+    (plan,) = step.plans
+    result = plan.graph, plan.schedule, plan.peak_bytes, step.tracker.peak_bytes
+    step.close()
+    return result
+
+
+def compiled(outside: bool, **options: Any) -> Any:
+    """A compiled model in DistributedDataParallel, or the other way round; what is planned and measured, and eager."""
+
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        return images(step, batch=1024)
+
+    def perceptron() -> nn.Module:
+        """Gradients of more than DDP's first bucket of 1 MiB, at which Dynamo would split the model."""
+        torch.manual_seed(RANK)
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(
+            nn.AvgPool2d(2), nn.Flatten(), nn.Linear(192, 256), *layers, nn.Dropout(0.1), nn.Linear(256, 10)
+        )
+
+    torch._dynamo.reset()
+    model, eager = perceptron(), perceptron()
+    if outside:
+        ddp = overspill.compile(DistributedDataParallel(model, bucket_cap_mb=1, **options), budget=0.9, store="host")
+        session = ddp.overspill
+    else:
+        inside = overspill.compile(model, budget=0.9, store="host")
+        ddp, session = DistributedDataParallel(inside, bucket_cap_mb=1, **options), inside.overspill
+    session.tracker = LiveBytes(torch.device("cpu"))
+    results = by_hand(ddp, model, momentum(model), data=data), plain(eager, momentum(eager), data=data)
+    return *results, session.plans, session.tracker.peak_bytes
+
+
+class Own(nn.Module):
+    """A forward that is not torch's own, so that torch.compile finds it inside DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def split() -> str:
+    """The backend by name, on a model that Dynamo splits at DDP's buckets."""
+    torch._dynamo.reset()
+    model = DistributedDataParallel(Own(), bucket_cap_mb=1)
+    call = torch.compile(model, backend="overspill", options={"budget": "32MiB"}, dynamic=False)
+    try:
+        call(torch.zeros(4, 512))
+    except Exception as error:  # noqa: BLE001 - torch wraps it
+        return str(error)
+    return "no error"
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "momentum": lambda: both(momentum),
+    "adamw": lambda: both(adamw),
+    "accumulated": lambda: both(momentum, accumulate=2, clip_norm=0.5),
+    "odd": odd_gradients,
+    "combined": combined,
+    "errors": errors,
+    "schedules": schedules,
+    "compiled outside": lambda: compiled(True),
+    "compiled inside": lambda: compiled(False, gradient_as_bucket_view=True),
+    "split": split,
+}
+
+
+def main() -> None:
+    """Run all cases; one that fails leaves its traceback as its result."""
+    rank, store, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    found = {}
+    for name in sys.argv[4:] or CASES:
+        try:
+            found[name] = CASES[name]()
+        except Exception:  # noqa: BLE001
+            found[name] = traceback.format_exc()
+    torch.save(found, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

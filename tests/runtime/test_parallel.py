@@ -1,0 +1,155 @@
+"""Data parallel training by two processes on this machine: `ranks.py` does it, and here is looked at what came out."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.simulate.graphs import DEVICE
+
+from overspill.core import Instruction, Schedule, Verb
+from overspill.core.errors import InvalidSchedule
+from overspill.policies.in_core import InCore
+from overspill.simulate import check
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 150
+"""What all cases may take on a busy machine; a collective that waits for nobody fails after 30 (`ranks.py`)."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    directory = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.runtime.ranks"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([*command, str(rank), directory / "rendezvous", directory], cwd=ROOT, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.wait(SECONDS) == 0
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def of(ranks: list[dict[str, Any]], case: str) -> list[Any]:
+    """What both ranks found in `case`, which is a text where it failed."""
+    found = [rank[case] for rank in ranks]
+    assert not any(isinstance(one, str) for one in found), found
+    return found
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def learned(result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is the same on all ranks: all but losses, and statistics, of which the last forward's are each rank's own."""
+    return {name: value for name, value in result.items() if "running" not in name and name != "losses"}
+
+
+@pytest.mark.parametrize("case", ["momentum", "adamw", "accumulated", "odd", "compiled outside", "compiled inside"])
+def test_each_rank_gets_the_bits_of_ddp(ranks: list[dict[str, Any]], case: str) -> None:
+    first, second = of(ranks, case)
+    for ours, ddp, *_ in (first, second):
+        assert_same(ours, ddp)
+    assert_same(learned(first[0]), learned(second[0]))
+    assert not torch.equal(first[0]["losses"], second[0]["losses"])
+
+
+def test_a_gradient_that_is_the_callers_own_tensor_leaves_it_as_it_is(ranks: list[dict[str, Any]]) -> None:
+    assert all(untouched for _, _, untouched in of(ranks, "odd"))
+
+
+def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: list[dict[str, Any]]) -> None:
+    first, second = of(ranks, "combined")
+    parallel, alone = first[0], first[1]
+    assert torch.allclose((parallel["losses"] + second[0]["losses"]) / 2, alone["losses"], rtol=1e-6)
+    for name, value in learned(parallel).items():
+        assert torch.allclose(value, alone[name], rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "message"),
+    [
+        ("shapes", "RequestError", "need inputs of the same shapes"),
+        ("later shapes", "RequestError", "need inputs of the same shapes"),
+        ("split", "RequestError", "9 samples cannot be split into 2 equal micro-batches"),
+        ("budget", "InfeasibleBudget", "is below auto's floor"),
+        ("store", "RequestError", "cannot write to the store directory /nowhere"),
+        ("models", "RequestError", "the ranks have different models: model.1.weight is (1"),
+        ("graphs", "RequestError", "which is relu on rank 0 and gelu on rank 1"),
+        ("wrapped", "RequestError", "pass the model that is inside (model.module)"),
+    ],
+)
+def test_one_ranks_trouble_is_an_error_on_both(
+    ranks: list[dict[str, Any]], trouble: str, kind: str, message: str
+) -> None:
+    for heard in of(ranks, "errors"):
+        assert heard[trouble].startswith(f"{kind}: ")
+        assert message in heard[trouble]
+
+
+def test_after_such_an_error_the_ranks_train_on(ranks: list[dict[str, Any]]) -> None:
+    assert all(heard["finite"] for heard in of(ranks, "errors"))
+
+
+def test_all_ranks_run_the_same_schedule_and_its_peak_is_what_is_measured(ranks: list[dict[str, Any]]) -> None:
+    (*plan, planned_bytes, measured_bytes), other = of(ranks, "schedules")
+    assert plan == list(other[:2])
+    assert 0.98 * planned_bytes <= measured_bytes <= planned_bytes
+    schedule = plan[1]
+    assert schedule.counts[Verb.OFFLOAD] > 0
+
+
+def test_no_bucket_holds_more_than_the_largest_gradient(ranks: list[dict[str, Any]]) -> None:
+    (graph, *_), _ = of(ranks, "schedules")
+    buckets = [[graph.tensors[t].nbytes for t in op.reads] for op in graph.ops if op.name == "step.reduce"]
+    sizes = [nbytes for bucket in buckets for nbytes in bucket if nbytes]
+    assert 1 < len(buckets) < len(sizes) == 12
+    assert max(map(sum, buckets)) == max(sizes)
+
+
+def test_gradients_are_averaged_where_they_are_complete(ranks: list[dict[str, Any]]) -> None:
+    (graph, *_), _ = of(ranks, "schedules")
+    for op in (op for op in graph.ops if op.name == "step.reduce"):
+        before = max(earlier.id for earlier in graph.ops[: op.id] if set(earlier.writes) & set(op.reads))
+        assert all(other.name == "step.reduce" for other in graph.ops[before + 1 : op.id])
+
+
+def test_no_schedule_may_change_the_order_of_collectives(ranks: list[dict[str, Any]]) -> None:
+    (graph, *_), _ = of(ranks, "schedules")
+    first, second, *_ = (Instruction(Verb.RUN, op.id) for op in graph.ops if op.name == "step.reduce")
+    instructions = list(InCore().plan(graph, DEVICE).instructions)
+    instructions.remove(first)
+    late = instructions.index(second)
+    check(graph, Schedule("later", (*instructions[:late], first, *instructions[late:])))
+    with pytest.raises(InvalidSchedule, match=r"step.reduce: .* out of order"):
+        check(graph, Schedule("swapped", (*instructions[: late + 1], first, *instructions[late + 1 :])))
+
+
+@pytest.mark.parametrize("case", ["compiled outside", "compiled inside"])
+def test_a_compiled_model_in_ddp_is_one_graph_whose_budget_counts_the_buckets(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    for ours, _, plans, measured_bytes in of(ranks, case):
+        (plan,) = plans
+        gradients = sum(value.nbytes for name, value in ours.items() if name != "losses")
+        buckets = sum(t.nbytes for t in plan.graph.tensors if t.name == "communication elsewhere")
+        assert buckets == gradients
+        assert "2.weight" in {t.name for t in plan.graph.tensors}
+        assert plan.peak_bytes < plan.unmanaged_peak_bytes
+        assert measured_bytes + buckets <= plan.peak_bytes <= plan.budget_bytes
+
+
+def test_parts_of_a_model_that_dynamo_splits_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "torch._dynamo.config.optimize_ddp = False" in rank["split"]
