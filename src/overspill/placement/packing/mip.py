@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from overspill.core.errors import RequestError
 
 from .base import Limits, Packing, Solver
-from .greedy import largest_first
 from .pieces import Pieces, common_unit
+from .portfolio import Portfolio
 from .problem import ANYWHERE, Integers, Problem
 
 PAIR_LIMIT = 200_000
 """How many pairs of blocks that live together are taken: each is a binary variable and two rows."""
+RESTARTS = 20
+"""How many restarts the heuristics have before the program is given to HiGHS."""
 INFINITY = highspy.kHighsInf
 Floats = NDArray[np.float64]
 UNIT_TOLERANCE, TOLERANCE = 1e-4, 1e-6
@@ -26,7 +28,9 @@ UNIT_TOLERANCE, TOLERANCE = 1e-4, 1e-6
 
 
 class Mip(Solver):
-    """Equations (1) to (6) of Sekiyama et al., section 3.1, with W the peak of a first fit, which is where it starts.
+    """Equations (1) to (6) of Sekiyama et al., section 3.1, with W the peak of the heuristics' best layout.
+
+    That layout, of the portfolio without its exact search, is also where it starts.
 
     Beyond them: u is at least the lower bound, and x_i is a multiple of block i's alignment, or its pinned address.
     """
@@ -41,7 +45,8 @@ class Mip(Solver):
             raise RequestError(
                 f"{len(pairs)} pairs of blocks live together, and the solver 'mip' takes {PAIR_LIMIT}; 'portfolio' takes more"
             )
-        incumbent = largest_first(problem)
+        incumbent = Portfolio(RESTARTS, exact_blocks=0)._pack(problem, limits).offsets
+        assert incumbent is not None
         target = problem.lower_bound_bytes if limits.capacity_bytes is None else limits.capacity_bytes
         if problem.peak_bytes(incumbent) <= target:
             return Packing(incumbent, problem.lower_bound_bytes)

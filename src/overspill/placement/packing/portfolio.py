@@ -19,6 +19,7 @@ from .keys import KEYS, Floats, order_by
 from .large_first import layouts, tight
 from .problem import ANYWHERE, Integers, Problem
 from .skyline import packer_of, solid
+from .windows import window_bound
 
 SKYLINE_KEYS = (
     ("load", "sections"),
@@ -32,6 +33,8 @@ RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
 """How many blocks are placed in restarts by default, all added up: some tenths of a second; and the fewest restarts."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
+WINDOWED_BLOCKS = 10_000
+"""Up to so many blocks the large blocks of short windows are asked for a better bound."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Attempt = Callable[[Floats, int | None], Integers | None]
@@ -77,7 +80,7 @@ class Incumbent:
     """The best layout so far, and whether it is time to stop."""
 
     def __init__(self, problem: Problem, target: int, seconds: float) -> None:
-        self._problem, self._target = problem, target
+        self._problem, self.target = problem, target
         self.deadline = time.perf_counter() + seconds
         self.offsets: Integers | None = None
         self.peak = 0
@@ -91,7 +94,7 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        return self.offsets is not None and (self.peak <= self._target or time.perf_counter() > self.deadline)
+        return self.offsets is not None and (self.peak <= self.target or time.perf_counter() > self.deadline)
 
 
 class Portfolio(Solver):
@@ -99,8 +102,9 @@ class Portfolio(Solver):
 
     It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
     key ends above it, large blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if
-    there were no others (compiled code only, and not if `exact_blocks` is 0). A restart perturbs the key
-    of one rule: blocks above the target weigh up to half as much again, a twentieth of all blocks are changed at random;
+    there were no others (compiled code only, and not if `exact_blocks` is 0); and where that does not reach it, up to
+    `WINDOWED_BLOCKS` blocks, the bound may be raised (see `windows`; likewise). A restart perturbs the key of one rule:
+    blocks above the target weigh up to half as much again, a twentieth of all blocks are changed at random;
     a layout with a higher peak is accepted less and less. `restarts`: how many; by default a few, fewer for more blocks,
     or, where a capacity is asked for that the lower bound allows, as many as the time limit allows. Where these end above
     the bound and there are at most `exact_blocks` blocks, the exact search has the time that is left (compiled code
@@ -127,6 +131,9 @@ class Portfolio(Solver):
             best.offer(offsets)
             if best.done:
                 return Packing(best.offsets, bound)
+        if exact_blocks and len(problem) <= WINDOWED_BLOCKS:
+            bound = window_bound(problem, bound, best.deadline)
+            best.target = max(target, bound)
         random = np.random.default_rng(limits.seed)
         restarts = self.restarts
         exact = len(problem) <= exact_blocks
@@ -136,7 +143,7 @@ class Portfolio(Solver):
             if best.done:
                 break
             temperature = 0.002 * np.exp(-5 * (k / restarts if restarts else 1 / 2))
-            best.offer(rules[k % len(rules)].restart(target, temperature, random))
+            best.offer(rules[k % len(rules)].restart(best.target, temperature, random))
         if best.done or best.offsets is None or not exact:
             return Packing(best.offsets, bound)
         decider = Decider(problem, best.deadline, seed=limits.seed)
