@@ -28,6 +28,11 @@ def deep():
     return nn.Sequential(*layers), lambda batch: torch.randn(batch, 64)
 
 
+def shallow():
+    layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(*layers), lambda batch: torch.randn(batch, 64)
+
+
 def talkative():
     print("hello from the user's own callable")
     return deep()

@@ -120,9 +120,10 @@ def test_a_gpu_offers_convolutions_a_choice_of_algorithms_and_a_cpu_does_not(ove
     assert rows["liveness:m"]["step_seconds"] == rows["liveness"]["step_seconds"]
 
 
-def test_state_may_move_too_where_asked(overspill: Overspill) -> None:
+def test_the_whole_step_needs_less_for_parameters_and_state_move_too(overspill: Overspill) -> None:
     words = "compare alexnet --small --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1KiB"
-    staying, moving = (overspill(f"{words}{more}").answer for more in ("", " --move-state"))
+    staying, moving = (overspill(f"{words}{more}").answer for more in ("", " --whole-step"))
+    assert (staying["whole_step"], moving["whole_step"]) == (False, True)
     assert moving["floor_bytes"] < staying["floor_bytes"]
 
 
@@ -172,7 +173,7 @@ def test_a_missing_plotting_library_is_said_before_work_begins(
 def test_help_shows_the_options_of_compare(overspill: Overspill) -> None:
     done = overspill("compare --help")
     assert done.code == 0
-    for option in ("--policies", "--budget", "--gpu", "--move-state", "--plot", "--json"):
+    for option in ("--policies", "--budget", "--gpu", "--whole-step", "--plot", "--json"):
         assert option in done.out
     assert "compare" in overspill("--help").out
 

@@ -14,14 +14,15 @@ from overspill.simulate import check
 TITAN_X = load_device("titan-x")
 
 
-def small(name: str, batch: int) -> Graph:
-    return step_graph(Training(lambda: models.load(name, small=True), batch), TITAN_X)
+def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
+    return step_graph(Training(lambda: models.load(name, small=True), batch, whole_step=whole_step), TITAN_X)
 
 
-@pytest.mark.parametrize("name", ["alexnet", "resnet18"])
-def test_a_batch_between_two_captured_ones_is_as_if_captured(name: str) -> None:
-    made = between(small(name, 2), small(name, 4), 2, 4, 16)
-    assert made == small(name, 16)
+@pytest.mark.parametrize(("name", "whole_step"), [("alexnet", False), ("resnet18", False), ("alexnet", True)])
+def test_a_batch_between_two_captured_ones_is_as_if_captured(name: str, *, whole_step: bool) -> None:
+    made = between(small(name, 2, whole_step=whole_step), small(name, 4, whole_step=whole_step), 2, 4, 16)
+    assert made == small(name, 16, whole_step=whole_step)
+    assert made.whole_step is whole_step
 
 
 def test_two_different_steps_have_no_batch_between_them() -> None:

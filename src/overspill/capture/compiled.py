@@ -47,15 +47,12 @@ class Surroundings:
     `accumulates`: gradients of earlier backward passes are still there when the step begins.
     `elsewhere`: persistent bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries.
     `rest_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
-    `state_moves`: parameters, gradients and optimizer state may be anywhere between uses, and each parameter is updated
-    by an op of its own: the step as a simulation may see it, while a real optimizer still updates all at once.
     """
 
     optimizer_state_bytes: int = 0
     update_bytes: int = 0
     rest_bytes: int = 0
     accumulates: bool = False
-    state_moves: bool = False
     elsewhere: tuple[tuple[TensorKind, int], ...] = ()
 
 
@@ -145,14 +142,13 @@ class CaptureOfStep:
             index = getattr(node.meta.get("desc"), "idx", position)
             known = index is not None and index < len(self.inputs)
             info = self.inputs[index] if known else InputInfo(TensorKind.INPUT, node.name)
-            movable = info.movable or (self.surroundings.state_moves and info.kind is TensorKind.PARAMETER)
-            self._add_storages(node, info.kind, info.name, persistent=True, movable=movable)
+            self._add_storages(node, info.kind, info.name, persistent=True, movable=info.movable)
         for node in (n for n in (*self.joint.forward, *self.joint.backward) if n.op == "get_attr"):
             self._add_storages(node, TensorKind.BUFFER, str(node.target), persistent=True)
         for kind, nbytes in self.surroundings.elsewhere:
             if nbytes:
                 self._add_tensor(nbytes, kind, f"{kind} elsewhere", persistent=True)
-        if (nbytes := self.surroundings.optimizer_state_bytes) and not self.surroundings.state_moves:
+        if nbytes := self.surroundings.optimizer_state_bytes:
             self._add_tensor(nbytes, TensorKind.OPTIMIZER_STATE, "optimizer state", persistent=True)
 
     def _add_storages(self, node: fx.Node, kind: TensorKind, name: str, **flags: bool) -> None:
@@ -275,9 +271,6 @@ class CaptureOfStep:
         gradients = self._ids({key for key in self.grads if key in self.tensor_of})
         if not gradients:
             return
-        if self.surroundings.state_moves:
-            self._add_updates()
-            return
         kept: tuple[int, ...] = ()
         if self.surroundings.accumulates:
             nbytes = sum(self.tensors[t].nbytes for t in gradients)
@@ -291,32 +284,6 @@ class CaptureOfStep:
             UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
             workspace_bytes=self.surroundings.update_bytes,
         )  # fmt: skip
-
-    def _add_updates(self) -> None:
-        """One update op a parameter, with its share of the optimizer's state and temporaries by its size."""
-        pairs = [
-            (parameter, gradient)
-            for primal, node in self.joint.gradients.items()
-            for parameter, gradient in zip(
-                self._ids(set(storages(primal))), self._ids(set(storages(node))), strict=False
-            )
-            if self.tensors[parameter].kind is TensorKind.PARAMETER
-        ]
-        total = sum(self.tensors[parameter].nbytes for parameter, _ in pairs) or 1
-        for parameter, gradient in pairs:
-            share = self.tensors[parameter].nbytes / total
-            owned = [parameter]
-            if state_bytes := int(self.surroundings.optimizer_state_bytes * share):
-                name = f"optimizer state of {self.tensors[parameter].name}"
-                owned.append(
-                    self._add_tensor(state_bytes, TensorKind.OPTIMIZER_STATE, name, persistent=True, movable=True)
-                )
-            reads = (*owned, gradient)
-            self._add_op(
-                UPDATE, f"update of {self.tensors[parameter].name}", LayerType.UPDATE, Phase.UPDATE, reads, tuple(owned),
-                workspace_bytes=int(self.surroundings.update_bytes * share),
-                moved_bytes=sum(self.tensors[t].nbytes for t in (*reads, *owned)),
-            )  # fmt: skip
 
 
 def recomputes_without_statistics(node: fx.Node) -> bool:

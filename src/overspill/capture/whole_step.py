@@ -100,15 +100,17 @@ def capture_step(
     values: Sequence[FakeTensor],
     ops: GradientOps,
     name: str = "step",
+    elsewhere: tuple[tuple[TensorKind, int], ...] = (),
 ) -> CapturedStep:
     """The Graph of one training step, from fake tensors: nothing is computed.
 
     `step(*values)` returns the scalar loss. `values` are fake tensors of one mode, described by `inputs`: parameters
-    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step.
+    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step. `elsewhere` are
+    bytes by kind that are on the device besides.
     Raises UnsupportedError for a step that cannot be captured.
     """
     joint = _joint(step, module, values)
-    return _Capture(joint, list(inputs), ops, name).build()
+    return _Capture(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
 
 
 # -- the joint graph
@@ -201,7 +203,9 @@ def _layers_noted(module: nn.Module) -> Iterator[None]:
 
 
 class _Capture(CaptureOfStep):
-    def __init__(self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str) -> None:
+    def __init__(
+        self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str, surroundings: Surroundings
+    ) -> None:
         self.gradient_ops = ops
         self.sums: dict[int, fx.Node] = {}
         self.states: dict[int, list[fx.Node]] = {}
@@ -209,7 +213,7 @@ class _Capture(CaptureOfStep):
         self.graph = joint.module.graph
         self.fake_mode: FakeTensorMode = next(n.meta["val"].fake_mode for n in joint.primals)
         self._add_placeholders(joint, inputs)
-        super().__init__(joint, inputs, Surroundings(), name)
+        super().__init__(joint, inputs, surroundings, name)
 
     def _add_placeholders(self, joint: JointGraph, inputs: list[InputInfo]) -> None:
         """Inputs of the step that the joint graph does not know: optimizer state, and gradients that accumulate."""

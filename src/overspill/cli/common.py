@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # rich is imported when there is something to print
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A name that `overspill models` lists, or package.module:callable.", show_default=False
+        metavar="MODEL",
+        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable.",
+        show_default=False,
     ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in a step.", show_default=False)]
@@ -67,6 +69,24 @@ ImageSize = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)
 ]
 SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
+WholeStep = Annotated[
+    bool,
+    typer.Option(
+        "--whole-step", help="Plan the update too: parameters, gradients and optimizer state may be in the store."
+    ),
+]
+Accumulate = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Micro-batches that a step accumulates gradients over; with --whole-step."),
+]
+ClipNorm = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Clip gradients to this norm of all; with --whole-step.", show_default=False),
+]
+ClipValue = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Clip each number of gradients to ±X; with --whole-step.", show_default=False),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
 ]
@@ -118,8 +138,7 @@ def check_request(model: str, budget: str | None, policy: str, out: Path | None)
     """Raise RequestError for what is plainly wrong, before torch is imported and anything is built."""
     from overspill.policies import policy_named
 
-    if ":" not in model and model not in models.names():
-        models.load(model)  # knows what to say of an unknown name
+    models.check_name(model)
     policy_named(policy)
     if budget is not None:
         parse_bytes(budget, of_bytes=1 << 40)

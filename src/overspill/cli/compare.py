@@ -24,6 +24,7 @@ from .common import (
     Outcome,
     SeqLen,
     Small,
+    WholeStep,
     check_request,
     narrate,
     quiet_torch,
@@ -43,9 +44,6 @@ PolicyNames = Annotated[
         help="Names that `overspill policies` lists; NAME:m takes the algorithms of least workspace.  [default: all]",
         show_default=False,
     ),
-]
-MoveState = Annotated[
-    bool, typer.Option("--move-state", help="Parameters, gradients and optimizer state may leave the device too.")
 ]
 Placement = Annotated[
     bool, typer.Option("--placement", help="Place the blocks of every policy by every allocator and solver.")
@@ -74,7 +72,7 @@ def compare(
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
-    move_state: MoveState = False,
+    whole_step: WholeStep = False,
     placement: Placement = False,
     placers: PlacerNames = None,
     plot: PlotFile = None,
@@ -82,7 +80,6 @@ def compare(
 ) -> Outcome:
     """Compare policies on one training step: the memory that each takes, and what that costs in simulated time."""
     del json  # `main` reads it from the arguments
-    from overspill.costs import with_algorithms
     from overspill.devices import load_device
     from overspill.report.plot import check_plot
 
@@ -96,14 +93,13 @@ def compare(
     with narrate() as narrator:
         quiet_torch()
         from overspill.policies import comparison
-        from overspill.runtime.training import Training, step_graph
+        from overspill.runtime.training import Training, graph_on
 
-        training = Training(ModelChoice(model, small, image_size, seq_len).build, batch, optimizer)
+        choice = ModelChoice(model, small, image_size, seq_len)
+        training = Training(choice.build, batch, optimizer, whole_step=whole_step)
         narrator.now(f"capturing {model} for {device.name}")
-        graph = step_graph(training, device, state_moves=move_state)
+        graph = graph_on(training, device)
         budget_bytes = _budget_bytes(budget, graph, device)
-        if device.kind == "cuda":
-            graph = with_algorithms(graph, device)
         rows = comparison.compare(
             graph, device, names, budget_bytes, progress=lambda name: narrator.now(f"planning {name}")
         )
@@ -114,12 +110,13 @@ def compare(
         "model": model,
         "batch": batch,
         "optimizer": optimizer,
+        "whole_step": whole_step,
         "gpu": device.name,
         "budget_bytes": budget_bytes,
         "baseline": comparison.BASELINE,
         "lower_bound_seconds": bound,
     }
-    return _outcome(request, rows, device, plot, begun, crossings, placing)
+    return _outcome(request, training.manner, rows, device, plot, begun, crossings, placing)
 
 
 def _policy_names(asked: str | None) -> tuple[str, ...]:
@@ -176,6 +173,7 @@ def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
 
 def _outcome(
     request: dict[str, Any],
+    manner: str,
     rows: Sequence[Row],
     device: Device,
     plot: Path | None,
@@ -191,7 +189,7 @@ def _outcome(
     found = [row_figures(row, device.usable_bytes) for row in rows]
     budget_bytes = request["budget_bytes"]
     title = (
-        f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}, "
+        f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}{manner}, "
         f"within {format_bytes(budget_bytes)}: simulated"
     )
     note = None

@@ -33,7 +33,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `overspill models` lists, or package.module:callable; with --script, the script's arguments.",
+        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable; with "
+        "--script, the script's arguments.",
         show_default=False,
     ),
 ]
@@ -116,8 +117,7 @@ def estimate(
         model = _one_model(words)
         if batch is None:
             raise RequestError("say how many samples make a step, for instance --batch 32")
-        if ":" not in model and model not in models.names():
-            models.load(model)  # knows what to say of an unknown name
+        models.check_name(model)
     elif together is not None or inference or small or any(size is not None for size in (batch, image_size, seq_len)):
         raise RequestError(
             "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 from overspill.core.errors import InfeasibleBudget
 
 from .common import (
+    Accumulate,
     AsJson,
     Batch,
     Budget,
+    ClipNorm,
+    ClipValue,
     Gpu,
     ImageSize,
     ModelChoice,
@@ -23,6 +26,7 @@ from .common import (
     SeqLen,
     Small,
     TimesFile,
+    WholeStep,
     check_request,
     narrate,
     quiet_torch,
@@ -41,6 +45,10 @@ def plan(
     placement: PlacerName = None,
     gpu: Gpu = None,
     optimizer: OptimizerName = "sgd",
+    whole_step: WholeStep = False,
+    accumulate: Accumulate = 1,
+    clip_norm: ClipNorm = None,
+    clip_value: ClipValue = None,
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
@@ -58,11 +66,15 @@ def plan(
     with narrate() as narrator:
         quiet_torch()
         from overspill.runtime.session import Options
+        from overspill.runtime.step import GradientOptions
         from overspill.runtime.training import Training, preview
 
-        training = Training(ModelChoice(model, small, image_size, seq_len).build, batch, optimizer)
+        choice = ModelChoice(model, small, image_size, seq_len)
+        gradients = GradientOptions(accumulate, clip_norm, clip_value)
+        training = Training(choice.build, batch, optimizer, whole_step=whole_step, gradients=gradients)
         narrator.now(f"capturing and planning {model} for {device.name}")
         request = {"model": model, "batch": batch, "optimizer": optimizer, "gpu": device.name, "policy": policy}
+        request["whole_step"] = whole_step
         try:
             measured = None if times is None else MeasuredTimes.load(times)
             options = Options(budget=budget, policy=policy, device=device, times=measured, placement=placement)
@@ -71,12 +83,12 @@ def plan(
             return _infeasible(request, error)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, out)
+    return _feasible(request, made, options.placer, training.manner, out)
 
 
-def _feasible(request: dict[str, Any], made: Plan, placer: str | None, out: Path | None) -> Outcome:
+def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None) -> Outcome:
     from overspill.placement.placed import place_plan
-    from overspill.report.plan import peak_of, plan_report
+    from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
     peak = peak_of(made)
     placed = place_plan(made, placer)
@@ -86,6 +98,7 @@ def _feasible(request: dict[str, Any], made: Plan, placer: str | None, out: Path
         "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
         "feasible": True,
         "offloaded_bytes": made.offloaded_bytes,
+        "stored_bytes": sum(stored_by_kind(made).values()),
         "recomputed_flops": made.recomputed_flops,
         "recomputed_ops": made.recomputed_ops,
         "step_seconds": made.step_seconds,
@@ -102,14 +115,14 @@ def _feasible(request: dict[str, Any], made: Plan, placer: str | None, out: Path
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
-    title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}"
+    title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
     return Outcome(answer, plan_report(made, peak, placed, title, None if out is None else f"plan saved to {out}"))
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
-        "peak_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "step_seconds",
+        "peak_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes", "recomputed_flops", "recomputed_ops", "step_seconds",
         "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip

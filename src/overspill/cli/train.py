@@ -12,9 +12,12 @@ from overspill.core.errors import OverspillError, RequestError, StoreError
 from overspill.core.units import format_bytes
 
 from .common import (
+    Accumulate,
     AsJson,
     Batch,
     Budget,
+    ClipNorm,
+    ClipValue,
     ImageSize,
     ModelChoice,
     ModelName,
@@ -28,6 +31,7 @@ from .common import (
     Small,
     StoreDir,
     TimesFile,
+    WholeStep,
     check_request,
     narrate,
     quiet_torch,
@@ -77,6 +81,10 @@ def train(
     check: Check = False,
     backend: Backend = "eager",
     optimizer: OptimizerName = "sgd",
+    whole_step: WholeStep = False,
+    accumulate: Accumulate = 1,
+    clip_norm: ClipNorm = None,
+    clip_value: ClipValue = None,
     device: DeviceName = None,
     small: Small = False,
     image_size: ImageSize = None,
@@ -94,9 +102,11 @@ def train(
         quiet_torch()
         from overspill.costs import MeasuredTimes
         from overspill.runtime.session import Options
+        from overspill.runtime.step import GradientOptions
         from overspill.runtime.training import Training
 
-        training = Training(choice.build, batch, optimizer, steps, _device(device))
+        gradients = GradientOptions(accumulate, clip_norm, clip_value)
+        training = Training(choice.build, batch, optimizer, steps, _device(device), whole_step, gradients)
         store = store or ("disk" if training.device == "cpu" else "pinned")
         options = Options(
             budget=budget,
@@ -108,6 +118,7 @@ def train(
             profile=profile is not None,
             placement=placement,
         )
+        training.check(options)
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
         trained = _run(model, training, options, narrator, check=check)
@@ -188,11 +199,12 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "batch": training.batch,
         "optimizer": training.optimizer,
         "policy": options.policy,
+        "whole_step": training.whole_step,
         "device": training.device,
         "store": options.store,
         "backend": options.backend,
         "budget_bytes": plan.budget_bytes,
-        "planned_peak_bytes": plan.peak_bytes,
+        "planned_peak_bytes": run.planned_peak_bytes,
         "placement": placed.placer,
         "placed_peak_bytes": placed.peak_bytes,
         "fragmentation": placed.fragmentation,
@@ -200,6 +212,7 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "reserved_peak_bytes": run.reserved_peak_bytes,
         "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
         "offloaded_bytes": run.offloaded_bytes,
+        "stored_bytes": trained.stored_bytes,
         "recomputed_flops": plan.recomputed_flops,
         "recomputed_ops": plan.recomputed_ops,
         "losses": run.losses,

@@ -104,8 +104,7 @@ def estimate(
         if inputs is not None or loss is not None:
             raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
         name, size = build, batch or 1
-        if ":" not in name and name not in models.names():
-            models.load(name)  # knows what to say of an unknown name
+        models.check_name(name)
         return of_job(lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype, parallel=parallel)
     if inputs is None:
         raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")

@@ -3,11 +3,13 @@
 Nothing here imports torch before a model is loaded; `overspill.models.step.TrainingStep` lives apart for that reason.
 """
 
+from .configured import FORMS as FORMS
 from .job import Job as Job
 from .optimizers import check_optimizer as check_optimizer
 from .optimizers import optimizer_named as optimizer_named
 from .optimizers import optimizer_names as optimizer_names
 from .registry import Entry as Entry
+from .registry import check_name as check_name
 from .registry import describe as describe
 from .registry import load as load
 from .registry import names as names

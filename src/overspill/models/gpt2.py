@@ -6,35 +6,49 @@ Figures that the report leaves out (GELU by tanh, initial weights) are those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from overspill.core.errors import RequestError
+
 from .job import Job, checked_size
 
 _POSITIONS = 1024
+_SEQ_LEN = 512
 _DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
-class _Shape:
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
+class Shape:
+    """The sizes of a decoder: `depth` layers of `width` channels; the defaults are GPT-2's of 124 M parameters."""
+
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    vocabulary: int = 50257
+    positions: int = _POSITIONS
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no decoder can have."""
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise RequestError(f"{name} must be at least 1, got {value}")
+        if self.width % self.heads:
+            raise RequestError(f"width {self.width} is no multiple of {self.heads} heads")
 
 
-_FULL = _Shape(vocabulary=50257, width=768, layers=12, heads=12)
-_SMALL = _Shape(vocabulary=211, width=64, layers=2, heads=4)
+_FULL = Shape()
+_SMALL = Shape(width=64, depth=2, heads=4, vocabulary=211)
 
 
 class Attention(nn.Module):
     """Causal self-attention."""
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
@@ -53,7 +67,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a four times wider MLP, each on a normalised copy of the residual stream."""
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         width = shape.width
         self.attention_norm = nn.LayerNorm(width)
@@ -71,16 +85,16 @@ class Block(nn.Module):
 class Gpt2(nn.Module):
     """The decoder; the output head shares the token embedding's weight."""
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(_POSITIONS, shape.width)
+        self.positions = nn.Embedding(shape.positions, shape.width)
         self.dropout = nn.Dropout(_DROPOUT)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.depth)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
-        _init(self, shape.layers)
+        _init(self, shape.depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns logits (batch, positions, vocabulary)."""
@@ -89,13 +103,13 @@ class Gpt2(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def _init(model: nn.Module, layers: int) -> None:
+def _init(model: nn.Module, depth: int) -> None:
     """Normal weights of 0.02, 0.01 for positions; what adds to the residual stream is scaled by 1/sqrt(additions)."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif name.endswith(("attention.out.weight", "mlp.2.weight")):
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
         elif "norm" not in name:
             nn.init.normal_(parameter, std=0.01 if name == "positions.weight" else 0.02)
 
@@ -118,6 +132,16 @@ def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[T
 
 def build(name: str, *, small: bool, size: int | None) -> Job:
     """Returns the job: 12 layers of 768 on 512 tokens, or the small one: 2 layers of 64 on 32 tokens."""
-    seq_len = checked_size(name, "seq_len", size, default=32 if small else 512, maximum=_POSITIONS)
+    seq_len = checked_size(name, "seq_len", size, default=32 if small else _SEQ_LEN, maximum=_POSITIONS)
     shape = _SMALL if small else _FULL
     return Job(name, Gpt2(shape), next_token_batches(shape.vocabulary, seq_len), next_token_loss)
+
+
+def build_decoder(name: str, sizes: Mapping[str, int], seq_len: int | None) -> Job:
+    """Returns the job of a decoder of these sizes, fields of `Shape`, on `seq_len` tokens, by default 512.
+
+    Raises RequestError for sizes that no decoder can have.
+    """
+    length = checked_size(name, "seq_len", seq_len, default=_SEQ_LEN)
+    shape = Shape(**{"positions": max(_POSITIONS, length), **sizes})
+    return Job(name, Gpt2(shape), next_token_batches(shape.vocabulary, length), next_token_loss)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
 
+from .configured import check_configured, is_configured, load_configured
 from .job import Job
 
 _DEEPER = "configuration E with {more} more convolutions in each of its five groups (vDNN, section IV-C)"
@@ -130,13 +131,18 @@ def describe() -> list[Entry]:
 
 
 def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> Job:
-    """Returns the job of a built-in model, or of the user's own when `name` is `package.module:callable`.
+    """Returns the job of a built-in model, one of given sizes (`configured.FORMS`), or the user's `package.module:callable`.
 
     `small` is the same structure with few channels and small inputs, for tests.
     """
     for option, size in (("image_size", image_size), ("seq_len", seq_len)):
         if size is not None and size < 1:
             raise RequestError(f"{option} must be at least 1, got {size}")
+    if is_configured(name):
+        if small or image_size is not None:
+            what = "--small" if small else "image_size"
+            raise RequestError(f"{what} does not apply to {name}, whose name gives its sizes")
+        return load_configured(name, seq_len)
     if ":" in name:
         if small:
             raise RequestError(f"{name} is your own model: only built-in models have a small configuration")
@@ -155,6 +161,14 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
     build = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     job: Job = build(name, small=small, size=size)
     return job
+
+
+def check_name(name: str) -> None:
+    """Raise RequestError for a name that plainly leads to no model; torch is not imported."""
+    if is_configured(name):
+        check_configured(name)
+    elif ":" not in name:
+        _entry(name)
 
 
 def _entry(name: str) -> Entry:

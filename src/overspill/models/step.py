@@ -8,13 +8,13 @@ from .job import Job
 
 
 class TrainingStep(nn.Module):
-    """The job's model (`self.model`) with its loss: called on a batch, returns the scalar loss."""
+    """The job's model (`self.model`) with its `loss`: called on a batch, returns the scalar loss."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.model = job.module
-        self._loss = job.loss
+        self.loss = job.loss
 
     def forward(self, *batch: Tensor) -> Tensor:
         """Returns the loss of the model on `batch`, the tensors that the job's `make_batch` returned."""
-        return self._loss(self.model, *batch)
+        return self.loss(self.model, *batch)

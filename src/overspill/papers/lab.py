@@ -30,7 +30,8 @@ class Setting:
 
     `layers`: as the papers' frameworks run it, else as PyTorch does. `features`: without the classifier, whose memory
     and time then count nothing. `batch_norm` false leaves batch norm out of the network. `tensor_cores`: float32 goes
-    through them, at the rate of float16, as cuDNN may convert.
+    through them, at the rate of float16, as cuDNN may convert. `whole_step`: parameters, gradients and optimizer state
+    may move too.
     """
 
     model: str
@@ -40,7 +41,7 @@ class Setting:
     cudnn: int = 7
     layers: bool = True
     features: bool = False
-    state_moves: bool = False
+    whole_step: bool = False
     batch_norm: bool = True
     tensor_cores: bool = False
     optimizer: str = "sgd"
@@ -113,7 +114,7 @@ class Lab:
                 setting.model,
                 setting.batch,
                 image_size=setting.image_size,
-                state_moves=setting.state_moves,
+                whole_step=setting.whole_step,
                 batch_norm=setting.batch_norm,
                 optimizer=setting.optimizer,
             )
@@ -236,8 +237,8 @@ def _made_in(graph: Graph, tensor: Tensor) -> Phase | None:
 def _captured(setting: Setting, device: Device) -> Graph:
     from overspill.runtime.training import Training, step_graph  # noqa: PLC0415  # imports torch
 
-    training = Training(lambda: _job(setting), setting.batch, setting.optimizer)
-    return step_graph(training, device, state_moves=setting.state_moves)
+    training = Training(lambda: _job(setting), setting.batch, setting.optimizer, whole_step=setting.whole_step)
+    return step_graph(training, device)
 
 
 def _job(setting: Setting) -> Job:

@@ -25,7 +25,7 @@ OUTSIDE_SECONDS = 0.121
 
 
 def _setting(model: str, batch: int, image_size: int | None = None, optimizer: str = "sgd") -> Setting:
-    return Setting(model, batch, "v100-nvlink", image_size, state_moves=True, tensor_cores=True, optimizer=optimizer)
+    return Setting(model, batch, "v100-nvlink", image_size, whole_step=True, tensor_cores=True, optimizer=optimizer)
 
 
 def _resnet(batch: int) -> Setting:

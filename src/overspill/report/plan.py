@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from overspill.capture.whole_step import NORM
 from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.placed import Placed
@@ -60,6 +61,35 @@ def _made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
     return op.writes if instruction.verb is Verb.RUN else op.recompute_writes
 
 
+def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
+    """Bytes of the persistent tensors that are in the store between two steps, largest kind first."""
+    found = Counter[TensorKind]()
+    for tensor in map(plan.graph.tensors.__getitem__, plan.schedule.stored):
+        found[tensor.kind] += tensor.nbytes
+    return dict(found.most_common())
+
+
+def whole_step_notes(plan: Plan) -> list[str]:
+    """What a reader must know of a plan of the whole step: what is in the store between steps, what waits for a norm."""
+    if not plan.graph.whole_step:
+        return []
+    stored = stored_by_kind(plan)
+    parts = ", ".join(f"{_plural(kind)} {format_bytes(nbytes)}" for kind, nbytes in stored.items())
+    notes = [f"between steps the store has {parts}" if stored else "between steps all is on the device"]
+    normed = {t for op in plan.graph.ops if op.name == NORM for t in op.reads}
+    if normed:
+        held = sum(plan.graph.tensors[t].nbytes for t in normed)
+        notes.append(
+            f"clipping by norm: every update waits for the gradients of all parameters, which takes {format_bytes(held)} "
+            "on the device or in the store; without it each gradient is freed after its update"
+        )
+    return notes
+
+
+def _plural(kind: TensorKind) -> str:
+    return "optimizer state" if kind is TensorKind.OPTIMIZER_STATE else f"{kind.value}s"
+
+
 def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of `plan`; times are simulated and say so."""
     tensors = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
@@ -73,6 +103,7 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
         listing(("largest at the peak", "kind", "shape", "size"), tensors, numbers=(3,)),
         "",
         Text(f"Times are simulated, not measured. {_verdict(plan)}"),
+        *map(Text, whole_step_notes(plan)),
     ]
     return Group(*parts, *([Text(note)] if note else []))
 

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.placed import Placed, place_plan
 from overspill.policies.planning import Plan
@@ -17,6 +18,7 @@ from overspill.runtime.session import Options
 from overspill.runtime.training import Run, Training, same_bits
 
 from .listing import format_flops, listing, percent
+from .plan import stored_by_kind, whole_step_notes
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Trained:
         )
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of the persistent tensors that are in the store between two steps."""
+        return sum(stored_by_kind(self.plan).values())
+
+    @property
     def difference(self) -> str:
         """Where the run and its reference part, in words."""
         if self.reference is None:
@@ -72,7 +79,7 @@ class Trained:
 
 def training_report(trained: Trained, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of the run; what is simulated says so."""
-    lines = [_headline(trained), _moved(trained), _losses(trained), _times(trained)]
+    lines = [_headline(trained), _moved(trained), *_whole_step(trained), _losses(trained), _times(trained)]
     if trained.identical:
         tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
         lines.append(f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit")
@@ -87,7 +94,7 @@ def _title(trained: Trained) -> str:
     training, options = trained.training, trained.options
     return (
         f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "
-        f"policy {options.policy}, {options.store} store, {options.backend} backend"
+        f"policy {options.policy}, {options.store} store, {options.backend} backend{training.manner}"
     )
 
 
@@ -95,7 +102,7 @@ def _peaks(trained: Trained) -> Table:
     run, plan = trained.managed, trained.plan
     rows = [
         ("budget", plan.budget_bytes),
-        ("planned peak", plan.peak_bytes),
+        ("planned peak", run.planned_peak_bytes),
         (f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes),
         ("measured peak", run.measured_peak_bytes),
         ("unmanaged peak (planned)", plan.unmanaged_peak_bytes),
@@ -125,6 +132,18 @@ def _moved(trained: Trained) -> str:
         else "recomputed nothing"
     )
     return f"each step moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
+
+
+def _whole_step(trained: Trained) -> list[str]:
+    """What holds of a whole step alone."""
+    notes = whole_step_notes(trained.plan)
+    parameters = trained.plan.graph.bytes_of(TensorKind.PARAMETER)
+    if trained.plan.graph.whole_step and parameters > trained.plan.budget_bytes:
+        notes.append(
+            f"the budget holds from the first step on; before it the model, as it was built, had {format_bytes(parameters)} "
+            "on the device"
+        )
+    return notes
 
 
 def _losses(trained: Trained) -> str:

@@ -51,9 +51,8 @@ class Options:
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
     with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
-    `profile=True` measures them (on the eager backend). `state_moves` lets a plan that is only simulated move
-    parameters, gradients and optimizer state too. `placement` names the allocator or solver within whose peak a plan
-    has to stay, or is `planned`; without it live bytes count.
+    `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
+    plan has to stay, or is `planned`; without it live bytes count.
     """
 
     budget: str | float | None = None
@@ -66,7 +65,6 @@ class Options:
     times: MeasuredTimes | None = None
     transfers: bool = True
     profile: bool = False
-    state_moves: bool = False
     placement: str | None = None
 
     def __post_init__(self) -> None:
@@ -210,8 +208,6 @@ class Session:
 
     def engine_for(self, plan: Plan, device: torch.device) -> int:
         """The number of the engine, with room in its store for what `plan` offloads."""
-        if self.options.state_moves:
-            raise RequestError("parameters and optimizer state move in simulations only, not in a run")
         if device.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         if self._engine is None:
@@ -235,7 +231,6 @@ class Session:
             update_bytes=needs.update_bytes,
             rest_bytes=_outside_loss_bytes(joint) if reserve is None else parse_bytes(reserve),
             accumulates=self.accumulates,
-            state_moves=self.options.state_moves,
             elsewhere=(
                 (TensorKind.PARAMETER, sum(map(_nbytes, outside))),
                 (TensorKind.GRADIENT, sum(_nbytes(p) for p in outside if p.requires_grad)),

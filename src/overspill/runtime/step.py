@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from overspill.capture.compiled import InputInfo
 from overspill.capture.joint import storages
 from overspill.capture.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
-from overspill.core import Device, TensorKind
+from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes
 from overspill.policies.planning import Plan
@@ -31,11 +31,15 @@ from .loss import StepLoss
 from .lower import lower_step
 from .ops import register_engine
 from .parallel import OneProcess, processes_of
+from .profile import OpTimer
 from .residency import Guarded, Residency, Resident, Spec
 from .session import Options, budget_for, device_for, plan_graph, store_bytes
 from .stores import make_store
 from .tracker import LiveBytes
 from .updates import NormClipping, OptimizerUpdates, ParameterState
+
+STEP_COUNT_BYTES = 4
+"""How many steps an optimizer made on a parameter, as Adam keeps it: one float32."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class TrainStep:
         self._compiled: dict[Any, _Compiled] = {}
         self._engine: TransferEngine | None = None
         self._engine_number = 0
+        self._timers: list[tuple[str, OpTimer]] = []
         self._residency = Residency()
         self.processes.begin_alike(self._parameters, self._buffers)
         self._guards = self._guarded_parameters()
@@ -156,6 +161,18 @@ class TrainStep:
     def engine(self) -> TransferEngine | None:
         """The transfer engine, once a plan has needed one."""
         return self._engine
+
+    @property
+    def measured_times(self) -> MeasuredTimes | None:
+        """Op times of the run so far, if the step profiles."""
+        found = [timer.times(name) for name, timer in self._timers]
+        seconds = {key: value for times in found for key, value in times.seconds.items()}
+        return MeasuredTimes(found[0].device, seconds) if found else None
+
+    def graph(self, *inputs: Any) -> Graph:
+        """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
+        batches = [inputs] if self.gradients.accumulate == 1 else list(_split(inputs, self.gradients.accumulate))
+        return self._capture(batches[-1], last=True)[0].graph
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
@@ -328,6 +345,9 @@ class TrainStep:
                 self._engine_number = register_engine(self._engine)
             self._engine.store.reserve(store_bytes(plan))
         module = lower_step(captured, plan.schedule, self._engine_number)
+        if self.options.profile:
+            self._timers.append((device.name, timer := OpTimer(captured.graph, self._where)))
+            timer.instrument(module)
         module.graph.set_codegen(_BoxedCodeGen())
         module.recompile()
         primals = captured.joint.primals
@@ -356,11 +376,18 @@ class TrainStep:
 
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
-        captured = capture_step(function, self._step, infos, values, ops)
+        elsewhere = self._elsewhere([leaves[i] for i in tensors])
+        captured = capture_step(function, self._step, infos, values, ops, elsewhere=elsewhere)
         takes += [f"{names[u.parameter]}.{state.name}" for u in ops.updates for state in u.state]
         if self.gradients.accumulate > 1:
             takes += self._sum_residents(captured)
         return captured, takes
+
+    def _elsewhere(self, inputs: Sequence[Tensor]) -> tuple[tuple[TensorKind, int], ...]:
+        """Bytes on the device that no op touches: other micro-batches, and the number of steps kept for a parameter."""
+        others = (self.gradients.accumulate - 1) * sum(Spec.of(tensor).nbytes for tensor in inputs if tensor.dim())
+        counts = STEP_COUNT_BYTES * sum(1 for owned in self._owned.values() if owned.shaped)
+        return (TensorKind.INPUT, others), (TensorKind.OPTIMIZER_STATE, counts)
 
     def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
         """Kind, fake value and source of parameters, buffers and inputs, in this order."""

@@ -39,7 +39,10 @@ class ThreadLane(Lane):
 
     def submit(self, job: Callable[[Tensor], None], tensor: Tensor) -> Ticket:
         """Start `job(tensor)` on the lane's thread."""
-        return _ThreadTicket(self._pool.submit(job, tensor), tensor)
+        # The thread lets go of the tensor before it says that it is done: else its memory would live on until the
+        # thread is scheduled again.
+        held = [tensor]
+        return _ThreadTicket(self._pool.submit(lambda: job(held.pop())), tensor)
 
     def close(self) -> None:
         """Drop what has not started, finish what has, and end the thread."""

@@ -10,34 +10,42 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, StoreError
-from overspill.costs import MeasuredTimes
+from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.planning import Plan
 
 from .allocator import serving
 from .compile import compile_in
-from .session import Options, Session
+from .session import Options, Session, budget_for, device_for, plan_graph
+from .step import GradientOptions, TrainStep
 from .tracker import LiveBytes
 
 SEED = 0
+PLAIN = GradientOptions()
 
 
 @dataclass(frozen=True)
 class Training:
-    """What to train: `build` makes the job anew (weights and data follow from the seed), `device` is cpu or cuda."""
+    """What to train: `build` makes the job anew (weights and data follow from the seed), `device` is cpu or cuda.
+
+    With `whole_step` the update is part of the plan, as in `overspill.train_step`; only then may `gradients` differ
+    from the default.
+    """
 
     build: Callable[[], Job]
     batch: int
     optimizer: str = "sgd"
     steps: int = 3
     device: str = "cpu"
+    whole_step: bool = False
+    gradients: GradientOptions = PLAIN
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
@@ -46,8 +54,31 @@ class Training:
         if self.steps < 1:
             raise RequestError(f"{self.steps} steps are not a positive number")
         check_optimizer(self.optimizer)
+        if not self.whole_step and self.gradients != PLAIN:
+            raise RequestError("accumulation and clipping are planned with the whole step only; add --whole-step")
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             raise RequestError("this machine has no CUDA device; train on --device cpu")
+
+    @property
+    def manner(self) -> str:
+        """What is planned, where it is the whole step, and what the step does to gradients, for a title."""
+        if not self.whole_step:
+            return ""
+        parts = ["whole step"]
+        if self.gradients.accumulate > 1:
+            parts.append(f"{self.gradients.accumulate} micro-batches")
+        if self.gradients.clip_norm is not None:
+            parts.append(f"gradients clipped to norm {self.gradients.clip_norm:g}")
+        if self.gradients.clip_value is not None:
+            parts.append(f"gradients clipped to ±{self.gradients.clip_value:g}")
+        return ", " + ", ".join(parts)
+
+    def check(self, options: Options) -> None:
+        """Raise RequestError where this cannot be run with `options`."""
+        if self.whole_step and options.backend != "eager":
+            raise RequestError(
+                f"--whole-step runs on the eager backend, not on {options.backend}; leave one of the two out"
+            )
 
 
 @dataclass
@@ -57,6 +88,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     measured_peak_bytes: int = 0
+    planned_peak_bytes: int = 0
     reserved_peak_bytes: int | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = None
@@ -73,38 +105,75 @@ class Run:
 
 
 def preview(training: Training, options: Options) -> Plan:
-    """The plan of a job, made on fake tensors: no memory, no run, and the same plan that the run would make."""
-    session = _PlanOnly(options)
+    """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
+
+    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`.
+    """
+    where = torch.device("cpu")
+    device = device_for(options, where)
+    graph = _graph(training, options, device)
+    return plan_graph(options, graph, device, budget_for(options, graph, device, where))
+
+
+def graph_on(training: Training, device: Device) -> Graph:
+    """The Graph of one step of a job, for any policy to plan on `device`: that of `step_graph`, with menus on a GPU."""
+    return _graph(training, Options(), device)
+
+
+def step_graph(training: Training, device: str | Device) -> Graph:
+    """The Graph of one step of a job as PyTorch runs it, captured on fake tensors.
+
+    Of several micro-batches it is that of the last, which has the update.
+    """
+    return _captured(training, Options(), device)
+
+
+def _graph(training: Training, options: Options, device: Device) -> Graph:
+    graph = _captured(training, options, device)
+    return with_algorithms(graph, device) if device.kind == "cuda" else graph
+
+
+def _captured(training: Training, options: Options, device: str | Device) -> Graph:
+    options = Options("1024TiB", "liveness", device=device, reserve=options.reserve)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, batch = _prepare(training, "cpu")
-        session.watch(step, optimizer_named(training.optimizer)(step.parameters()))
-        compiled = compile_in(session, step, fullgraph=True)
-        try:
-            compiled(*batch)
-        except _Planned as planned:
-            return planned.plan
-        except BackendCompilerFailed as failure:
-            if isinstance(failure.inner_exception, _Planned):
-                return failure.inner_exception.plan
-            raise
-        finally:
-            torch._dynamo.reset()
+        optimizer = optimizer_named(training.optimizer)(step.parameters())
+        if not training.whole_step:
+            return _captured_by_dynamo(step, batch, optimizer, options)
+    return TrainStep(step.model, step.loss, optimizer, options, training.gradients).graph(*batch)
+
+
+def _captured_by_dynamo(
+    step: TrainingStep, batch: tuple[Tensor, ...], optimizer: torch.optim.Optimizer, options: Options
+) -> Graph:
+    session = _PlanOnly(options)
+    session.watch(step, optimizer)
+    compiled = compile_in(session, step, fullgraph=True)
+    try:
+        compiled(*batch)
+    except _Planned as planned:
+        return planned.plan.graph
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, _Planned):
+            return failure.inner_exception.plan.graph
+        raise
+    finally:
+        torch._dynamo.reset()
     raise OverspillError(
         f"{step.model.__class__.__name__} gave no graph that could be planned; does its loss need gradients?"
     )
 
 
-def step_graph(training: Training, device: str | Device, *, state_moves: bool = False) -> Graph:
-    """The Graph of one step of a job, captured on fake tensors, for any policy to plan on `device`."""
-    return preview(training, Options("1024TiB", "liveness", device=device, state_moves=state_moves)).graph
-
-
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
     """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory."""
+    training.check(options)
+    if training.whole_step:
+        return _train_whole(training, options, on_step)
     session = Session(options)
     try:
         run = _train(training, session, on_step)
         run.plan = session.plans[0] if session.plans else None
+        run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
         run.times = session.measured_times
         return run
@@ -124,7 +193,6 @@ def train_plain(training: Training, options: Options, on_step: Callable[[int, fl
 
 
 def _train(training: Training, session: Session | None, on_step: Callable[[int, float], None] | None) -> Run:
-    device = torch.device(training.device)
     step, batch = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     model: Callable[..., Tensor] = step
@@ -132,30 +200,91 @@ def _train(training: Training, session: Session | None, on_step: Callable[[int, 
         session.watch(step, optimizer)
         model = compile_in(session, step, fullgraph=True)
     run = Run()
-    torch.manual_seed(SEED + 1)
-    with _measured(device, session, [*step.parameters(), *step.buffers(), *batch], run) as watching:
-        for index in range(training.steps):
-            begun = time.perf_counter()
+    with _measured(training, session, [*step.parameters(), *step.buffers(), *batch], run) as watching:
+
+        def one_step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
-            with watching() if session is None else nullcontext():
-                loss = model(*batch)
+            total, share = None, training.gradients.accumulate
+            for part in _micro_batches(batch, share):
+                with watching() if session is None else nullcontext():
+                    loss = model(*part)
+                with watching():
+                    loss = loss / share if share > 1 else loss
+                    loss.backward()
+                    total = loss.detach() if total is None else total + loss.detach()
             with watching():
-                loss.backward()
+                _clip(step.parameters(), training.gradients)
                 optimizer.step()
-            run.losses.append(loss.item())
-            run.step_seconds.append(time.perf_counter() - begun)
-            del loss
-            if on_step is not None:
-                on_step(index, run.losses[-1])
-    run.state = {name: value.detach().clone() for name, value in step.state_dict().items()}
+            assert total is not None
+            return total
+
+        _run_steps(training, one_step, run, on_step)
+    run.state = _final_state(step)
     return run
+
+
+def _train_whole(training: Training, options: Options, on_step: Callable[[int, float], None] | None) -> Run:
+    step, batch = _prepare(training, training.device)
+    optimizer = optimizer_named(training.optimizer)(step.parameters())
+    whole = TrainStep(step.model, step.loss, optimizer, options, training.gradients)
+    run, offloaded = Run(), [0]
+    try:
+        with _measured(training, whole, [*step.buffers(), *batch], run):
+
+            def one_step() -> Tensor:
+                loss = whole(*batch)
+                offloaded.append(whole.engine.offloaded_bytes if whole.engine else 0)
+                return loss
+
+            _run_steps(training, one_step, run, on_step)
+        run.plan = whole.plans[-1]  # of several micro-batches, that of the last: the step ends with it
+        run.planned_peak_bytes = whole.peak_bytes
+        run.offloaded_bytes = offloaded[-1] - offloaded[-2]
+        run.times = whole.measured_times
+        run.state = _final_state(step)
+        return run
+    finally:
+        whole.close()
+
+
+def _run_steps(
+    training: Training, one_step: Callable[[], Tensor], run: Run, on_step: Callable[[int, float], None] | None
+) -> None:
+    torch.manual_seed(SEED + 1)
+    for index in range(training.steps):
+        begun = time.perf_counter()
+        run.losses.append(one_step().item())
+        run.step_seconds.append(time.perf_counter() - begun)
+        if on_step is not None:
+            on_step(index, run.losses[-1])
+
+
+def _micro_batches(batch: tuple[Tensor, ...], count: int) -> Iterator[tuple[Tensor, ...]]:
+    if count == 1:
+        yield batch
+    else:
+        yield from zip(*(tensor.chunk(count) for tensor in batch), strict=True)
+
+
+def _clip(parameters: Iterator[nn.Parameter], gradients: GradientOptions) -> None:
+    """Clip as the user of plain PyTorch does, by norm first."""
+    owned = list(parameters)
+    if gradients.clip_norm is not None:
+        nn.utils.clip_grad_norm_(owned, gradients.clip_norm)
+    if gradients.clip_value is not None:
+        nn.utils.clip_grad_value_(owned, gradients.clip_value)
+
+
+def _final_state(step: TrainingStep) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in step.state_dict().items()}
 
 
 @contextmanager
 def _measured(
-    device: torch.device, session: Session | None, persistent: list[Tensor], run: Run
+    training: Training, managed: Session | TrainStep | None, persistent: list[Tensor], run: Run
 ) -> Iterator[Callable[[], Any]]:
     """Measure the peak of what runs inside: by counting storages on the CPU, by the allocator's own figures on CUDA."""
+    device = torch.device(training.device)
     if device.type == "cuda" and (ours := serving()) is not None:
         yield nullcontext
         found = ours.statistics()
@@ -169,8 +298,8 @@ def _measured(
         return
     tracker = LiveBytes(device)
     tracker.add(persistent)
-    if session is not None:
-        session.tracker = tracker
+    if managed is not None:
+        managed.tracker = tracker
     yield lambda: tracker
     run.measured_peak_bytes = tracker.peak_bytes
 
@@ -184,9 +313,8 @@ def _prepare(training: Training, device: str) -> tuple[TrainingStep, tuple[Tenso
             step, batch = step.to(device), tuple(t.to(device) for t in batch)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
-            raise StoreError(
-                f"the model and its batch alone do not fit in memory: {str(error).splitlines()[0]}"
-            ) from None
+            what = next(iter(str(error).splitlines()), type(error).__name__)
+            raise StoreError(f"the model and its batch alone do not fit in memory: {what}") from None
         raise
     return step, batch
 
