@@ -5,7 +5,7 @@ the seed of backward, the write-backs of buffers, and behind them, for each grad
 gave: `GradientOps`. Parameters, optimizer state and gradients that accumulate are persistent tensors that may move.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_joint_with_descriptors` and its result's
-`_aot_graph_capture`, the descriptors' class names, and `fx.traceback.current_meta`.
+`_aot_graph_capture`, the descriptors' class names, `fx.traceback.current_meta`, and FakeTensor's exceptions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx import traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -33,6 +40,21 @@ NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
     "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
 )  # fmt: skip
 """Ops of the whole step that are not the model's own."""
+CHANGES = "overspill_changes"
+"""Key in a node's meta: the `Change` of what is there afterwards as it was not before, so that it cannot run twice."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one node of the step does to a parameter or a gradient: `op` is UPDATE or REDUCE."""
+
+    op: str
+    layer: str
+
+    def __str__(self) -> str:
+        """For a reader: what was being done."""
+        return f"the {self.op.removeprefix('step.')} of {self.layer or 'a gradient'}"
+
 
 AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE})
 """Those of them that run where gradients are complete, not when all of backward is over."""
@@ -84,9 +106,10 @@ class GradientOps:
 
 @dataclass(frozen=True)
 class CapturedStep(Captured):
-    """A captured whole step; `loss` is the node of its result."""
+    """A captured whole step; `loss` is the node of its result, `updates` are those whose parameter gets a gradient."""
 
     loss: fx.Node
+    updates: tuple[ParameterUpdate, ...]
 
     def moves(self, primal: fx.Node) -> bool:
         """Whether the input `primal` may leave the device between uses."""
@@ -105,8 +128,8 @@ def capture_step(
     """The Graph of one training step, from fake tensors: nothing is computed.
 
     `step(*values)` returns the scalar loss. `values` are fake tensors of one mode, described by `inputs`: parameters
-    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step. `elsewhere` are
-    bytes by kind that are on the device besides.
+    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step. `elsewhere`
+    are bytes that are on the device during the whole step and that no op of it touches, by kind.
     Raises UnsupportedError for a step that cannot be captured.
     """
     joint = _joint(step, module, values)
@@ -117,7 +140,7 @@ def capture_step(
 
 
 def _joint(step: Callable[..., Tensor], module: nn.Module, values: Sequence[FakeTensor]) -> JointGraph:
-    with ExitStack() as stack, _layers_noted(module):
+    with ExitStack() as stack, _layers_noted(module), _explained():
         exported = aot_export_joint_with_descriptors(stack, _Function(step), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
     descs = _output_descs(graph_module.graph)
@@ -127,6 +150,26 @@ def _joint(step: Callable[..., Tensor], module: nn.Module, values: Sequence[Fake
         raise UnsupportedError("no parameter gets a gradient: the loss depends on none that requires one")
     _seed_backward(graph_module.graph)
     return JointGraph(graph_module, forward_outputs)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raises UnsupportedError where the step looks at values; a mistake in the model is shown as it is."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        if type(error) is RuntimeError and ".numpy()" not in str(error):
+            raise
+        frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        raise UnsupportedError(
+            f"the step reads values or makes shapes that follow from values{place}, as .item(), numpy(), nonzero() and "
+            "`if` on a tensor do, so that it is no fixed graph; use torch.where and the like, or overspill.compile, "
+            "which plans the graphs between"
+        ) from error
+
+
+_OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
 class _Function(nn.Module):
@@ -210,6 +253,7 @@ class _Capture(CaptureOfStep):
         self.sums: dict[int, fx.Node] = {}
         self.states: dict[int, list[fx.Node]] = {}
         self.input_nodes = list(joint.primals)
+        self.updates = tuple(u for u in ops.updates if self.input_nodes[u.parameter] in joint.gradients)
         self.graph = joint.module.graph
         self.fake_mode: FakeTensorMode = next(n.meta["val"].fake_mode for n in joint.primals)
         self._add_placeholders(joint, inputs)
@@ -217,7 +261,7 @@ class _Capture(CaptureOfStep):
 
     def _add_placeholders(self, joint: JointGraph, inputs: list[InputInfo]) -> None:
         """Inputs of the step that the joint graph does not know: optimizer state, and gradients that accumulate."""
-        for update in self.gradient_ops.updates:
+        for update in self.updates:
             position, name = update.parameter, inputs[update.parameter].name
             self.states[position] = [
                 self._placeholder(joint, inputs, f"{name}.{state.name}", TensorKind.OPTIMIZER_STATE, state.value)
@@ -248,7 +292,8 @@ class _Capture(CaptureOfStep):
         ops = tuple(replace(captured.graph.ops[old], id=new) for new, old in enumerate(order))
         nodes = {new: captured.nodes[old] for new, old in enumerate(order) if old in captured.nodes}
         graph = replace(captured.graph, ops=ops)
-        return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, _loss_node(self.graph))
+        loss = _loss_node(self.graph)
+        return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, loss, self.updates)
 
     @property
     def whole_step(self) -> bool:
@@ -281,9 +326,8 @@ class _Capture(CaptureOfStep):
         if ops.reduce is not None:
             gradients = {position: self._own(node) for position, node in gradients.items()}
             self._add_reductions(ops.reduce, gradients.values())
-        updated = [u for u in ops.updates if u.parameter in gradients]
-        scale = self._scale([gradients[u.parameter] for u in updated])
-        for update in updated:
+        scale = self._scale([gradients[update.parameter] for update in self.updates])
+        for update in self.updates:
             parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
             self._step_op(
                 UPDATE, update.run, (parameter, gradients[update.parameter], scale, *state), Phase.UPDATE,
@@ -345,6 +389,8 @@ class _Capture(CaptureOfStep):
         with self.graph.inserting_after(self._last_node()):
             node = self.graph.call_function(run, args)
         node.meta = {"val": value}
+        if name in (UPDATE, REDUCE):
+            node.meta[CHANGES] = Change(name, layer)
         reads = self._ids({key for n in node.all_input_nodes for key in storages(n)}) + ordered_by
         writes = self._ids({key for n in updates for key in storages(n)}) + ordered_by
         if value is not None:

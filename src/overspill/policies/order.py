@@ -104,7 +104,7 @@ def best_order(
         try:
             made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
         except InfeasibleBudget as error:
-            errors.append(error)
+            errors.append(error.with_traceback(None))  # whose frames would live on, with all that callers hold
         else:
             found.append(in_graph_order(made, order))
     best = fastest(graph, device, seconds, found, budget_bytes)

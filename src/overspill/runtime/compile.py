@@ -37,6 +37,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     reserve: str | float | None = None,
     times: MeasuredTimes | None = None,
     placement: str | None = None,
+    checksum: bool = False,
     fullgraph: bool = False,
 ) -> M:
     """`model`, trained within `budget` bytes of device memory, with the same numbers to the last bit.
@@ -47,13 +48,17 @@ def compile(  # noqa: A001 - named as torch.compile is
     given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
     between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for
     their bytes: the name of an allocator or solver. `planned` is the default solver, and on CUDA every step from the
-    fourth on gets the addresses that it finds; call it before the model is on the GPU. The plan is made at the first call
+    fourth on gets the addresses that it finds; call it before the model is on the GPU. With `checksum` what comes
+    back from the store is compared with what went there; a difference is a StoreError. The plan is made at the first call
     with each input shape.
 
     Raises RequestError for arguments that cannot be right, and at the first call InfeasibleBudget (with the smallest
     budget that works), UnsupportedError, or StoreError.
     """
-    options = Options(budget, policy, store, store_dir, backend, device, reserve, times, placement=placement)
+    options = Options(
+        budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,
+        checksum=checksum,
+    )  # fmt: skip
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else (None if optimizer is None else list(optimizer))
     module = model if isinstance(model, nn.Module) else None
     session = Session(options, module.parameters() if module is not None else (), optimizers)

@@ -33,6 +33,8 @@ from . import ops
 
 BATCH_NORM_NO_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
+HANDLE_PREFIX = "handle_of_"
+"""What the names of a whole step's inputs begin with that are handles."""
 OP_ID = "overspill_op"
 """Key in an emitted node's meta: the op that it runs."""
 
@@ -184,7 +186,7 @@ class _Emitter:
         root = self._only_root(tensor)
         with self.fake_mode:
             handle = ops.fake_handle()
-        self.handles[tensor] = self._place(f"handle_{root.name}", {"val": handle})
+        self.handles[tensor] = self._place(HANDLE_PREFIX + root.name, {"val": handle})
 
     def add_saved(self, saved: Iterable[fx.Node], handles: Iterable[int], forward: _Emitter) -> None:
         """The inputs that forward saved: offloaded tensors' handles first, for they need no version check last."""

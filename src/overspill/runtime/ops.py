@@ -41,8 +41,8 @@ def _offload(source: Tensor, engine: int) -> Tensor:
     return _engine(engine).offload(source)
 
 
-def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:  # noqa: ARG001 - source is kept alive
-    _engine(engine).await_offload(handle)
+def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
+    _engine(engine).await_offload(handle, source)
 
 
 def _prefetch(handle: Tensor, *_seen_and_engine: Any) -> Tensor:

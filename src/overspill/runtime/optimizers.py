@@ -82,7 +82,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
             if parameter.dim() > len(_PRIMES):
                 raise ValueError(f"a parameter of {parameter.dim()} dimensions")
             probes[kind] = _probe_state(optimizer, group, _probe(_PRIMES[: parameter.dim()], parameter))
-        total += sum(_scaled(shape, parameter.shape) * itemsize for shape, itemsize in probes[kind])
+        total += sum(scaled(shape, _PRIMES, parameter.shape) * itemsize for shape, itemsize in probes[kind])
     return total
 
 
@@ -93,9 +93,9 @@ def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> 
     return [(tuple(v.shape), v.element_size()) for v in tiny.state[probe].values() if isinstance(v, Tensor)]
 
 
-def _scaled(state_shape: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements of a state tensor of the probe, had the probe the dimensions `shape`."""
-    real = dict(zip(_PRIMES, shape, strict=False))
+def scaled(state_shape: tuple[int, ...], probe: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Elements of a state tensor of `state_shape`, had the parameter that it is of the dimensions `shape`, not `probe`."""
+    real = dict(zip(probe, shape, strict=False))
     return prod(real.get(n, n) for n in state_shape)
 
 

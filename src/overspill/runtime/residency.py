@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overspill.core.errors import StoreError
+
 from .engine import TransferEngine
 
 
@@ -84,6 +86,12 @@ class Resident:
         self.handle = None
         self.away = False
 
+    def blanked(self) -> None:
+        """Let go of the data, here and in the store."""
+        self.handle = None
+        if not self.away:
+            self.take()
+
     def stored(self, handle: Tensor) -> None:
         """From now on the store has the bytes, as `handle`."""
         self.handle = handle
@@ -117,14 +125,25 @@ class Residency:
     def bring(self, names: Iterable[str], engine: TransferEngine) -> None:
         """Let these be on the device. Raises StoreError; what could not be read stays in the store."""
         coming = []
-        for resident in map(self.residents.__getitem__, names):
-            if resident.handle is not None:
-                coming.append((resident, engine.prefetch(resident.handle)))
-            elif resident.away:
-                resident.put(resident.spec.empty())
-        for resident, data in coming:
-            engine.await_prefetch(data)
-            resident.put(data)
+        failure: StoreError | None = None
+        try:
+            for resident in map(self.residents.__getitem__, names):
+                if resident.handle is not None:
+                    coming.append((resident, engine.prefetch(resident.handle)))
+                elif resident.away:
+                    resident.put(resident.spec.empty())
+            for resident, data in coming:
+                try:
+                    engine.await_prefetch(data)
+                except StoreError as error:
+                    failure = failure or StoreError(f"{readable(resident.name)}: {error}")
+                else:
+                    resident.put(data)
+        finally:
+            for _, data in coming:
+                engine.cancel(data)
+        if failure is not None:
+            raise failure
 
     def send(self, names: Iterable[str], engine: TransferEngine) -> None:
         """Let these be in the store. Raises StoreError; what could not be written stays on the device."""
@@ -138,6 +157,11 @@ class Residency:
         for resident, handle in going:
             engine.await_offload(handle)
             resident.stored(handle)
+
+
+def readable(name: str) -> str:
+    """A parameter's name as the user's model has it."""
+    return name.removeprefix("model.")
 
 
 class Guarded(dict[str, Any]):

@@ -66,6 +66,7 @@ class Options:
     transfers: bool = True
     profile: bool = False
     placement: str | None = None
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         """Refuse at once what could only fail later."""
@@ -211,7 +212,8 @@ class Session:
         if device.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         if self._engine is None:
-            self._engine = make_engine(make_store(self.options.store, device, self.options.store_dir), device)
+            store = make_store(self.options.store, device, self.options.store_dir)
+            self._engine = make_engine(store, device, checksum=self.options.checksum)
             self._engine_number = register_engine(self._engine)
             weakref.finalize(self, self._engine.close)
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real

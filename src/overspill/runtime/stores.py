@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ from torch import Tensor
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.units import format_bytes
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk is full, or the user's share of it, or the file is as large as it may get."""
 PAGE_BYTES = 4096
 STORES = ("disk", "host", "pinned")
 
@@ -39,6 +42,9 @@ class Slot:
 
 class Store(ABC):
     """Base of all stores: slots of equal (page-rounded) size are reused; the arena grows only when none is free."""
+
+    name = ""
+    """What users call it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -109,6 +115,8 @@ class Store(ABC):
 class DiskStore(Store):
     """One preallocated file per process, of mode 0600 and unlinked from the start: nothing is left behind, even if killed."""
 
+    name = "disk"
+
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()
         self.directory = Path(directory or tempfile.gettempdir())
@@ -128,20 +136,15 @@ class DiskStore(Store):
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, start)
-            free = os.fstatvfs(self._file)
-            raise StoreError(
-                f"the disk store needs {format_bytes(nbytes)} more in {self.directory}, "
-                f"which has {format_bytes(free.f_bavail * free.f_frsize)} free ({error.strerror}); "
-                "free some space, or name another directory with --store-dir, or use --store host"
-            ) from None
+            raise self._no_room(nbytes, error) from None
         self._chunk_offsets.append(start)
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Write all bytes, however few the system takes at a time. Raises StoreError when it takes none."""
-        view = _memory(source)
+        view = memory_of(source)
         done = 0
         while done < len(view):
-            with self._explained("write"):
+            with self._explained("write", len(view) - done):
                 count = os.pwrite(self._file, view[done:], self._position(slot) + done)
             if count <= 0:
                 raise StoreError(f"the disk store in {self.directory} took only {done} of {len(view)} bytes")
@@ -149,10 +152,10 @@ class DiskStore(Store):
 
     def read(self, slot: Slot, target: Tensor) -> None:
         """Read all bytes back. Raises StoreError when the file ends before."""
-        view = _memory(target)
+        view = memory_of(target)
         done = 0
         while done < len(view):
-            with self._explained("read"):
+            with self._explained("read", len(view) - done):
                 count = os.preadv(self._file, [view[done:]], self._position(slot) + done)
             if count <= 0:
                 raise StoreError(f"the disk store in {self.directory} gave only {done} of {len(view)} bytes")
@@ -162,11 +165,25 @@ class DiskStore(Store):
         return self._chunk_offsets[slot.chunk] + slot.offset
 
     @contextlib.contextmanager
-    def _explained(self, action: str) -> Iterator[None]:
+    def _explained(self, action: str, nbytes: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if error.errno in NO_ROOM:
+                raise self._no_room(nbytes, error) from error
             raise StoreError(f"the disk store in {self.directory} failed to {action}: {error.strerror}") from error
+
+    def _no_room(self, nbytes: int, error: OSError) -> StoreError:
+        """What is missing where: `nbytes` more were to be written."""
+        system = os.fstatvfs(self._file)
+        free = system.f_bavail * system.f_frsize
+        missing = max(nbytes - free, 0) or nbytes
+        return StoreError(
+            f"the disk store needs {format_bytes(nbytes)} more in {self.directory}, "
+            f"which has {format_bytes(free)} free ({error.strerror}): {missing} bytes are missing on the file system "
+            f"mounted at {_mount_point(self.directory)}; "
+            "free some space, or name another directory with --store-dir, or use --store host"
+        )
 
     def close(self) -> None:
         """Close the file; the system then frees its space."""
@@ -178,6 +195,7 @@ class DiskStore(Store):
 class HostStore(Store):
     """Plain host memory, outside the device's budget."""
 
+    name = "host"
     _advice = "use --store disk, or a larger budget"
 
     def __init__(self) -> None:
@@ -216,6 +234,7 @@ class PinnedStore(HostStore):
     power of two. `cuda` is `torch.cuda`, or what a test puts in its place.
     """
 
+    name = "pinned"
     _advice = "a larger budget offloads less; `ulimit -l` may forbid to lock so much"
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -273,6 +292,14 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def _mount_point(directory: Path) -> Path:
+    """Where the file system that holds `directory` is mounted."""
+    path = directory.resolve()
+    while not path.is_mount():
+        path = path.parent
+    return path
+
+
+def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a one-dimensional uint8 tensor on the CPU, without a copy."""
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")

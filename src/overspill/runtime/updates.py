@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overspill.core.errors import UnsupportedError
+from overspill.core.errors import RequestError, UnsupportedError
 
-from .optimizers import optimizer_like
+from .optimizers import optimizer_like, scaled
+from .step_checks import INSTEAD
 from .tracker import LiveBytes
 
 ELEMENTWISE = frozenset(
@@ -27,16 +28,19 @@ ELEMENTWISE = frozenset(
 """Optimizers of torch.optim that treat each element of a parameter by itself, so that slices give the same bits."""
 SLICE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 """How much of a parameter is updated at a time; on CUDA a launch costs more than the temporaries."""
-PROBE_SHAPE = (64, 48)
-SCALAR_BYTES = 256
-"""Room for step counts and other scalars."""
+PROBE_SHAPES = {1: (3072,), 2: (64, 48), 3: (17, 16, 12), 4: (12, 11, 6, 4), 5: (8, 7, 6, 4, 3)}
+"""Tiny parameters to try an optimizer on, by dimensions, which differ, so that those of a state tensor tell which of the
+parameter's they follow. Their elements outweigh step counts and other scalars."""
+SCALAR_BYTES = 1024
+"""Room for step counts and other scalars; Adafactor makes a dozen of them, each a storage of its own."""
 
 
 class ParameterState:
     """One parameter as its optimizer knows it.
 
     `shaped` names the tensors of the parameter's shape that are kept for it, with their dtypes, and `rest` is what else
-    is kept. `begun`: the optimizer has made them, be it at once, as Adagrad does, or at its first step.
+    is kept. `order` are the names of all, in the optimizer's own order; empty until it has
+    made them, be it at once, as Adagrad does, or at its first step.
     """
 
     def __init__(
@@ -45,7 +49,6 @@ class ParameterState:
         self.updates = updates
         self.group = group
         self.shaped = shaped
-        self.begun = False
         self.rest: dict[str, Any] = {}
         self.order: list[str] = []
         if state:
@@ -53,13 +56,12 @@ class ParameterState:
 
     def take_over(self, other: ParameterState) -> None:
         """Go on with the group and the state that `other` was found with."""
-        self.group, self.begun, self.rest, self.order = other.group, other.begun, other.rest, other.order
+        self.group, self.rest, self.order = other.group, other.rest, other.order
 
     def keep(self, state: dict[str, Any]) -> None:
         """What the optimizer has made of the state; tensors of the parameter's shape are not kept here."""
         self.order = list(state)
         self.rest = {key: value for key, value in state.items() if key not in self.shaped}
-        self.begun = True
 
     def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
         """Step on `parameter` in place, given its gradient times `scale`, and its `state` in the order of `shaped`."""
@@ -70,48 +72,66 @@ class OptimizerUpdates:
     """The updates of the parameters of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, scales: bool = False) -> None:
-        """`scales`: updates will be given a factor for their gradients.
-
-        Raises UnsupportedError for an optimizer that does not update parameters one by one.
+        """`scales`: updates will be given a factor for their gradients. Raises UnsupportedError for an optimizer
+        whose update of one parameter depends on others.
         """
-        _refuse(optimizer)
         self.optimizer = optimizer
         self.clip_value = clip_value
         self.scales = scales
         made_by_torch = type(optimizer).__module__.startswith("torch.optim.")
-        self.elementwise = made_by_torch and type(optimizer).__name__ in ELEMENTWISE
+        fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
+        self.elementwise = made_by_torch and not fused and type(optimizer).__name__ in ELEMENTWISE
         self._twin: Optimizer | None = None
-        self._needs: dict[tuple[int, torch.dtype], tuple[dict[str, torch.dtype], float]] = {}
+        self._needs: dict[tuple[int, torch.dtype, int], Needs] = {}
+        if not made_by_torch:
+            _check_separate(optimizer)
 
     def state_of(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> ParameterState:
         """What the optimizer keeps, or will keep, for `parameter` of `group`, now that it has `state` for it."""
-        shaped, _ = self._probed(parameter, group)
+        shaped = self._probed(parameter, group).shaped
         if state:
-            shaped = {key: state[key].dtype for key in shaped if isinstance(state.get(key), Tensor)}
+            found = {key: state[key] for key in shaped if isinstance(state.get(key), Tensor)}
+            shaped = {key: tensor.dtype for key, tensor in found.items() if tensor.shape == parameter.shape}
         return ParameterState(self, group, dict(shaped), state)
 
     def workspace_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
         """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
-        _, share = self._probed(parameter, group)
-        largest = max(_nbytes(parameter[rows]) for rows in self._slices(parameter))
-        return int(share * largest) + SCALAR_BYTES
+        needs = self._probed(parameter, group)
+        first, later = (
+            max(_nbytes(parameter[rows]) for rows in self._slices(parameter, group, new)) for new in (True, False)
+        )
+        work = max(needs.first_share * first, needs.share * later)
+        return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
+
+    def rest_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
+        """Bytes of the state that is kept for `parameter` and has another shape: step counts, sums over rows."""
+        needs = self._probed(parameter, group)
+        return sum(scaled(shape, needs.probe, parameter.shape) * itemsize for shape, itemsize in needs.rest)
 
     def update(
         self, owned: ParameterState, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor
     ) -> None:
         """Step on `parameter`, which `owned` describes, slice by slice."""
         after: dict[str, Any] = {}
-        for rows in self._slices(parameter):
-            part = parameter[rows].detach().requires_grad_()
-            part.grad = self._gradient(gradient[rows], scale)
+        for rows in self._slices(parameter, owned.group, not owned.order):
             given = {key: tensor[rows] for key, tensor in zip(owned.shaped, state, strict=True)}
-            before = given | {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
-            after = self._stepped(owned, part, before if owned.begun else {})
-            for key, tensor in given.items():
-                if after[key] is not tensor:
-                    tensor.copy_(after[key])
-                after[key] = None  # else the next slice is made while this one's is still there
+            after = self._update_slice(owned, parameter[rows], gradient[rows], scale, given)
         owned.keep(after)
+
+    def _update_slice(
+        self, owned: ParameterState, rows: Tensor, gradient: Tensor, scale: Tensor | None, given: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Step on `rows` with their state `given`; the state afterwards, without its tensors of the parameter's shape."""
+        part = rows.detach().requires_grad_()
+        part.grad = self._gradient(gradient, scale)
+        rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
+        before = given | rest
+        after = self._stepped(owned, part, {key: before[key] for key in owned.order})
+        for key, tensor in given.items():
+            if after[key] is not tensor:
+                tensor.copy_(after[key])
+            after[key] = None
+        return after
 
     def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -134,10 +154,12 @@ class OptimizerUpdates:
         twin.param_groups[0]["params"] = []
         return after
 
-    def _slices(self, parameter: Tensor) -> Iterator[Any]:
-        """Rows of `parameter` that are updated together."""
+    def _slices(self, parameter: Tensor, group: dict[str, Any], new: bool) -> Iterator[Any]:
+        """Rows of `parameter` that are updated together: fewer while its state is `new`, which takes room of its own."""
         nbytes = _nbytes(parameter)
-        limit = SLICE_BYTES.get(parameter.device.type, nbytes)
+        limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
+        if new and (needs := self._probed(parameter, group)).first_share > needs.share:
+            limit = int(limit * needs.share / needs.first_share)
         if not self.elementwise or nbytes <= limit or parameter.dim() == 0:
             yield ...
             return
@@ -145,31 +167,81 @@ class OptimizerUpdates:
         for start in range(0, parameter.shape[0], rows):
             yield slice(start, start + rows)
 
-    def _probed(self, parameter: nn.Parameter, group: dict[str, Any]) -> tuple[dict[str, torch.dtype], float]:
-        """Names and dtypes of state tensors of the parameter's shape, and the workspace as a multiple of its bytes."""
-        key = (id(group), parameter.dtype)
+    def _probed(self, parameter: Tensor, group: dict[str, Any]) -> Needs:
+        key = (id(group), parameter.dtype, parameter.dim())
         if key not in self._needs:
-            self._needs[key] = self._probe(parameter, group)
+            try:
+                self._needs[key] = self._probe(parameter, group)
+            except Exception as error:  # any class of optimizer may refuse a tensor in any way
+                raise RequestError(
+                    f"{type(self.optimizer).__name__} does not step on a parameter of {parameter.dim()} dimensions "
+                    f"of {str(parameter.dtype).removeprefix('torch.')}: {error}"
+                ) from error
         return self._needs[key]
 
-    def _probe(self, like: nn.Parameter, group: dict[str, Any]) -> tuple[dict[str, torch.dtype], float]:
+    def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
         """What two steps on a tiny parameter show; the first makes the state, beside that which the step has room for."""
-        probe = torch.ones(PROBE_SHAPE, dtype=like.dtype, requires_grad=True)
+        shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
+        probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
         probe.grad = self._gradient(torch.ones_like(probe), None)
         tiny = optimizer_like(self.optimizer, group, [probe])
-        peak = 0
+        peaks = []
         for _ in range(2):
             tracker = LiveBytes(probe.device)
             tracker.add([probe, probe.grad, *(v for v in tiny.state[probe].values())])
             settled = tracker.live_bytes
             with tracker:
                 tiny.step()
-            peak = max(peak, tracker.peak_bytes - settled)
-        shaped = {
-            key: v.dtype for key, v in tiny.state[probe].items() if isinstance(v, Tensor) and v.shape == probe.shape
-        }
+            peaks.append(tracker.peak_bytes - settled)
+        kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
         others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
-        return shaped, peak / _nbytes(probe) + others
+        return Needs(
+            shape,
+            {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
+            tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
+            *(peak / _nbytes(probe) + others for peak in peaks),
+        )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an optimizer keeps and takes for parameters of one kind, as a `probe` of that shape shows.
+
+    `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest` the shapes and item sizes of
+    others; `first_share` and `share` the temporaries of the first update and of others as multiples of what is updated.
+    """
+
+    probe: tuple[int, ...]
+    shaped: dict[str, torch.dtype]
+    rest: tuple[tuple[tuple[int, ...], int], ...]
+    first_share: float
+    share: float
+
+
+def _check_separate(optimizer: Optimizer) -> None:
+    """Raises UnsupportedError if stepping on two tiny parameters together differs from stepping on each by itself."""
+    group = optimizer.param_groups[0]
+
+    def stepped(which: tuple[int, ...]) -> list[Tensor]:
+        probes = [torch.linspace(-1, 1, 48).reshape(8, 6).mul(i + 1).requires_grad_() for i in which]
+        tiny = optimizer_like(optimizer, group, list(probes))
+        for step in range(1, 4):
+            for i, probe in zip(which, probes, strict=True):
+                probe.grad = torch.linspace(step, -2, 48).reshape(8, 6) * (3 * i + 1)
+            tiny.step()
+        return [probe.detach() for probe in probes]
+
+    try:
+        together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
+    except Exception as error:  # any class of optimizer may refuse tiny parameters in any way
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); {INSTEAD}"
+        ) from error
+    if not all(map(torch.equal, together, apart)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} updates a parameter by what other parameters are, "
+            f"so that its step cannot be cut into pieces; {INSTEAD}"
+        )
 
 
 @dataclass(frozen=True)
@@ -189,17 +261,6 @@ class NormClipping:
         """What all gradients are multiplied by."""
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
         return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
-
-
-def _refuse(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if name in ("LBFGS", "SparseAdam"):
-        raise UnsupportedError(
-            f"{name} cannot be part of a planned step: "
-            + ("it evaluates the model several times" if name == "LBFGS" else "its gradients are sparse")
-            + f"; use one that updates each parameter once, such as {', '.join(sorted(ELEMENTWISE)[:3])} or SGD, "
-            "or overspill.compile, which leaves the optimizer as it is"
-        )
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -1,0 +1,59 @@
+"""The inputs of a step: what makes two of the same kind, and how they are split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from overspill.core.errors import RequestError
+
+
+def kind(leaf: Any) -> Any:
+    """What a plan depends on of one input."""
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether two calls' inputs are the same values."""
+    leaves, spec = tree_flatten(inputs)
+    other_leaves, other_spec = tree_flatten(others)
+    return spec == other_spec and all(map(_same, leaves, other_leaves))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (kind(one) == kind(other) and torch.equal(one, other))
+    return bool(one is other or repr(one) == repr(other))
+
+
+def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
+    """`inputs` in `count` micro-batches: each tensor of at least one dimension is split along its first."""
+    if count == 1:
+        yield inputs
+        return
+    leaves, spec = tree_flatten(inputs)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1 or min(sizes) % count:
+        what = f"{min(sizes)} samples" if len(sizes) == 1 else f"tensors of {sorted(sizes)} samples"
+        raise RequestError(
+            f"{what} cannot be split into {count} equal micro-batches; "
+            f"every input needs the same first dimension, a multiple of {count}"
+        )
+    parts = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
+    for index in range(count):
+        batch: tuple[Any, ...] = tree_unflatten([part[index] for part in parts], spec)
+        yield batch
+
+
+def bytes_outside(inputs: tuple[Any, ...], batch: tuple[Any, ...]) -> int:
+    """Bytes of a call's `inputs` that are not in the micro-batch `batch`."""
+    return _nbytes(inputs) - _nbytes(batch)
+
+
+def _nbytes(inputs: tuple[Any, ...]) -> int:
+    leaves, _ = tree_flatten(inputs)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))

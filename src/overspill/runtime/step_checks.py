@@ -1,0 +1,116 @@
+"""What a whole step refuses, each with one line that says what was wrong and what would work.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): the hook tables `_optimizer_step_pre_hooks` and
+`_optimizer_step_post_hooks` of optimizers, `_backward_hooks` and `_post_accumulate_grad_hooks` of tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from overspill.core.errors import RequestError, UnsupportedError
+
+from .residency import Guarded, Spec, readable
+
+INSTEAD = (
+    "use one that updates each parameter by itself, such as AdamW or SGD, "
+    "or overspill.compile, which leaves the optimizer as it is"
+)
+
+
+def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises RequestError or UnsupportedError for a model whose parameters cannot be moved and updated one by one."""
+    for path, module in step.named_modules():
+        if isinstance(module._parameters, Guarded):
+            raise RequestError("another train_step has this model; call its close() first")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UnsupportedError(
+                f"{readable(path)} makes sparse gradients, which a planned step cannot hold; make it with sparse=False"
+            )
+    if not parameters:
+        raise RequestError("the model has no parameters to train")
+    if len(devices := {p.device for p in parameters.values()}) > 1:
+        raise RequestError(
+            f"the model's parameters are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
+            "a step is planned for one: move the model to it"
+        )
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RequestError(f"{readable(name)} is not initialised yet; call the model once on an example first")
+        if parameter.is_complex():
+            raise UnsupportedError(f"{readable(name)} is complex; keep its real and imaginary parts as two parameters")
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedError(
+                f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
+                "a planned step needs plain parameters"
+            )
+
+
+def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises UnsupportedError for hooks on parameters: a planned step does not call them."""
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"{readable(name)} has a gradient hook, which a planned step does not call; remove it, "
+                "or use clip_norm, clip_value or weight_decay for what it does"
+            )
+
+
+def check_optimizer(optimizer: Any, own_hooks: int = 0) -> None:
+    """Raises RequestError or UnsupportedError for an optimizer whose step cannot be cut into updates of parameters."""
+    if not isinstance(optimizer, Optimizer):
+        raise RequestError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"{name} cannot be part of a planned step: it evaluates the model several times; {INSTEAD}"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(f"{name} cannot be part of a planned step: its gradients are sparse; {INSTEAD}")
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+    if needed := [
+        a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)
+    ]:
+        raise UnsupportedError(f"{name}.step cannot do without an argument ({', '.join(needed)}); {INSTEAD}")
+    for key in ("capturable", "differentiable"):
+        if any(group.get(key) for group in optimizer.param_groups):
+            raise UnsupportedError(f"{name} was made with {key}=True; a planned step needs {key}=False")
+    if len(optimizer._optimizer_step_pre_hooks) > own_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedError(
+            f"{name} has step hooks, which a planned step does not call; do it behind step(...) instead"
+        )
+
+
+def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
+    """Raises RequestError for inputs that are not where the model is, or that want a gradient."""
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.device != where and (leaf.dim() or leaf.device.type != "cpu"):
+            raise RequestError(
+                f"input {number} is on {leaf.device} and the model on {where}; move it with .to({str(where)!r})"
+            )
+        if leaf.requires_grad:
+            raise RequestError(
+                f"input {number} requires a gradient, and a step makes those of parameters only; detach() it"
+            )
+
+
+def check_unchanged(name: str, parameter: Tensor, known: Spec) -> None:
+    """Raises RequestError where a parameter is not of the kind that it was."""
+    now = Spec.of(parameter)
+    if (now.dtype, now.device, now.size) != (known.dtype, known.device, known.size):
+        raise RequestError(
+            f"{readable(name)} was {_brief(known)} and is now {_brief(now)}; "
+            "close() this step, then make optimizer and train_step anew for the model as it is"
+        )
+
+
+def _brief(spec: Spec) -> str:
+    return f"{str(spec.dtype).removeprefix('torch.')} {tuple(spec.size)} on {spec.device}"
