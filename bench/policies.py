@@ -31,9 +31,9 @@ from overspill.costs import op_seconds, with_algorithms
 from overspill.devices import load_device
 from overspill.policies import POLICIES, policy_named
 from overspill.policies.algorithms import memory_optimal
+from overspill.policies.bound import lower_bound_seconds
 from overspill.policies.floor import floor_of
 from overspill.policies.program import Program
-from overspill.policies.relaxation import lower_bound_seconds
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check, simulate
 

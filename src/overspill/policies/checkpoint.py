@@ -60,7 +60,8 @@ class CheckpointCost(Policy):
             return assemble(plain, (), self.name, budget_bytes)
         best: tuple[float, Program] | None = None
         least = floor_of(plain, {})
-        for program in _programs(graph, seconds):
+        for dropped in dropped_sets(graph, seconds):
+            program = Program(graph, dropped)
             peak = int(program.live_bytes().max(initial=0))
             step_seconds = float(program.durations(seconds).sum())
             if peak < least.nbytes:
@@ -72,8 +73,8 @@ class CheckpointCost(Policy):
         return assemble(best[1], (), self.name, budget_bytes)
 
 
-def _programs(graph: Graph, seconds: Sequence[float]) -> Iterator[Program]:
-    """The programs of all sizes of segments and shares of them, no two of them the same."""
+def dropped_sets(graph: Graph, seconds: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """What is dropped with all sizes of segments and shares of them, no two of these the same."""
     crossing = _crossing_bytes(graph)
     tried: set[tuple[int, ...]] = set()
     for segments in SEGMENTS:
@@ -86,7 +87,7 @@ def _programs(graph: Graph, seconds: Sequence[float]) -> Iterator[Program]:
             recompute = tuple(sorted(tensor for tensors in taken for tensor in tensors))
             if recompute and recompute not in tried:
                 tried.add(recompute)
-                yield Program(graph, recompute)
+                yield recompute
 
 
 def _seconds_per_byte(graph: Graph, tensors: Sequence[int], seconds: Sequence[float]) -> float:

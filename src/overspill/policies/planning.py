@@ -13,9 +13,9 @@ from overspill.costs import MeasuredTimes, op_seconds
 from overspill.simulate import check, simulate
 
 from . import POLICIES, policy_named
+from .bound import lower_bound_seconds
 from .floor import peak_of
 from .in_core import Liveness
-from .relaxation import lower_bound_seconds
 from .step_bound import whole_step_bound_seconds
 
 
@@ -40,7 +40,7 @@ class Plan:
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """What a schedule in the graph's order takes at least within the budget, by `relaxation.py` and with its caveat.
+        """What a schedule in the graph's order takes at least within the budget, by `bound.py`.
 
         Of a whole step, what one in any order of updates takes at least (`step_bound.py`).
         """

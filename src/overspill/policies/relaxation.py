@@ -1,31 +1,25 @@
-"""A linear relaxation of planning under a budget: a lower bound on the step, and a hint at what to do.
+"""What a good plan is like: the fluid of a step in which ops run again by turns, a hint at what to do.
 
-Time is cut at *markers*, steps at which memory is looked at; elsewhere it may be exceeded. Tensors whose gaps cover
-the same markers are one *group*, of which any part may be away. The variables say how much of each group is away at
-each marker, how much moves between two markers, and how much of each op is recomputed; the step is as short as the
-link in each direction, the budget at each marker, and the ops allow. Every schedule that keeps the graph's order, makes
-again in backward what backward reads, and can be carried out as two graphs, forward and backward, is a solution of
-this program with its own time or less: so its optimum is a lower bound, which
-`tests/policies/test_relaxation.py` holds against the schedules of every policy on random steps. Solved by HiGHS.
+A recomputation belongs to a *turn*: one for forward, then one for each gap of its tensor that ends in backward. What
+it reads and is gone is recomputed in the same turn, or held on the device for it. That is as plans do it, not as every
+schedule must: the proven bound has rules of its own, in `bound.py`. Solved by HiGHS.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from overspill.core import Device, Graph
+from overspill.core import Device
 
-from .algorithms import memory_optimal
-from .linear import INFINITY, LinearProgram, added, minus
-from .program import Gap, Positions, Program
+from .fluid import Fluid, Transfers
+from .linear import added, minus
+from .program import Gap, Program
 
-MARKERS = 40
 NEIGHBOURS = 8
 """How many of the next forced trips are looked at together with one."""
 LEAST_SHARE = 0.7
@@ -36,7 +30,7 @@ SAFETY = 1e-6
 
 @dataclass(frozen=True)
 class Relaxed:
-    """An optimum of the relaxation: no schedule takes less than `seconds`.
+    """An optimum of the relaxation: a step of `seconds`.
 
     `away` is the share of each gap's group that leaves, `recompute` the share of each op that runs again in backward.
     """
@@ -46,35 +40,8 @@ class Relaxed:
     recompute: dict[int, float]
 
 
-def lower_bound_seconds(graph: Graph, device: Device, budget_bytes: int, seconds: Sequence[float]) -> float:
-    """A step time that no schedule in the graph's order beats within the budget; the ops' own time at the least."""
-    program = Program(graph)
-    if program.live_bytes().max(initial=0) <= budget_bytes:
-        return sum(seconds)
-    relaxed = Relaxation(program, device, budget_bytes, seconds).solve()
-    return sum(seconds) if relaxed is None else max(sum(seconds), relaxed.seconds)
-
-
 Moves = list[tuple[int, int, list[tuple[int, float]]]]
 """Transfers after the first of two steps and before the second: columns, with the time on the link that each takes."""
-_Transfers = dict[int, list[tuple[int, float]]]
-"""For each interval, by the marker that begins it, columns with coefficients; -1 is the time before the step."""
-
-
-@dataclass
-class _Group:
-    """Gaps that cover the same markers: `markers` in the order of time, those before the end of the step first."""
-
-    markers: tuple[int, ...]
-    leaves_in_forward: bool
-    returns_in_backward: bool
-    copied: bool
-    wraps: bool
-    gaps: list[Gap] = field(default_factory=list)
-    held: list[tuple[int, float]] = field(default_factory=list)  # (column, size) of inputs kept for recomputation
-    size: float = 0.0
-    most: int = -1
-    away: dict[int, int] = field(default_factory=dict)  # marker -> column
 
 
 @dataclass(frozen=True)
@@ -98,127 +65,37 @@ class Trip:
         return self.written, self.first, self.last, self.gap.end
 
 
-class _Time:
-    """When steps start: after the ops before them, and a delay, a column for each of `positions` and the step's end."""
-
-    def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: set[int]) -> None:
-        self.lp = lp
-        self.clock = np.concatenate([[0.0], np.cumsum(durations)])
-        self.delay: dict[int, int] = {}
-        previous = None
-        for position in sorted({0, *positions, len(durations)}):
-            column = self.delay[position] = lp.variable(cost=1.0 if position == len(durations) else 0.0)
-            if previous is not None:
-                lp.row([(column, 1.0), (previous, -1.0)], lower=0.0)
-            previous = column
-
-    def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
-        """The sum of `terms` takes no longer than from the start of step `start`, or its end, to the start of `end`."""
-        ops = self._span(start + 1 if after else start, end)
-        if sum(value * self.lp.upper[column] for column, value in terms) > ops:
-            self.lp.row([*terms, *self._delay(start, end)], upper=ops)
-
-    def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
-        """The sum of `terms` is spent between the two steps, beside the ops there."""
-        self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
-
-    def _delay(self, start: int, end: int) -> list[tuple[int, float]]:
-        """Minus the delay between two steps; a start of -1 is before the first."""
-        return [(self.delay[end], -1.0), *([(self.delay[start], 1.0)] if start >= 0 else [])]
-
-    def _span(self, start: int, end: int) -> float:
-        return float(self.clock[end] - self.clock[start]) if start >= 0 else 0.0
-
-
-class Relaxation:
+class Relaxation(Fluid):
     """The relaxation of running a program within a budget, to be solved for it and for parts of it.
 
-    Sizes are in shares of the budget, times in shares of the ops' whole time, so that numbers are near one. With a
-    program that recomputes, the bound is on what is left to choose.
+    With a program that recomputes, it is of what is left to choose.
     """
 
+    least_share: ClassVar[float] = LEAST_SHARE
     held_apart: ClassVar[bool] = False
     """Whether an input that is held for recomputations serves those of one turn only."""
     held_whole: ClassVar[bool] = False
     """Whether such inputs have forced trips as well."""
 
     def __init__(self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
-        self.program = program
-        self.graph = program.graph
-        self.device = device
-        self.lp = LinearProgram()
-        self.durations = program.durations(seconds)
-        self.op_seconds = seconds
-        self.total = float(self.durations.sum()) or 1.0
-        self.unit = float(max(1, budget_bytes))
-        self.live = program.live_bytes()
-        self.budget_bytes = budget_bytes
-        self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
-        least = program if self._planned else Program(self.graph, algorithms=memory_optimal(self.graph))
-        self.alone = least.live_bytes(self.gaps)
-        self.over = self.live > self._limits(LEAST_SHARE)
-        self.at = self._markers(MARKERS)
-        self.groups: dict[tuple[object, ...], _Group] = {}
         self.again: dict[tuple[int, int], int] = {}  # (op, turn) -> column, the share that is recomputed
         self.due: dict[tuple[int, int], int] = {}  # the first step before which that may have to be done
         self.latest: dict[tuple[int, int], int] = {}  # the last one
-        self.turn = self._turns()
-        self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and the smallest size
-        self.wanted: dict[int, tuple[int, float]] = {}  # marker -> row of its memory, and what it is wanted beside
-        self._build()
-
-    def _may_be_away(self, gap: Gap) -> bool:
-        """Whether a tensor may be away in a gap, however small it is: because it moves, or because it is made again."""
-        tensor = self.graph.tensors[gap.tensor]
-        if gap.remade or not (gap.wraps or gap.end - gap.start > 1):
-            return False
-        return tensor.movable or (
-            not tensor.persistent and tensor.id in self.graph.ops[self.graph.producer[tensor.id]].recompute_writes
-        )
-
-    def _limits(self, share: float) -> Positions:
-        """What each step may have on the device: its least, and a share of what the budget leaves beside that."""
-        limits: Positions = np.maximum(self.alone, self.alone + share * (self.budget_bytes - self.alone)).astype(
-            np.int64
-        )
-        return limits
-
-    def _build(self) -> None:
-        self._recomputable()
-        self._hold_inputs()
-        forced = self._forced()
-        positions = {*self.at, *(p for trip in forced for p in trip.positions)}
-        self.time = _Time(self.lp, self.durations / self.total, positions)
-        self._windows(forced)
-        self._make_groups()
-        leaving: _Transfers = defaultdict(list)
-        coming: _Transfers = defaultdict(list)
-        for group in self.groups.values():
-            self._flow(group, leaving, coming)
-        self._links(leaving, coming)
-        busy: _Transfers = defaultdict(list)
-        for k, p in enumerate(self.at):
-            if self.over[p]:
-                self._memory(k, p, busy)
-        self._spend(busy)
+        self.trips: list[Trip] = []
+        super().__init__(program, device, budget_bytes, seconds)
 
     def solve(self, share: float = 1.0) -> Relaxed | None:
         """An optimum, or None where even the relaxation has none; `share` as in a budget that leaves less to spare."""
-        limits = self._limits(share)
-        for k, (row, beside) in self.wanted.items():
-            p = self.at[k]
-            self.lp.at_least(row, (self.live[p] - limits[p]) / self.unit - beside)
-        found = self.lp.solve()
-        if found is None:
+        if (found := self.optimum(share)) is None:
             return None
-        optimum, values = found
+        delay, values = found
         away = {
             gap: max((values[c] for c in g.away.values()), default=0.0) / g.size
             for g in self.groups.values() if g.size
             for gap in g.gaps
         }  # fmt: skip
         return Relaxed(
-            seconds=self.total * (1.0 + optimum * (1 - SAFETY)) * (1 - SAFETY),
+            seconds=self.total * (1.0 + delay * (1 - SAFETY)) * (1 - SAFETY),
             away=away,
             recompute={op: values[column] for (op, turn), column in self.again.items() if turn == 1},
         )
@@ -227,57 +104,18 @@ class Relaxation:
     def _planned(self) -> bool:
         return any(step.recompute for step in self.program.steps)
 
-    def _markers(self, count: int) -> list[int]:
-        """Positions in order: in each of `count` equal spans of time the one with most bytes, and where forward ends."""
-        length = self.program.length
-        ends = np.cumsum(self.durations)
-        slot = np.minimum((ends - self.durations / 2) / self.total * count, count - 1).astype(int)
-        chosen = {0, min(self.program.end_of_forward, length - 1)}
-        for s in np.unique(slot):
-            inside = np.flatnonzero(slot == s)
-            chosen.add(int(inside[np.argmax(self.live[inside])]))
-        if length:
-            chosen.add(int(np.argmax(self.live)))
-        return sorted(chosen)
+    def _least_program(self) -> Program:
+        return self.program if self._planned else super()._least_program()
 
-    # -- what may be away
+    def _copied_in(self, tensor: int, gaps: Sequence[Gap]) -> dict[Gap, int | None]:  # noqa: ARG002 - of any tensor
+        """One copy may serve several gaps: the longest pays for it."""
+        return {max(gaps, key=lambda g: (g.wraps, g.end - g.start)): None}
 
-    def _covered(self, start: int, end: int, *, wraps: bool) -> tuple[int, ...]:
-        first, last = np.searchsorted(self.at, start, side="right"), np.searchsorted(self.at, end, side="left")
-        if wraps:
-            return (*range(first, len(self.at)), *range(last))
-        return tuple(range(first, last))
+    # -- what runs again
 
-    def _group(self, gap: Gap, *, copied: bool) -> _Group | None:
-        markers = self._covered(gap.start, gap.end, wraps=gap.wraps)
-        if not any(self.over[self.at[k]] for k in markers):
-            return None
-        boundary = self.program.end_of_forward
-        apart = not (gap.wraps or self.graph.whole_step)  # forward and backward are two graphs
-        leaves, returns = apart and gap.start < boundary, apart and gap.end >= boundary
-        key = (markers, leaves, returns, copied, gap.wraps)
-        return self.groups.setdefault(key, _Group(markers, leaves, returns, copied, gap.wraps))
-
-    def _make_groups(self) -> None:
-        tensors = self.graph.tensors
-        by_tensor: dict[int, list[Gap]] = defaultdict(list)
-        for gap in self.gaps:
-            by_tensor[gap.tensor].append(gap)
-        for tensor, gaps in by_tensor.items():
-            # One copy may serve several gaps: the longest pays for it.
-            longest = max(gaps, key=lambda g: (g.wraps, g.end - g.start))
-            for gap in gaps:
-                if (group := self._group(gap, copied=gap is longest)) is not None:
-                    group.gaps.append(gap)
-                    group.size += tensors[tensor].nbytes / self.unit
-        for held, gap, size in self.held:
-            if (group := self._group(gap, copied=True)) is not None:
-                group.held.append((held, size))
-        for group in self.groups.values():
-            self._limit(group)
-
-    def _recomputable(self) -> None:
+    def _recomputations(self) -> None:
         """A column for every op that may run again to make a tensor which has a gap, and for what it needs for that."""
+        self.turn = self._turns()
         if self._planned:
             return  # what to recompute has been chosen
         for gap in self.program.gaps:
@@ -285,6 +123,7 @@ class Relaxation:
             if tensor.persistent or gap.end - gap.start <= 1:
                 continue
             self._due(gap)
+        self._hold_inputs()
 
     def _turns(self) -> dict[Gap, int]:
         """Which recomputation of its tensor one in this gap would be: 0 for any in forward, then 1, 2, … in backward.
@@ -322,6 +161,9 @@ class Relaxation:
         op = self.graph.ops[self.graph.producer[tensor]]
         return self.again.get((op.id, turn)) if tensor in op.recompute_writes else None
 
+    def _remade(self, gap: Gap) -> int | None:
+        return self._column(gap.tensor, self.turn[gap])
+
     def _hold_inputs(self) -> None:
         """What a recomputation reads and nobody wants any more is recomputed as well, or held on the device for it."""
         touches, tensors = self.program.touches, self.graph.tensors
@@ -340,94 +182,6 @@ class Relaxation:
                 again = self._column(read, turn)
                 terms = [(self.again[op, turn], 1.0), (held, -1.0)]
                 self.lp.row(terms if again is None else [*terms, (again, -1.0)], upper=0.0)
-
-    def _limit(self, group: _Group) -> None:
-        """What of a group may leave over the link: all but what is recomputed, and what is held for recomputations."""
-        terms = []
-        for gap in group.gaps:
-            again = self._column(gap.tensor, self.turn[gap])
-            if again is not None:
-                terms.append((again, self.graph.tensors[gap.tensor].nbytes / self.unit))
-        if terms or group.held:
-            group.most = self.lp.variable()
-            held = [(column, -size) for column, size in group.held]
-            self.lp.row([(group.most, 1.0), *added(terms), *held], lower=group.size, upper=group.size)
-
-    # -- how it moves
-
-    def _flow(self, group: _Group, leaving: _Transfers, coming: _Transfers) -> None:
-        """Bytes away at each marker: what was away before, more what left, less what came back in between."""
-        lp, boundary = self.lp, self.program.end_of_forward
-        at_home = lp.variable(group.size) if group.wraps else None
-        previous: list[tuple[int, float]] = []
-        for index, k in enumerate(group.markers):
-            begins_step = at_home is not None and k == 0
-            if at_home is not None and begins_step:
-                if previous:  # from the last marker to the end of the step
-                    self._step(previous, at_home, leaving[len(self.at) - 1], None, group)
-                previous = [(at_home, 1.0)]
-            away = lp.variable(INFINITY if group.most >= 0 else group.size)
-            group.away[k] = away
-            if group.most >= 0:
-                lp.row([(away, 1.0), (group.most, -1.0)], upper=0.0)
-            interval = k - 1
-            may_leave = not group.leaves_in_forward or k == 0 or self.at[k - 1] < boundary
-            may_come = not group.returns_in_backward or self.at[k] > boundary
-            inward = coming[interval] if previous and may_come else None
-            self._step(previous, away, leaving[interval] if may_leave and not begins_step else None, inward, group)
-            previous = [(away, 1.0)]
-            if index + 1 == len(group.markers):
-                if at_home is not None and 0 not in group.markers:
-                    self._step(previous, at_home, leaving[len(self.at) - 1], None, group)
-                    coming[-1].append((at_home, 1.0))
-                else:
-                    coming[k].append((away, 1.0))
-
-    def _step(
-        self,
-        previous: list[tuple[int, float]],
-        away: int,
-        leaving: list[tuple[int, float]] | None,
-        coming: list[tuple[int, float]] | None,
-        group: _Group,
-    ) -> None:
-        terms = [(away, 1.0), *((c, -v) for c, v in previous)]
-        if leaving is not None:
-            out = self.lp.variable()
-            terms.append((out, -1.0))
-            if group.copied:
-                leaving.append((out, 1.0))
-        if coming is not None:
-            back = self.lp.variable()
-            terms.append((back, 1.0))
-            coming.append((back, 1.0))
-        self.lp.row(terms, lower=0.0, upper=0.0)
-
-    def _links(self, leaving: _Transfers, coming: _Transfers) -> None:
-        """In each interval, each direction of the link moves what its rate allows; one that is half duplex, both."""
-        out, back = self._link_times()
-        for k in range(-1, len(self.at)):
-            outward = [(c, out * v) for c, v in leaving.get(k, ())]
-            inward = [(c, back * v) for c, v in coming.get(k, ())]
-            both = [outward, inward] if self.device.full_duplex else [outward + inward]
-            for moved in both:
-                if moved:
-                    start, end = self._interval(k)
-                    self.time.at_most(added(moved), start, end)
-
-    def _link_times(self) -> tuple[float, float]:
-        """Time that the budget's size takes on the link, each way."""
-        device = self.device
-        return (
-            self.unit / device.offload_bytes_per_second / self.total,
-            self.unit / device.prefetch_bytes_per_second / self.total,
-        )
-
-    def _interval(self, k: int) -> tuple[int, int]:
-        """The steps from marker `k` to the next; -1 is the time before the first step."""
-        if k < 0:
-            return -1, 0
-        return self.at[k], self.at[k + 1] if k + 1 < len(self.at) else self.program.length
 
     # -- what must be away as a whole
 
@@ -457,11 +211,15 @@ class Relaxation:
             (p for p in touches if p <= gap.start and gap.tensor in self.program.op(steps[p]).writes), default=gap.start
         )
 
-    def _windows(self, trips: Sequence[Trip]) -> None:
+    def _windows(self) -> Iterable[int]:
+        self.trips = self._forced()
+        return {p for trip in self.trips for p in trip.positions}
+
+    def _bind_windows(self) -> None:
         """A forced trip has only the steps between its uses and the place that has no room for it to move in."""
         leaving: Moves = []
         coming: Moves = []
-        for trip in trips:
+        for trip in self.trips:
             self._trip(trip, leaving, coming)
         for moves in [leaving, coming] if self.device.full_duplex else [leaving + coming]:
             moves.sort(key=lambda m: m[:2])
@@ -490,33 +248,9 @@ class Relaxation:
         self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
         return moved
 
-    # -- budget and time
+    # -- time
 
-    def _memory(self, k: int, p: int, busy: _Transfers) -> None:
-        """At a marker, what is away and what a smaller workspace saves make up for what is over the budget."""
-        terms: list[tuple[int, float]] = []
-        constant = 0.0
-        for group in self.groups.values():
-            if k in group.away:
-                terms.append((group.away[k], 1.0))
-                if group.most >= 0:  # recomputed: size - most
-                    terms.append((group.most, -1.0))
-                    constant += group.size
-        op, chosen = self.program.op(self.program.steps[p]), self.program.algorithm(self.program.steps[p])
-        others = []
-        for algorithm in op.algorithms:
-            saved = op.workspace_of(chosen) - algorithm.workspace_bytes
-            lost = self.op_seconds[op.id] * (algorithm.slowdown - op.slowdown_of(chosen)) / self.total
-            if saved > 0:
-                column = self.lp.variable(1.0)
-                others.append(column)
-                terms.append((column, saved / self.unit))
-                busy[k].append((column, max(0.0, lost)))
-        if others:
-            self.lp.row([(c, 1.0) for c in others], upper=1.0)
-        self.wanted[k] = self.lp.row(terms), constant
-
-    def _spend(self, busy: _Transfers) -> None:
+    def _spend(self, busy: Transfers) -> None:
         """Each interval is longer by its slower algorithm and its recomputations."""
         forward = {key: column for key, column in self.again.items() if key[1] == 0}
         backward = {key: column for key, column in self.again.items() if key[1] > 0}
@@ -536,7 +270,7 @@ class Relaxation:
         """For each of `intervals` a column, the time of recomputations in it; each is done before it is due."""
         if not events:
             return {}
-        due: _Transfers = defaultdict(list)
+        due: Transfers = defaultdict(list)
         for key, column in events.items():
             interval = int(np.searchsorted(self.at, self._deadline(key), side="left"))
             due[min(max(interval, intervals[0]), intervals[-1])].append((column, self.op_seconds[key[0]] / self.total))

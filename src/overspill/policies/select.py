@@ -1,4 +1,7 @@
-"""The greedy choice of what to take off the device, cheapest per byte-second relieved first."""
+"""The greedy choice of what to take off the device, cheapest per byte-second relieved first.
+
+Twin of the choice in native/planning/decoder.hpp, which gives the same answer.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from .program import Gap, Positions
 
 BYTE_COST_SECONDS = 1e-15
 """Breaks ties between free moves towards fewer bytes."""
+TICKS_PER_SECOND = 1e12
+"""Times relieved are counted in whole ticks, so that sums of them are exact."""
+LEAST_TICKS = 1000
+"""A step of no time still counts as a place where the budget is exceeded."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +45,9 @@ class Choices:
     def __init__(self, candidates: Sequence[Candidate], seconds: NDArray[np.float64], end_of_forward: int) -> None:
         """`seconds` are those of the program's steps; forward ends before step `end_of_forward`."""
         self.candidates = candidates
-        self.seconds = seconds
-        self.room_out = float(seconds[:end_of_forward].sum())
-        self.room_back = float(seconds[end_of_forward:].sum())
+        self.ticks = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64) + LEAST_TICKS
+        self.room_out = sum(seconds[:end_of_forward].tolist())
+        self.room_back = sum(seconds[end_of_forward:].tolist())
         spans = [(*c.spans, *([(0, 0)] * (2 - len(c.spans)))) for c in candidates]
         bounds = np.array(spans, dtype=np.int64).reshape(-1, 2, 2)
         self.start, self.end = bounds[:, :, 0], bounds[:, :, 1]
@@ -52,8 +59,8 @@ class Choices:
 
     def select(
         self, live: Positions, budget_bytes: int, first: Iterable[int] = (), dearer: NDArray[np.float64] | None = None
-    ) -> list[Candidate]:
-        """The candidates taken, those numbered `first` before all others; what they leave may stay above the budget.
+    ) -> list[int]:
+        """The numbers of the candidates taken, those numbered `first` before all others; what they leave may stay above the budget.
 
         A link hides as many transfer seconds as there are compute seconds beside it: offloads in forward, prefetches
         in backward. What goes beyond is exposed and counts in full. `dearer` are seconds that candidates cost more.
@@ -64,7 +71,7 @@ class Choices:
         while (index := choice.best()) >= 0:
             choice.take(index)
         choice.prune()
-        return [self.candidates[i] for i in choice.taken]
+        return choice.taken
 
 
 class _Choice:
@@ -83,16 +90,15 @@ class _Choice:
         over = self.live > self.budget_bytes
         if not over.any() or not self.open.any():
             return -1
-        # A step of no time still counts as a place where the budget is exceeded.
-        relieved = np.concatenate([[0.0], np.cumsum(np.where(over, self.among.seconds + 1e-9, 0.0))])
+        relieved = np.concatenate([[0], np.cumsum(np.where(over, self.among.ticks, 0))])
         times = relieved[self.among.end] - relieved[self.among.start]
-        area = self.among.nbytes * (times[:, 0] + times[:, 1])
+        area = self.among.nbytes.astype(np.float64) * (times[:, 0] + times[:, 1])
         useful = self.open & (area > 0)
         if not useful.any():
             return -1
         exposed = np.maximum(self.out - max(0.0, self.room_out), 0.0)
         exposed += np.maximum(self.among.back - max(0.0, self.room_back), 0.0)
-        score = np.where(useful, (self.cost + exposed) / np.maximum(area, 1e-30), np.inf)
+        score = np.where(useful, (self.cost + exposed) / np.where(useful, area, 1.0), np.inf)
         return int(np.argmin(score))
 
     def take(self, index: int) -> None:

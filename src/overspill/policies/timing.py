@@ -1,15 +1,18 @@
-"""When transfers start and are awaited: the latest that costs no time, the earliest that memory demands."""
+"""When transfers start and are awaited: the latest that costs no time, the earliest that memory demands.
+
+Copies start as soon as there is something to copy. Twin of the timing in native/planning/decoder.hpp.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.core import Device
+from overspill.core import Device, Graph
 
 from .assemble import Transfer
 from .base import earliest_return, latest_release
@@ -18,6 +21,11 @@ from .program import Gap, Positions, Program
 Seconds = NDArray[np.float64]
 ISSUE_MARGIN = 1.2
 """Prefetches are issued as if they took this much longer, for a transfer's real time varies."""
+
+
+def one_graph(graph: Graph) -> bool:
+    """Whether one graph runs the whole step, not one forward and one backward."""
+    return graph.whole_step
 
 
 def needs_copy(program: Program, gaps: Iterable[Gap]) -> set[Gap]:
@@ -51,9 +59,23 @@ def timed(
     """
     clock = program.clock(seconds)
     live = live.copy()
-    released = releases(program, gaps, live, clock, device, budget_bytes)
+    started = {gap: copy_start(program, gap) for gap in gaps}
+    released = releases(program, gaps, live, clock, device, budget_bytes, started)
     issued = issues(program, gaps, live, clock, device, budget_bytes, released)
-    return [Transfer(gap, gap.start + 1, released[gap], issued[gap], gap.end) for gap in gaps]
+    return [Transfer(gap, started[gap], released[gap], issued[gap], gap.end) for gap in gaps]
+
+
+def copy_start(program: Program, gap: Gap) -> int:
+    """The first step before which the copy for a trip in `gap` can start: behind the last that makes its tensor.
+
+    One that leaves in backward leaves no sooner than a backward graph begins.
+    """
+    boundary = program.end_of_forward
+    start = boundary if gap.start >= boundary and not one_graph(program.graph) else 0
+    for made in (program.written[gap.tensor], program.births[gap.tensor]):
+        if before := bisect_right(made, gap.start):
+            start = max(start, made[before - 1] + 1)
+    return start
 
 
 def releases(

@@ -1,4 +1,7 @@
-"""What `auto` may choose from: every trip that a tensor may make to the store, and every slower algorithm."""
+"""What `auto` may choose from: every trip that a tensor may make to the store, and every slower algorithm.
+
+Twin of the candidates in native/planning/decoder.hpp.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,301 @@
+// The steps of a graph with recomputations put in, and the lifetimes that follow from their order. Twin of
+// src/overspill/policies/program.py and the rules of base.py.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace overspill::planning {
+
+using Bytes = std::int64_t;
+using Seconds = double;
+using Index = std::int32_t;
+using Flags = std::vector<std::uint8_t>;
+
+// Lists of numbers, one after another.
+struct Lists {
+    std::vector<Index> first{0}, values;
+
+    Lists() = default;
+
+    // For each of `count` keys the values that have it, in their order.
+    Lists(Index count, std::span<const std::pair<Index, Index>> keys_values)
+        : first(static_cast<std::size_t>(count) + 1, 0), values(keys_values.size()) {
+        for (const auto& [key, value] : keys_values) ++first[key + 1];
+        std::partial_sum(first.begin(), first.end(), first.begin());
+        std::vector<Index> next(first.begin(), first.end() - 1);
+        for (const auto& [key, value] : keys_values) values[next[key]++] = value;
+    }
+
+    void close() { first.push_back(static_cast<Index>(values.size())); }
+
+    std::span<const Index> operator[](Index i) const {
+        return {values.data() + first[i], static_cast<std::size_t>(first[i + 1] - first[i])};
+    }
+};
+
+struct Algorithm {
+    Bytes workspace;
+    double slowdown;
+};
+
+// A graph, by op and by tensor.
+struct Graph {
+    Lists reads, writes, recompute_reads, recompute_writes;
+    Flags forward;
+    std::vector<Seconds> seconds;
+    std::vector<Bytes> workspace;
+    std::vector<std::vector<Algorithm>> algorithms;
+    std::vector<Index> chosen;  // the algorithm that each op takes
+    std::vector<Index> least;   // its algorithm of least workspace
+    std::vector<Bytes> nbytes;
+    Flags persistent, movable, leaves, output;  // leaves: worth a transfer as well
+    bool whole = false;                         // one graph runs the whole step
+    std::vector<Index> producer, last_use;      // -1: none
+
+    Index ops() const { return static_cast<Index>(forward.size()); }
+    Index tensors() const { return static_cast<Index>(nbytes.size()); }
+
+    Bytes workspace_of(Index op, Index algorithm) const {
+        return algorithm ? algorithms[op][algorithm].workspace : workspace[op];
+    }
+
+    Seconds seconds_of(Index op, Index algorithm) const {
+        return seconds[op] * (algorithm ? algorithms[op][algorithm].slowdown : 1.0);
+    }
+
+    bool remakes(Index op, Index tensor) const {
+        const auto made = recompute_writes[op];
+        return std::find(made.begin(), made.end(), tensor) != made.end();
+    }
+
+    void derive() {
+        producer.assign(nbytes.size(), -1);
+        last_use.assign(nbytes.size(), -1);
+        for (Index op = 0; op < ops(); ++op) {
+            for (const Index t : reads[op]) last_use[t] = op;
+            for (const Index t : writes[op]) {
+                last_use[t] = op;
+                if (!persistent[t] && producer[t] < 0) producer[t] = op;
+            }
+        }
+        for (Index t = 0; t < tensors(); ++t)
+            if (output[t]) last_use[t] = ops();
+    }
+};
+
+struct Step {
+    Index op;
+    bool recompute;
+    std::vector<Index> makes;
+};
+
+struct Gap {
+    Index tensor, start, end;
+    bool remade;
+
+    bool wraps() const { return end <= start; }
+};
+
+// Puts recomputations in front of the backward ops that need them, each as late as it can be.
+class Recomputations {
+  public:
+    Recomputations(const Graph& graph, const Flags& dropped, const Flags& fleeting)
+        : graph_(graph), dropped_(dropped), fleeting_(fleeting), remade_(graph.nbytes.size(), 0) {}
+
+    std::vector<Step> steps() {
+        std::vector<Step> steps;
+        for (Index op = 0; op < graph_.ops(); ++op) {
+            if (!graph_.forward[op]) {
+                for (const Index t : fleeing_) remade_[t] = 0;
+                fleeing_.clear();
+                for (const Index t : graph_.reads[op]) ensure(t, op, steps);
+            }
+            steps.push_back({op, false, {}});
+        }
+        return steps;
+    }
+
+  private:
+    const Graph& graph_;
+    const Flags& dropped_;
+    const Flags& fleeting_;
+    Flags remade_;
+    std::vector<Index> fleeing_;
+
+    bool gone(Index tensor, Index now) const {
+        if (graph_.persistent[tensor] || remade_[tensor]) return false;
+        return graph_.forward[graph_.producer[tensor]] && (dropped_[tensor] || graph_.last_use[tensor] < now);
+    }
+
+    void ensure(Index tensor, Index now, std::vector<Step>& steps) {
+        std::vector<Index> pending{tensor};
+        while (!pending.empty()) {
+            const Index wanted = pending.back();
+            if (!gone(wanted, now) || !graph_.remakes(graph_.producer[wanted], wanted)) {
+                pending.pop_back();
+                continue;
+            }
+            const Index op = graph_.producer[wanted];
+            const std::size_t before = pending.size();
+            for (const Index t : graph_.recompute_reads[op])
+                if (gone(t, now) && graph_.remakes(graph_.producer[t], t)) pending.push_back(t);
+            if (pending.size() > before) continue;
+            Step step{op, true, {}};
+            for (const Index t : graph_.recompute_writes[op])
+                if (t == wanted || (dropped_[t] && gone(t, now))) step.makes.push_back(t);
+            for (const Index t : step.makes) {
+                remade_[t] = 1;
+                if (fleeting_[t]) fleeing_.push_back(t);
+            }
+            steps.push_back(std::move(step));
+            pending.pop_back();
+        }
+    }
+};
+
+class Program {
+  public:
+    std::vector<Step> steps;
+    Lists births, written;  // by tensor
+    std::vector<Gap> gaps;
+    std::vector<Bytes> live;  // when nothing is away but what is remade, with the algorithms chosen
+    Index end_of_forward = 0;
+
+    Program(const Graph& graph, const Flags& dropped, const Flags& fleeting)
+        : steps(Recomputations(graph, dropped, fleeting).steps()),
+          graph_(graph) {
+        find_gaps();
+        find_live();
+    }
+
+    Index length() const { return static_cast<Index>(steps.size()); }
+
+    bool may_leave(const Gap& gap) const {
+        const Index away = gap.end - gap.start + (gap.wraps() ? length() : 0);
+        return !gap.remade && away > 1 && graph_.leaves[gap.tensor];
+    }
+
+    Index earliest_return(const Gap& gap) const {
+        if (gap.wraps()) return 0;
+        return std::max(gap.start + 1, !graph_.whole && gap.end >= end_of_forward ? end_of_forward : 0);
+    }
+
+    Index latest_release(const Gap& gap) const {
+        if (gap.wraps()) return length();
+        return !graph_.whole && gap.start < end_of_forward ? std::min(gap.end, end_of_forward) : gap.end;
+    }
+
+    Index copy_start(const Gap& gap) const {
+        Index start = !graph_.whole && gap.start >= end_of_forward ? end_of_forward : 0;
+        for (const auto made : {written[gap.tensor], births[gap.tensor]})
+            if (const auto before = std::upper_bound(made.begin(), made.end(), gap.start); before != made.begin())
+                start = std::max(start, *(before - 1) + 1);
+        return start;
+    }
+
+    Index version(const Gap& gap) const {
+        const auto writes = written[gap.tensor];
+        return static_cast<Index>(std::upper_bound(writes.begin(), writes.end(), gap.start) - writes.begin());
+    }
+
+    // The bytes at each step with the least workspaces, when all that may leave has left.
+    std::vector<Bytes> alone() const {
+        std::vector<Bytes> found = live, change(steps.size() + 2, 0);
+        for (const Gap& gap : gaps) {
+            if (!may_leave(gap)) continue;
+            change[gap.start + 1] -= graph_.nbytes[gap.tensor];
+            change[gap.end] += graph_.nbytes[gap.tensor];
+            if (gap.wraps()) change[0] -= graph_.nbytes[gap.tensor];
+        }
+        Bytes away = 0;
+        for (std::size_t i = 0; i < steps.size(); ++i) {
+            const Index op = steps[i].op;
+            away += change[i];
+            found[i] += away - graph_.workspace_of(op, graph_.chosen[op]) + graph_.workspace_of(op, graph_.least[op]);
+        }
+        return found;
+    }
+
+  private:
+    const Graph& graph_;
+
+    template <typename Visit>
+    void touched(const Step& step, Visit visit) const {
+        for (const Index t : step.recompute ? graph_.recompute_reads[step.op] : graph_.reads[step.op]) visit(t);
+        for (const Index t : made(step)) visit(t);
+    }
+
+    std::span<const Index> made(const Step& step) const {
+        return step.recompute ? std::span<const Index>(step.makes) : graph_.writes[step.op];
+    }
+
+    void find_gaps() {
+        using Pairs = std::vector<std::pair<Index, Index>>;
+        Pairs touching, writing, making;
+        std::vector<Index> touched_last(graph_.nbytes.size(), -1);
+        Flags born(graph_.nbytes.size(), 0);
+        for (Index i = 0; i < length(); ++i) {
+            const Step& step = steps[i];
+            if (!step.recompute && graph_.forward[step.op]) end_of_forward = i + 1;
+            touched(step, [&](Index t) {
+                if (touched_last[t] != i) touching.emplace_back(t, i);
+                touched_last[t] = i;
+            });
+            for (const Index t : made(step)) {
+                if (!step.recompute) writing.emplace_back(t, i);
+                if (step.recompute || !born[t]) making.emplace_back(t, i);
+                born[t] = 1;
+            }
+        }
+        for (Index t = 0; t < graph_.tensors(); ++t)
+            if (graph_.output[t]) touching.emplace_back(t, length());
+        const Lists touches(graph_.tensors(), touching);
+        births = Lists(graph_.tensors(), making);
+        written = Lists(graph_.tensors(), writing);
+        change_.assign(steps.size() + 2, 0);
+        for (Index t = 0; t < graph_.tensors(); ++t) {
+            const auto uses = touches[t];
+            if (!uses.empty()) {
+                change_[graph_.persistent[t] ? 0 : uses.front()] += graph_.nbytes[t];
+                change_[(graph_.persistent[t] ? length() : uses.back()) + 1] -= graph_.nbytes[t];
+            } else if (graph_.persistent[t]) {
+                change_[0] += graph_.nbytes[t];
+            }
+            if (graph_.persistent[t] && !graph_.movable[t]) continue;
+            for (std::size_t k = 0; k + 1 < uses.size(); ++k) {
+                const bool remade = !graph_.persistent[t] && births[t].size() > 1 &&
+                                    std::ranges::binary_search(births[t].subspan(1), uses[k + 1]);
+                gaps.push_back({t, uses[k], uses[k + 1], remade});
+            }
+            if (graph_.persistent[t] && !uses.empty()) gaps.push_back({t, uses.back(), uses.front(), false});
+        }
+    }
+
+    void find_live() {
+        for (const Gap& gap : gaps) {
+            if (!gap.remade) continue;
+            change_[gap.start + 1] -= graph_.nbytes[gap.tensor];
+            change_[gap.end] += graph_.nbytes[gap.tensor];
+        }
+        live.resize(steps.size());
+        Bytes there = 0;
+        for (std::size_t i = 0; i < steps.size(); ++i) {
+            const Step& step = steps[i];
+            there += change_[i];
+            live[i] = there + graph_.workspace_of(step.op, graph_.chosen[step.op]);
+            if (!step.recompute) continue;
+            for (const Index t : graph_.recompute_writes[step.op])  // made with the rest, and wanted by nobody
+                if (std::find(step.makes.begin(), step.makes.end(), t) == step.makes.end()) live[i] += graph_.nbytes[t];
+        }
+    }
+
+    std::vector<Bytes> change_;
+};
+
+}  // namespace overspill::planning

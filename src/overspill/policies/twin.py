@@ -1,0 +1,76 @@
+"""What native/planning does, in plain Python: the oracle of its tests."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from overspill.core import Device, Schedule
+from overspill.simulate import simulate
+
+from .algorithms import memory_optimal
+from .assemble import assemble
+from .base import possible_trips
+from .decoding import Flags, Seconds
+from .program import Program
+from .select import Choices
+from .timing import timed
+from .trips import candidates
+
+
+@dataclass(frozen=True)
+class TwinPlan:
+    """The candidates chosen, the schedule that comes of it, its seconds, and those lost by candidate."""
+
+    chosen: list[int]
+    schedule: Schedule
+    seconds: float
+    lost: list[float]
+
+
+def fitting(
+    program: Program, recompute: Collection[int], fleeting: Collection[int], budget_bytes: int
+) -> Program | None:
+    """The program that recomputes these, less those for which there is no room where they are made again, or None."""
+    graph, remade = program.graph, frozenset(recompute)
+    while True:
+        found = Program(graph, remade, program.algorithms, fleeting)
+        least = found.with_algorithms(memory_optimal(graph))
+        over = least.live_bytes(possible_trips(least)) > budget_bytes
+        if not over.any():
+            return found
+        if not remade:
+            return None
+        around = {p + d for p in np.flatnonzero(over).tolist() for d in (-1, 0, 1)}
+        crowded = {gap.tensor for gap in found.gaps if gap.remade and gap.end in around} & remade
+        remade -= crowded or remade
+
+
+def decode(
+    program: Program, device: Device, seconds: Sequence[float], budget_bytes: int, dearer: Seconds, first: Flags
+) -> TwinPlan:
+    """The plan that takes candidates `first` before all others, where each costs `dearer` more seconds."""
+    among = candidates(program, device, seconds)
+    choices = Choices(among, program.durations(seconds), program.end_of_forward)
+    chosen = choices.select(program.live_bytes(), budget_bytes, np.flatnonzero(first), dearer)
+    algorithms = dict(program.algorithms)
+    for candidate in (among[i] for i in chosen):
+        if candidate.gap is None:
+            op = program.steps[candidate.position].op
+            algorithms[op] = max(algorithms.get(op, 0), candidate.algorithm)
+    gaps = list(dict.fromkeys(gap for i in chosen if (gap := among[i].gap) is not None))
+    slower = program.with_algorithms(algorithms)
+    transfers = timed(slower, gaps, slower.live_bytes(gaps), seconds, device, budget_bytes)
+    schedule = assemble(slower, transfers, "twin", budget_bytes)
+    timeline = simulate(program.graph, schedule, device, seconds)
+    waited: dict[int, float] = defaultdict(float)
+    for stall in timeline.stalls:
+        waited[schedule.instructions[stall.instruction].target] += stall.end_seconds - stall.start_seconds
+    longer: dict[int, float] = defaultdict(float)
+    for step, now, before in zip(program.steps, slower.durations(seconds), program.durations(seconds), strict=True):
+        longer[step.op] += now - before
+    lost = [waited[c.gap.tensor] if c.gap else longer[program.steps[c.position].op] for c in among]
+    return TwinPlan(chosen, schedule, timeline.step_seconds, lost)
