@@ -190,12 +190,15 @@ def errors() -> dict[str, Any]:
     step(*images(0))
     heard["later shapes"] = failure(lambda: step(*images(0, batch=BATCH - 2 * RANK)))
     loss = step(*images(1))
+    step.close()
     small = overspill.train_step(model, nn.CrossEntropyLoss(), momentum(model), budget="50KiB" if RANK else "1GiB")
     heard["budget"] = failure(lambda: small(*images(0)))
+    small.close()
     store = overspill.train_step(
         model, nn.CrossEntropyLoss(), momentum(model), budget="1GiB", store_dir="/nowhere" if RANK else None
     )
     heard["store"] = failure(lambda: store(*images(0)))
+    store.close()
     other = nn.Sequential(nn.Flatten(), nn.Linear(768, 10 + RANK))
     heard["models"] = failure(lambda: overspill.train_step(other, nn.CrossEntropyLoss(), momentum(other)))
     tree = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.GELU() if RANK else nn.ReLU())

@@ -23,7 +23,7 @@ def pair() -> Pair:
     """Two steps by each side; the managed one's weights and state are in the store."""
     found = Pair(Mlp, options={"budget": 0.6})
     found.train(2)
-    assert found.step._residency.away()
+    assert found.step._state.residency.away()
     return found
 
 
@@ -106,11 +106,11 @@ def test_synchronize_brings_all_back_to_tensors_that_the_user_holds() -> None:
     pair = Pair(Mlp)
     held = dict(pair.model.named_parameters())
     pair.train(2)
-    away = [n for n in held if f"model.{n}" in pair.step._residency.away()]
+    away = [n for n in held if f"model.{n}" in pair.step._state.residency.away()]
     assert away
     assert all(held[n].isnan().all() for n in away)  # what is read past the guards is no plausible number
     pair.step.synchronize()
-    assert pair.step._residency.away() == []
+    assert pair.step._state.residency.away() == []
     expected = dict(pair.plain.model.named_parameters())
     assert all(same_bits(p, expected[n]) for n, p in held.items())
 

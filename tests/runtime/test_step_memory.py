@@ -101,8 +101,8 @@ def test_the_store_does_not_grow_after_the_first_step() -> None:
     before: Any = (store.capacity_bytes, store.used_bytes)
     pair.train(3)
     assert (store.capacity_bytes, store.used_bytes) == before
-    assert pair.step.engine.stored_count == len(pair.step._residency.away()) - len(
-        [n for n in pair.step._residency.away() if pair.step._residency[n].handle is None]
+    assert pair.step.engine.stored_count == len(pair.step._state.residency.away()) - len(
+        [n for n in pair.step._state.residency.away() if pair.step._state.residency[n].handle is None]
     )
     pair.step.close()
     assert torch.equal(pair.model.last.weight, pair.plain.model.last.weight)

@@ -162,7 +162,7 @@ class Pair:
                 if self.given["budget"] != SMALLEST or refusal.floor_bytes <= budget:
                     raise
                 budget = refusal.floor_bytes
-                self.step.options = replace(self.step.options, budget=budget)
+                self.step._plans.options = replace(self.step.options, budget=budget)
 
     def train(self, steps: int = 1, inputs: tuple[Tensor, ...] | None = None) -> None:
         """Both take `steps`, which must have the same losses."""

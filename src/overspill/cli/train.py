@@ -56,6 +56,9 @@ StoreName = Annotated[
 Check = Annotated[
     bool, typer.Option("--check", help="Run the same steps without Overspill too, and compare all numbers bit by bit.")
 ]
+Checksum = Annotated[
+    bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
+]
 Backend = Annotated[str, typer.Option(metavar="NAME", help="What runs the planned graphs: eager or inductor.")]
 DeviceName = Annotated[
     str | None,
@@ -79,6 +82,7 @@ def train(
     store: StoreName = None,
     store_dir: StoreDir = None,
     check: Check = False,
+    checksum: Checksum = False,
     backend: Backend = "eager",
     optimizer: OptimizerName = "sgd",
     whole_step: WholeStep = False,
@@ -117,6 +121,7 @@ def train(
             times=None if times is None else MeasuredTimes.load(times),
             profile=profile is not None,
             placement=placement,
+            checksum=checksum,
         )
         training.check(options)
         _try_store(options, training.device)
@@ -202,6 +207,7 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "whole_step": training.whole_step,
         "device": training.device,
         "store": options.store,
+        "checksum": options.checksum,
         "backend": options.backend,
         "budget_bytes": plan.budget_bytes,
         "planned_peak_bytes": run.planned_peak_bytes,

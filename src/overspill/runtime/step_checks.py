@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from overspill.core.errors import RequestError, UnsupportedError
@@ -45,7 +46,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
             raise RequestError(f"{readable(name)} is not initialised yet; call the model once on an example first")
         if parameter.is_complex():
             raise UnsupportedError(f"{readable(name)} is complex; keep its real and imaginary parts as two parameters")
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, FakeTensor):  # fake ones are only planned
             raise UnsupportedError(
                 f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
                 "a planned step needs plain parameters"

@@ -1,4 +1,4 @@
-"""Data parallel training, each process within its own budget: `torchrun --nproc-per-node 2 20_data_parallel.py`.
+"""Data parallel training, each process within its own budget: `torchrun --nproc-per-node 2 07_data_parallel.py`.
 
 Run without torchrun, it starts two processes of itself.
 """
