@@ -4,12 +4,15 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types install bench accuracy definitions clean
+.PHONY: demo test test-all lint types install bench accuracy definitions clean
 
 demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
 
-test: $(READY)  ## the whole test suite, on two processes
+test: $(READY)  ## the tests, on two processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not long"
+
+test-all: $(READY)  ## those that take minutes each as well
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 lint: $(READY)

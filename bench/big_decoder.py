@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 from paired import machine
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -120,7 +121,7 @@ def main() -> None:
         rows.append(run(name, CASES[name], chosen.store_dir))
         print(rows[-1].line(), flush=True)
     if chosen.json is not None:
-        saved = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
+        saved = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(torch.device("cpu"))}
         chosen.json.write_text(json.dumps(saved | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 

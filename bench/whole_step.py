@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from overspill.policies.planning import make_plan, unmanaged_peak
 from overspill.runtime.compile import compile_in
 from overspill.runtime.session import Options, Session
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.training import Training, whole_step_graph
+from overspill.runtime.training import Training, step_graph
 
 SIMULATED = (("gpt2", 4), ("resnet50", 32), ("bert-base", 8), ("vgg16", 32))
 GPUS = ("rtx4090", "a100-80gb", "h200", "cpu")
@@ -64,16 +65,20 @@ class Simulated:
     whole_seconds: float | None
     feature_maps_seconds: float | None
 
+    @property
+    def ratio(self) -> float | None:
+        """How many times as long the step takes with feature maps alone."""
+        if self.whole_seconds is None or self.feature_maps_seconds is None:
+            return None
+        return self.feature_maps_seconds / self.whole_seconds
+
     def line(self) -> str:
         """The row of the table."""
-        ratio = (
-            self.feature_maps_seconds / self.whole_seconds if self.whole_seconds and self.feature_maps_seconds else None
-        )
         cells = [_seconds(s) for s in (self.in_core_seconds, self.whole_seconds, self.feature_maps_seconds)]
         return (
             f"{self.model:12s} {self.batch:5d} {self.gpu:10s} {self.share:6.0%} {format_bytes(self.budget_bytes):>10s} "
             + " ".join(f"{cell:>12s}" for cell in cells)
-            + f" {'' if ratio is None else f'{ratio:.3f}':>7s}"
+            + f" {'' if self.ratio is None else f'{self.ratio:.3f}':>7s}"
         )
 
 
@@ -96,7 +101,7 @@ def feature_maps_alone(graph: Graph) -> Graph:
 def simulated(models: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Iterator[Simulated]:
     """The rows of the simulated table."""
     for model, batch in models:
-        graph = whole_step_graph(Training(lambda model=model: load(model), batch, "adamw"))
+        graph = step_graph(Training(partial(load, model), batch, "adamw", whole_step=True), "cpu")
         for gpu in gpus:
             device = load_device(gpu)
             peak = unmanaged_peak(graph, device)
@@ -175,9 +180,8 @@ def ways(name: str, batch: int, seq_len: int, store_dir: str) -> Iterator[Way]:
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # so that all ways, whose steps are taken in turn, draw the same random numbers: none
     inputs = job.make_batch(batch)
-    peak = unmanaged_peak(
-        whole_step_graph(Training(lambda: load(name, seq_len=seq_len), batch, "adamw")), load_device("cpu")
-    )
+    whole = Training(partial(load, name, seq_len=seq_len), batch, "adamw", whole_step=True)
+    peak = unmanaged_peak(step_graph(whole, "cpu"), load_device("cpu"))
 
     def own() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = copy.deepcopy(job.module)
@@ -213,7 +217,7 @@ def ways(name: str, batch: int, seq_len: int, store_dir: str) -> Iterator[Way]:
         way = Way("overspill.train_step", module, budget)
         planned = overspill.train_step(module, job.loss, optimizer, budget=budget, store="disk", store_dir=store_dir)
         planned.tracker = way.tracker
-        way.step = lambda planned=planned: planned(*inputs)
+        way.step = partial(planned, *inputs)
         yield way
 
 
@@ -293,7 +297,11 @@ def main() -> None:
     rows: Iterator[Any] = measured(chosen.steps) if chosen.run else simulated(models, gpus)
     kept = report(rows)
     if chosen.json is not None:
-        saved = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "measured": chosen.run}
+        saved = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(torch.device("cpu")),
+            "measured": chosen.run,
+        }
         chosen.json.write_text(json.dumps(saved | {"rows": [asdict(row) for row in kept]}, indent=1) + "\n")
 
 
@@ -305,14 +313,13 @@ def report(rows: Any) -> list[Any]:
             print(HEADER if isinstance(row, Simulated) else MEASURED_HEADER)
         kept.append(row)
         print(row.line(), flush=True)
-    both = [r for r in kept if isinstance(r, Simulated) and r.whole_seconds and r.feature_maps_seconds]
-    if both:
-        slower = sum(r.whole_seconds > r.feature_maps_seconds * (1 + 1e-9) for r in both)
-        mean = statistics.geometric_mean(r.feature_maps_seconds / r.whole_seconds for r in both)
-        alone = sum(1 for r in kept if r.whole_seconds and not r.feature_maps_seconds)
+    rows_of_both = [r for r in kept if isinstance(r, Simulated)]
+    ratios = [r.ratio for r in rows_of_both if r.ratio is not None]
+    if ratios:
+        alone = sum(1 for r in rows_of_both if r.whole_seconds and not r.feature_maps_seconds)
         print(
-            f"\nslower than feature maps alone in {slower} of {len(both)}; geometric mean {mean:.3f} times as fast; "
-            f"feasible only over all tensors: {alone}"
+            f"\nslower than feature maps alone in {sum(r < 1 - 1e-9 for r in ratios)} of {len(ratios)}; "
+            f"geometric mean {statistics.geometric_mean(ratios):.3f} times as fast; feasible only over all tensors: {alone}"
         )
     return kept
 

@@ -15,7 +15,7 @@ import torch
 from overspill.models import load
 from overspill.runtime.training import Training, train_plain
 from overspill.runtime.session import Options
-print(train_plain(Training(lambda: load("resnet50"), 32, steps=2), Options()).losses)
+print(train_plain(Training(lambda: load("resnet50"), 32, steps=1), Options()).losses)
 """
 
 
@@ -40,7 +40,7 @@ def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_p
         "--budget",
         "1.2GiB",
         "--steps",
-        "2",
+        "1",
         "--store-dir",
         str(tmp_path),
         "--json",
@@ -61,7 +61,10 @@ def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "batch", "share"), [("resnet50", 32, 0.45), ("vgg16", 16, 0.60), ("gpt2", 4, 0.60)])
+@pytest.mark.parametrize(
+    ("model", "batch", "share"),
+    [("resnet50", 32, 0.45), ("vgg16", 16, 0.60), pytest.param("gpt2", 4, 0.60, marks=pytest.mark.long)],
+)
 def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewer_bytes_than_vdnn_all(
     model: str, batch: int, share: float
 ) -> None:
@@ -79,3 +82,31 @@ def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewe
     else:
         # vDNN leaves all gradients on the device, so it cannot meet this budget at all, and moves less for it.
         assert at_sixty.peak_bytes < 0.9 * everything.peak_bytes
+
+
+DECODER = "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=128"
+DECODER_LIMIT_BYTES = 5 * 2**29
+PLAIN_DECODER = f"""
+from overspill.models import load
+from overspill.runtime.training import Training, train_plain
+from overspill.runtime.session import Options
+print(train_plain(Training(lambda: load({DECODER!r}), 1, "adamw", steps=1), Options()).losses)
+"""
+
+
+@pytest.mark.long
+def test_a_decoder_with_2_gb_of_state_trains_within_700_mib_where_plain_training_fails(tmp_path) -> None:
+    words = ["train", DECODER, "--batch", "1", "--optimizer", "adamw", "--whole-step", "--budget", "700MiB"]
+    command = [sys.executable, "-m", "overspill", *words, "--steps", "1", "--store-dir", str(tmp_path), "--json"]
+    managed = run(command, DECODER_LIMIT_BYTES)
+    assert managed.returncode == 0, managed.stderr
+    result = json.loads(managed.stdout)
+    limited = run([sys.executable, "-c", PLAIN_DECODER], DECODER_LIMIT_BYTES)
+    assert limited.returncode != 0
+    assert "can't allocate memory" in limited.stderr
+    plain = run([sys.executable, "-c", PLAIN_DECODER])
+    assert plain.returncode == 0, plain.stderr
+    assert result["losses"] == json.loads(plain.stdout)
+    assert 0.98 * result["planned_peak_bytes"] <= result["measured_peak_bytes"] <= result["planned_peak_bytes"]
+    assert result["planned_peak_bytes"] <= 700 * 2**20
+    assert list(tmp_path.iterdir()) == []

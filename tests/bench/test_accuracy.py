@@ -17,7 +17,7 @@ needs_definitions = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_definitions
 def test_the_jobs_run_with_the_releases_that_were_measured() -> None:
     file = Path(__file__).with_name("test_ground_truth_jobs.py")
@@ -27,7 +27,7 @@ def test_the_jobs_run_with_the_releases_that_were_measured() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_definitions
 def test_the_measured_jobs_are_estimated_within_the_limits(tmp_path: Path) -> None:
     found = tmp_path / "accuracy.json"

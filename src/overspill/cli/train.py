@@ -110,7 +110,9 @@ def train(
         from overspill.runtime.training import Training
 
         gradients = GradientOptions(accumulate, clip_norm, clip_value)
-        training = Training(choice.build, batch, optimizer, steps, _device(device), whole_step, gradients)
+        training = Training(
+            choice.build, batch, optimizer, steps, _device(device), whole_step, gradients, keep_state=check
+        )
         store = store or ("disk" if training.device == "cpu" else "pinned")
         options = Options(
             budget=budget,

@@ -229,9 +229,13 @@ class TrainStep:
         """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
         self._state.synchronize()
 
-    def close(self) -> None:
-        """Bring all back, undo the guards, and give the store back; model and optimizer are then as without Overspill."""
-        self.synchronize()
+    def close(self, *, bring_back: bool = True) -> None:
+        """Bring all back, undo the guards, and give the store back; model and optimizer are then as without Overspill.
+
+        Without `bring_back`, for who needs them no more, what is in the store is lost: it reads as NaN then.
+        """
+        if bring_back:
+            self.synchronize()
         self._state.release()
         for hook in self._hooks:
             hook.remove()

@@ -62,6 +62,8 @@ class StepState:
             raise RequestError("this step is closed; make another with train_step")
         check_optimizer(self.optimizer, own_hooks=1)
         check_hooks(self.parameters)
+        for guard in (*self.guards.values(), *self.state_guards.values()):
+            guard.disarm()
         for module, guard in self.guards.items():
             if module.__dict__["_parameters"] is not guard or any(
                 p is not None and id(p) not in self.names for p in dict.values(guard)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overspill.core import Device, Graph
+from overspill.core import Device, Graph, Phase
 from overspill.core.errors import OverspillError, RequestError, StoreError
 from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
@@ -36,7 +36,7 @@ class Training:
     """What to train: `build` makes the job anew (weights and data follow from the seed), `device` is cpu or cuda.
 
     With `whole_step` the update is part of the plan, as in `overspill.train_step`; only then may `gradients` differ
-    from the default.
+    from the default. `keep_state`: the run ends with a copy of weights and buffers, to compare with another's.
     """
 
     build: Callable[[], Job]
@@ -46,6 +46,7 @@ class Training:
     device: str = "cpu"
     whole_step: bool = False
     gradients: GradientOptions = PLAIN
+    keep_state: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
@@ -219,7 +220,7 @@ def _train(training: Training, session: Session | None, on_step: Callable[[int, 
             return total
 
         _run_steps(training, one_step, run, on_step)
-    run.state = _final_state(step)
+    run.state = _final_state(step) if training.keep_state else {}
     return run
 
 
@@ -237,14 +238,14 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                 return loss
 
             _run_steps(training, one_step, run, on_step)
-        run.plan = whole.plans[-1]  # of several micro-batches, that of the last: the step ends with it
+        run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]
         run.times = whole.measured_times
-        run.state = _final_state(step)
+        run.state = _final_state(step) if training.keep_state else {}
         return run
     finally:
-        whole.close()
+        whole.close(bring_back=False)
 
 
 def _run_steps(
