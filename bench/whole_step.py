@@ -34,12 +34,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from overspill.core import Graph, TensorKind
+from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.devices import load_device
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
+from overspill.policies.order import feature_maps_alone
 from overspill.policies.planning import make_plan, unmanaged_peak
 from overspill.runtime.compile import compile_in
 from overspill.runtime.session import Options, Session
@@ -49,7 +50,6 @@ from overspill.runtime.training import Training, step_graph
 SIMULATED = (("gpt2", 4), ("resnet50", 32), ("bert-base", 8), ("vgg16", 32))
 GPUS = ("rtx4090", "a100-80gb", "h200", "cpu")
 SHARES = (0.75, 0.6, 0.5, 0.33)
-FEATURE_MAPS = frozenset({TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.OUTPUT_GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,6 @@ HEADER = (
 
 def _seconds(value: float | None) -> str:
     return "infeasible" if value is None else f"{value:.4f}"
-
-
-def feature_maps_alone(graph: Graph) -> Graph:
-    """The same step where parameters, gradients and optimizer state stay, and updates come at the end."""
-    tensors = (replace(t, movable=t.movable and t.kind in FEATURE_MAPS) for t in graph.tensors)
-    return replace(graph, tensors=tuple(tensors), whole_step=False)
 
 
 def simulated(models: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Iterator[Simulated]:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, Verb
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 
 from .candidates import fastest
 
+FEATURE_MAPS = frozenset({TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.OUTPUT_GRADIENT})
+"""What plans of feature maps alone may move."""
 Followers = Mapping[int, Sequence[int]]
 """For each op, the ops that must come after it, in the order of the graph."""
 
@@ -93,14 +95,13 @@ def best_order(
 ) -> Schedule:
     """The fastest schedule that `plan` makes of a whole step: with its updates as early as may be, or at the end.
 
-    One more is made with all that outlives the step kept on the device, as a plan of feature maps alone has it: where
-    that fits it has fewer choices, and a heuristic may do better with them. Raises the InfeasibleBudget that asks for
-    least if none fits.
+    One more is made of feature maps alone: where that fits it has fewer choices, and a heuristic may do better with
+    them. Raises the InfeasibleBudget that asks for least if none fits.
     """
     found: list[Schedule] = []
     errors: list[InfeasibleBudget] = []
     early, late = early_updates(graph), tuple(range(len(graph.ops)))
-    for variant, order in ((graph, early), (graph, late), (with_state_staying(graph), early)):
+    for variant, order in ((graph, early), (graph, late), (feature_maps_alone(graph), late)):
         try:
             made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
         except InfeasibleBudget as error:
@@ -113,9 +114,10 @@ def best_order(
     return best
 
 
-def with_state_staying(graph: Graph) -> Graph:
-    """`graph` where nothing that outlives the step may leave the device."""
-    return replace(graph, tensors=tuple(replace(t, movable=t.movable and not t.persistent) for t in graph.tensors))
+def feature_maps_alone(graph: Graph) -> Graph:
+    """The whole step `graph` as one where only tensors of forward and backward may move, and these are two graphs."""
+    tensors = (replace(t, movable=t.movable and t.kind in FEATURE_MAPS) for t in graph.tensors)
+    return replace(graph, tensors=tuple(tensors), whole_step=False)
 
 
 def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:
