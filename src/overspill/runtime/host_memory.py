@@ -26,6 +26,12 @@ def economise(unmanaged_peak_bytes: int) -> bool:
     return available_bytes() < SCARCE * unmanaged_peak_bytes and return_freed_blocks()
 
 
+def give_back() -> None:
+    """Make the C library hand all memory that is free now back to the system, wherever in its heap it lies."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @functools.cache
 def return_freed_blocks() -> bool:
     """Make the C library give large freed blocks back at once, for the whole process; whether it can."""

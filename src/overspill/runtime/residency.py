@@ -145,8 +145,8 @@ class Residency:
         if failure is not None:
             raise failure
 
-    def send(self, names: Iterable[str], engine: TransferEngine) -> None:
-        """Let these be in the store. Raises StoreError; what could not be written stays on the device."""
+    def send(self, names: Iterable[str], engine: TransferEngine) -> bool:
+        """Let these be in the store; whether any was not. Raises StoreError; what could not be written stays here."""
         going = []
         for resident in map(self.residents.__getitem__, names):
             if not resident.away:
@@ -157,6 +157,7 @@ class Residency:
         for resident, handle in going:
             engine.await_offload(handle)
             resident.stored(handle)
+        return bool(going)
 
 
 def readable(name: str) -> str:

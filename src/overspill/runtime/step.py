@@ -20,6 +20,7 @@ from overspill.policies.planning import Plan
 
 from . import batches
 from .engine import TransferEngine
+from .host_memory import give_back
 from .loss import StepLoss
 from .parallel import OneProcess, processes_of
 from .residency import readable
@@ -270,7 +271,11 @@ class TrainStep:
         part = call.parts[call.number]
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         if self._state.engine is not None:
-            self._state.residency.send(compiled.stored | compiled.parked, self._state.engine)
+            sent = self._state.residency.send(compiled.stored | compiled.parked, self._state.engine)
+            if (
+                sent and self._state.where.type == "cpu"
+            ):  # a model may have been built where the heap keeps what it frees
+                give_back()
             self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), self._state.engine)
         if call.number == 0:
             self.processes.share_buffers(self._state.buffers.values())

@@ -62,8 +62,6 @@ class StepState:
             raise RequestError("this step is closed; make another with train_step")
         check_optimizer(self.optimizer, own_hooks=1)
         check_hooks(self.parameters)
-        for guard in (*self.guards.values(), *self.state_guards.values()):
-            guard.disarm()
         for module, guard in self.guards.items():
             if module.__dict__["_parameters"] is not guard or any(
                 p is not None and id(p) not in self.names for p in dict.values(guard)
@@ -137,7 +135,9 @@ class StepState:
         return name in self.owned and self.parameters[name].requires_grad
 
     def release(self) -> None:
-        """Undo the guards; model and optimizer then have plain dictionaries."""
+        """Undo the guards; model and optimizer then have plain dictionaries, of what is there."""
+        for guard in (*self.guards.values(), *self.state_guards.values()):
+            guard.disarm()
         for module, guard in self.guards.items():
             if module.__dict__["_parameters"] is guard:
                 module.__dict__["_parameters"] = dict(guard)
