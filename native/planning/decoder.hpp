@@ -1,5 +1,5 @@
 // From priorities to a timed plan: which trips a program makes, when, and what that costs on the clock. Twin of
-// src/overspill/policies/decoding.py.
+// src/overspill/policies/twin.py.
 #pragma once
 
 #include <algorithm>
@@ -14,58 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "over.hpp"
 #include "program.hpp"
+#include "trips.hpp"
 
 namespace overspill::planning {
-
-struct Link {
-    Seconds latency;
-    double offload_bytes_per_second;
-    double prefetch_bytes_per_second;
-    bool full_duplex;
-    double compute_share;  // of compute time that a running transfer takes away
-
-    Seconds offload(Bytes nbytes) const { return latency + static_cast<double>(nbytes) / offload_bytes_per_second; }
-    Seconds prefetch(Bytes nbytes) const { return latency + static_cast<double>(nbytes) / prefetch_bytes_per_second; }
-};
-
-// A trip that a tensor may make in a gap. Its copy may start before the step `copy`, where it is needed: unless the
-// store has the tensor as it is after `version` writes. It has to be gone by `latest`, and comes back from `earliest` on.
-struct Trip {
-    Index tensor, start, end, copy, latest, earliest, version;
-    Bytes nbytes;
-
-    bool wraps() const { return end <= start; }
-};
-
-// A slower algorithm for the op at a step: how long the op takes then, and what it saves to the fastest one.
-struct Slower {
-    Index position, op, number;
-    Seconds cost, seconds;
-    Bytes relieved, saved;
-};
-
-struct Span {
-    Index start = 0, end = 0;
-};
-
-// A way to have `nbytes` less on the device during the spans: a part of a trip, or (trip < 0) a slower algorithm.
-struct Candidate {
-    std::array<Span, 2> spans;
-    Bytes nbytes;
-    Seconds cost, out, back;
-    Index trip, slower;
-};
-
-struct Decoded {
-    std::int64_t looks = 0;  // how often a candidate was looked at: what the choice took
-    Seconds seconds = 0;
-    Bytes moved_bytes = 0;
-    std::vector<Index> chosen;           // candidates, in the order in which they were taken
-    std::vector<Index> trips;            // those made
-    std::vector<Index> release, issue;   // of each trip made
-    std::vector<Seconds> lost;           // by candidate: what its tensor waited, or what its op's algorithm took longer
-};
 
 class Decoder {
   public:
@@ -218,52 +171,6 @@ class Decoder {
     }
 
     // -- the greedy choice (select.py)
-
-    // The steps over the budget and how long they are.
-    class Over {
-      public:
-        Over(const std::vector<std::int64_t>& weight, std::vector<Bytes> excess) : excess_(std::move(excess)) {
-            const std::size_t length = weight.size();
-            time_.assign(length + 1, 0);
-            next_.resize(length + 1);
-            std::iota(next_.begin(), next_.end(), 0);
-            for (std::size_t i = 1; i <= length; ++i) {
-                if (excess_[i - 1] > 0)
-                    time_[i] += weight[i - 1];
-                else
-                    next_[i - 1] = static_cast<Index>(i);
-                if (const std::size_t parent = i + (i & (~i + 1)); parent <= length) time_[parent] += time_[i];
-            }
-        }
-
-        // Takes bytes off the steps in `span`; those that are not over the budget any more drop out.
-        void relieve(Span span, Bytes nbytes, const std::vector<std::int64_t>& weight) {
-            for (Index i = next(span.start); i < span.end; i = next(i + 1)) {
-                if ((excess_[i] -= nbytes) > 0) continue;
-                next_[i] = i + 1;
-                for (std::size_t k = static_cast<std::size_t>(i) + 1; k < time_.size(); k += k & (~k + 1))
-                    time_[k] -= weight[i];
-            }
-        }
-
-        std::int64_t within(Span span) const { return before(span.end) - before(span.start); }
-
-      private:
-        std::vector<Bytes> excess_;       // of steps that are over the budget
-        std::vector<std::int64_t> time_;  // of these steps, a Fenwick tree
-        std::vector<Index> next_;         // towards the next such step: a forest with compressed paths
-
-        Index next(Index step) {
-            while (next_[step] != step) step = next_[step] = next_[next_[step]];
-            return step;
-        }
-
-        std::int64_t before(Index step) const {
-            std::int64_t sum = 0;
-            for (std::size_t i = static_cast<std::size_t>(step); i > 0; i &= i - 1) sum += time_[i];
-            return sum;
-        }
-    };
 
     std::vector<Bytes> excess() const {
         std::vector<Bytes> found = live_;

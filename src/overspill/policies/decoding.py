@@ -21,7 +21,6 @@ from .algorithms import memory_optimal
 from .assemble import Transfer, assemble
 from .base import may_move
 from .program import Gap, Program
-from .timing import one_graph
 
 Flags = NDArray[np.bool_]
 Seconds = NDArray[np.float64]
@@ -124,7 +123,7 @@ class Decoders:
             np.array([may_move(tensor) for tensor in graph.tensors]),
             np.array([program.algorithms.get(op.id, 0) for op in graph.ops], dtype=np.int32),
             np.array([least.get(op.id, 0) for op in graph.ops], dtype=np.int32),
-            one_graph(graph),
+            graph.whole_step,
             device,
             budget_bytes,
         )

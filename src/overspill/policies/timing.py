@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.core import Device, Graph
+from overspill.core import Device
 
 from .assemble import Transfer
 from .base import earliest_return, latest_release
@@ -21,11 +21,6 @@ from .program import Gap, Positions, Program
 Seconds = NDArray[np.float64]
 ISSUE_MARGIN = 1.2
 """Prefetches are issued as if they took this much longer, for a transfer's real time varies."""
-
-
-def one_graph(graph: Graph) -> bool:
-    """Whether one graph runs the whole step, not one forward and one backward."""
-    return graph.whole_step
 
 
 def needs_copy(program: Program, gaps: Iterable[Gap]) -> set[Gap]:
@@ -71,7 +66,7 @@ def copy_start(program: Program, gap: Gap) -> int:
     One that leaves in backward leaves no sooner than a backward graph begins.
     """
     boundary = program.end_of_forward
-    start = boundary if gap.start >= boundary and not one_graph(program.graph) else 0
+    start = boundary if gap.start >= boundary and not program.graph.whole_step else 0
     for made in (program.written[gap.tensor], program.births[gap.tensor]):
         if before := bisect_right(made, gap.start):
             start = max(start, made[before - 1] + 1)
