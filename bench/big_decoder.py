@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from paired import machine
+from paired import json_record
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core.units import format_bytes
@@ -121,8 +121,8 @@ def main() -> None:
         rows.append(run(name, CASES[name], chosen.store_dir))
         print(rows[-1].line(), flush=True)
     if chosen.json is not None:
-        saved = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(torch.device("cpu"))}
-        chosen.json.write_text(json.dumps(saved | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        chosen.json.write_text(json_record(torch.device("cpu"), when=when, rows=[asdict(row) for row in rows]))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,14 @@ where `--out` says.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from paired import machine
+from paired import json_record
 
 import overspill
 from overspill.core.units import format_bytes
@@ -105,13 +102,7 @@ def main() -> None:
                 flush=True,
             )
             if arguments.out is not None:
-                record = {
-                    "machine": machine(torch.device("cpu")),
-                    "date": datetime.now(UTC).date().isoformat(),
-                    "command": sys.argv,
-                    "rows": rows,
-                }
-                arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+                arguments.out.write_text(json_record(torch.device("cpu"), rows=rows))
 
 
 if __name__ == "__main__":

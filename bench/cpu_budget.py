@@ -9,13 +9,10 @@ writes all figures as JSON. A full run takes about half an hour on two cores.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from paired import Case, compare, machine
+from paired import Case, compare, json_record
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
@@ -65,13 +62,7 @@ def main() -> None:
                         f"{name:9s} {label:9s} {store:5s} infeasible: the floor is {format_bytes(refusal.floor_bytes)}"
                     )
                 rows.append(row)
-                record = {
-                    "machine": machine(device),
-                    "date": datetime.now(UTC).date().isoformat(),
-                    "command": sys.argv,
-                    "rows": rows,
-                }
-                arguments.out.write_text(json.dumps(record, indent=1) + "\n")  # after each row: a full run is long
+                arguments.out.write_text(json_record(device, rows=rows))  # after each row: a full run is long
 
 
 def describe(row: dict[str, object]) -> str:

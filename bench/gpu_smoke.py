@@ -9,14 +9,12 @@ sides, and how long the compute stream waited for transfers.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from paired import Case, compare, machine
+from paired import Case, compare, json_record
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.models import load
@@ -59,11 +57,10 @@ def main() -> None:
         sys.exit("gpu_smoke: this machine has no CUDA device")
     cases = [Case("resnet50", arguments.batch_resnet), Case("gpt2", arguments.batch_gpt2, seq_len=512)]
     rows = [measure(case, budget, arguments.pairs) for case in cases for budget in BUDGETS]
-    record = {"machine": machine(torch.device("cuda")), "date": datetime.now(UTC).date().isoformat(), "rows": rows}
-    text = json.dumps(record, indent=1)
-    print(text)
+    record = json_record(torch.device("cuda"), rows=rows)
+    print(record, end="")
     if arguments.out:
-        arguments.out.write_text(text + "\n")
+        arguments.out.write_text(record)
 
 
 if __name__ == "__main__":

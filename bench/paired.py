@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +130,9 @@ def machine(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     return found
+
+
+def json_record(device: torch.device, **figures: Any) -> str:
+    """`figures` as JSON, behind the machine that they were measured on, the date (UTC) and the command."""
+    begun = {"machine": machine(device), "date": datetime.now(UTC).date().isoformat(), "command": sys.argv}
+    return json.dumps(begun | figures, indent=1) + "\n"

@@ -11,21 +11,18 @@ Policies that plan for a budget get one halfway between their floor and what the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from paired import machine
+from paired import json_record
 from torch import Tensor
 
 from overspill.core import Device, Graph
@@ -266,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 rows.append(row)
                 print(row.line(), flush=True)
                 if arguments.json:
-                    arguments.json.write_text(json.dumps(record(rows, devices), indent=1) + "\n")
+                    arguments.json.write_text(record(rows, devices))
     print(f"median error {median_error(rows):.1%} of {len(rows)} rows")
     for store in ("none", "host", "disk"):
         if some := [row for row in rows if row.store == store]:
@@ -278,17 +275,15 @@ def median_error(rows: Sequence[Row]) -> float:
     return statistics.median(abs(row.error) for row in rows)
 
 
-def record(rows: Sequence[Row], devices: dict[str, Device]) -> dict[str, Any]:
+def record(rows: Sequence[Row], devices: dict[str, Device]) -> str:
     """What is written as JSON."""
     links = ("offload_bytes_per_second", "prefetch_bytes_per_second", "full_duplex", "transfer_compute_share")
-    return {
-        "machine": machine(CPU),
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": sys.argv,
-        "stores": {name: {link: getattr(device, link) for link in links} for name, device in devices.items()},
-        "median_error": median_error(rows),
-        "rows": [asdict(row) | {"error": row.error} for row in rows],
-    }
+    return json_record(
+        CPU,
+        stores={name: {link: getattr(device, link) for link in links} for name, device in devices.items()},
+        median_error=median_error(rows),
+        rows=[asdict(row) | {"error": row.error} for row in rows],
+    )
 
 
 if __name__ == "__main__":

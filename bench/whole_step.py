@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from paired import machine
+from paired import json_record
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -289,12 +289,8 @@ def main() -> None:
     rows: Iterator[Any] = measured(chosen.steps) if chosen.run else simulated(models, gpus)
     kept = report(rows)
     if chosen.json is not None:
-        saved = {
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(torch.device("cpu")),
-            "measured": chosen.run,
-        }
-        chosen.json.write_text(json.dumps(saved | {"rows": [asdict(row) for row in kept]}, indent=1) + "\n")
+        when, saved = datetime.now(UTC).isoformat(timespec="seconds"), [asdict(row) for row in kept]
+        chosen.json.write_text(json_record(torch.device("cpu"), when=when, measured=chosen.run, rows=saved))
 
 
 def report(rows: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from overspill.core import Device, Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.core import Device, Graph, LayerType, Op, Phase, Tensor, TensorKind, numbered
 
 X, W, H, LOSS, GRAD, SCRATCH = range(6)
 
@@ -79,6 +79,15 @@ def test_an_empty_graph_has_empty_views() -> None:
     empty = Graph("nothing", (), ())
     assert (empty.producer, empty.uses, empty.consumers, empty.layers) == ({}, (), (), {})
     assert empty.persistent_bytes == 0
+
+
+def test_ops_are_numbered_by_their_positions_and_touch_what_they_touched(graph: Graph) -> None:
+    chosen = [graph.ops[i] for i in (4, 0, 2)]
+    made = numbered(chosen)
+    assert [op.id for op in made] == [0, 1, 2]
+    assert [(op.name, op.reads, op.writes) for op in made] == [(op.name, op.reads, op.writes) for op in chosen]
+    assert numbered(graph.ops) == graph.ops
+    assert numbered(()) == ()
 
 
 def test_a_transfer_costs_its_latency_and_its_bytes() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulate.graphs import Build, networks
 
-from overspill.core import Graph, Phase, TensorKind
+from overspill.core import Graph, Phase, TensorKind, numbered
 from overspill.policies.assemble import assemble
 from overspill.policies.order import depth_first, in_graph_order, reordered
 from overspill.policies.program import Program
@@ -105,7 +105,7 @@ def test_an_op_that_touches_no_tensor_keeps_its_place_in_its_phase() -> None:
     forward = len(FIG_10)
     lonely = replace(graph.ops[forward], name="step.rest", layer="", reads=(), writes=())
     ops = (*graph.ops[:forward], lonely, *graph.ops[forward:])
-    order = depth_first(replace(graph, ops=tuple(replace(op, id=i) for i, op in enumerate(ops))))
+    order = depth_first(replace(graph, ops=numbered(ops)))
     assert order.index(forward) == forward
 
 

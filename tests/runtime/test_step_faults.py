@@ -63,7 +63,7 @@ class Flaky(HostStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Flaky:
     found = Flaky()
-    monkeypatch.setattr("overspill.runtime.step_plans.make_store", lambda *_: found)
+    monkeypatch.setattr("overspill.runtime.session.make_store", lambda *_: found)
     return found
 
 

@@ -30,7 +30,7 @@ from torch.fx import traceback
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from overspill.core import LayerType, Op, Phase, TensorKind
+from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 from overspill.core.errors import UnsupportedError
 
 from .compiled import Captured, CaptureOfStep, InputInfo, Surroundings
@@ -289,9 +289,8 @@ class _Capture(CaptureOfStep):
     def build(self) -> CapturedStep:
         captured = super().build()
         order = _early(captured.graph.ops)
-        ops = tuple(replace(captured.graph.ops[old], id=new) for new, old in enumerate(order))
+        graph = replace(captured.graph, ops=numbered(captured.graph.ops[old] for old in order))
         nodes = {new: captured.nodes[old] for new, old in enumerate(order) if old in captured.nodes}
-        graph = replace(captured.graph, ops=ops)
         loss = _loss_node(self.graph)
         return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, loss, self.updates)
 
@@ -396,9 +395,7 @@ class _Capture(CaptureOfStep):
         if value is not None:
             (key,) = storages(node)
             self.joint.roots[key] = [node]
-            self.tensor_of[key] = self._add_tensor(
-                value.numel() * value.element_size(), TensorKind.TEMPORARY, node.name, value
-            )
+            self.tensor_of[key] = self._add_tensor(value.nbytes, TensorKind.TEMPORARY, node.name, value)
             writes = (*writes, self.tensor_of[key])
         self.nodes[len(self.ops)] = node
         moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))

@@ -8,6 +8,7 @@ from .graph import Op as Op
 from .graph import Phase as Phase
 from .graph import Tensor as Tensor
 from .graph import TensorKind as TensorKind
+from .graph import numbered as numbered
 from .layout import Layout as Layout
 from .schedule import Instruction as Instruction
 from .schedule import Schedule as Schedule

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -195,3 +196,8 @@ class Graph(Saved):
     def bytes_of(self, kind: TensorKind) -> int:
         """Bytes of all tensors of `kind`."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.kind is kind)
+
+
+def numbered(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """`ops` with their positions as their ids, as a Graph has them; what they read and write stays as it is."""
+    return tuple(replace(op, id=position) for position, op in enumerate(ops))

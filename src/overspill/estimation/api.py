@@ -23,6 +23,7 @@ from overspill.core.errors import RequestError
 from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
+from overspill.models.step import is_criterion
 from overspill.placement.caching_config import CachingConfig
 from overspill.placement.registry import allocator_type
 
@@ -249,8 +250,7 @@ class _Work:
     def _value(self, model: nn.Module, inputs: Any) -> Tensor:
         if self._loss is None:
             return programs.loss_of(_call(model, inputs))
-        module = getattr(self._loss, "__module__", "") or ""
-        if not isinstance(self._loss, nn.Module) and not module.startswith("torch."):
+        if not is_criterion(self._loss):
             return programs.loss_of(_call_with(self._loss, model, inputs))
         if isinstance(inputs, dict) or not isinstance(inputs, (list, tuple)) or len(inputs) < 2:
             raise RequestError(

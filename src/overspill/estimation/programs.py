@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from overspill.capture.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.models import Job
+from overspill.models.step import loss_in
 
 from .parallel import Parallel
 from .wrappers import data_parallel
@@ -151,9 +152,7 @@ def of_job(
 
 def loss_of(output: Any) -> Tensor:
     """The scalar in a model's output: its `loss`, itself, or the sum of its first tensor."""
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, dict):
-        found = output.get("loss")
+    found = loss_in(output)
     if found is None:
         found = output[0] if isinstance(output, (list, tuple)) else output
     if not isinstance(found, Tensor):

@@ -1,6 +1,6 @@
 """The networks that Overspill estimates, plans and trains by name, and the door for a user's own.
 
-Nothing here imports torch before a model is loaded; `overspill.models.step.TrainingStep` lives apart for that reason.
+Nothing here imports torch before a model is loaded; `overspill.models.step` stands apart for that reason.
 """
 
 from .configured import FORMS as FORMS

@@ -1,8 +1,13 @@
-"""A whole forward computation as one module, so that what is captured and compiled includes the loss."""
+"""A model and its loss as one module, so that what is captured and compiled includes the loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from torch import Tensor, nn
+
+from overspill.core.errors import RequestError
 
 from .job import Job
 
@@ -18,3 +23,53 @@ class TrainingStep(nn.Module):
     def forward(self, *batch: Tensor) -> Tensor:
         """Returns the loss of the model on `batch`, the tensors that the job's `make_batch` returned."""
         return self.loss(self.model, *batch)
+
+
+class StepLoss(nn.Module):
+    """`model` with the loss that it is trained on; called on a batch, returns that loss.
+
+    `loss` is a criterion of torch.nn, given the model's output and the last input, or a function of the model and all
+    inputs, or None for a model that returns its own loss (as its output, or as the output's `loss`).
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *inputs: Any) -> Any:
+        """The loss on `inputs`; a single dictionary gives the model keyword arguments. Raises RequestError."""
+        if self.loss is None:
+            return _own_loss(_call(self.model, inputs))
+        if not is_criterion(self.loss):
+            return self.loss(self.model, *inputs)
+        if len(inputs) < 2:
+            raise RequestError(
+                "a criterion needs inputs and a target; or pass loss as a function of the model and all inputs"
+            )
+        return self.loss(self.model(*inputs[:-1]), inputs[-1])
+
+
+def is_criterion(loss: Callable[..., Any]) -> bool:
+    """Whether `loss` is given an output and a target, as torch's own losses are, and not the model and all inputs."""
+    return isinstance(loss, nn.Module) or (getattr(loss, "__module__", "") or "").startswith("torch.")
+
+
+def loss_in(output: Any) -> Any:
+    """What a model's output has as its `loss`, an attribute or a key; None if it has neither."""
+    # The attribute first: one set on a transformers.ModelOutput that had no loss does not become a key of it.
+    found = getattr(output, "loss", None)
+    return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def _call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return model(**inputs[0]) if len(inputs) == 1 and isinstance(inputs[0], dict) else model(*inputs)
+
+
+def _own_loss(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else loss_in(output)
+    if not isinstance(loss, Tensor):
+        raise RequestError(
+            "the model returns no loss; pass loss_fn, a criterion or a function of the model and all inputs"
+        )
+    return loss

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from overspill.core.errors import OverspillError, RequestError
 
 from .job import Job
+from .step import loss_in
 
 _WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
 _IMAGE_SIZE = 224
@@ -192,5 +193,5 @@ def _default_loss(output: Any) -> Tensor | None:
     """The output's `loss`, the output itself if a scalar, or the mean of its squares; None if there is nothing such."""
     if isinstance(output, Tensor):
         return output if output.dim() == 0 else output.float().square().mean()
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = loss_in(output)
     return found if isinstance(found, Tensor) else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb, numbered
 from overspill.core.errors import InfeasibleBudget
 
 from .candidates import fastest
@@ -76,7 +76,7 @@ def _last_recomputation(graph: Graph) -> dict[int, int]:
 
 def reordered(graph: Graph, order: Sequence[int]) -> Graph:
     """`graph` with the ops in `order`, numbered anew; the tensors stay as they are."""
-    return replace(graph, ops=tuple(replace(graph.ops[op], id=i) for i, op in enumerate(order)))
+    return replace(graph, ops=numbered(graph.ops[op] for op in order))
 
 
 def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:

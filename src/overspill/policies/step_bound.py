@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from overspill.core import Device, Graph, Phase
+from overspill.core import Device, Graph, Phase, numbered
 
 from .base import possible_trips
 from .bound import lower_bound_seconds
@@ -39,8 +39,7 @@ def without_updates(graph: Graph, kept: Sequence[int]) -> Graph:
     """The ops `kept` of `graph`, numbered anew, and only the persistent tensors that they use or that cannot move."""
     used = {t for op in kept for t in (*graph.ops[op].reads, *graph.ops[op].writes)}
     tensors = (replace(t, persistent=t.persistent and (t.id in used or not t.movable)) for t in graph.tensors)
-    ops = (replace(graph.ops[op], id=i) for i, op in enumerate(kept))
-    return replace(graph, tensors=tuple(tensors), ops=tuple(ops))
+    return replace(graph, tensors=tuple(tensors), ops=numbered(graph.ops[op] for op in kept))
 
 
 def forced_link_seconds(graph: Graph, device: Device, budget_bytes: int) -> float:

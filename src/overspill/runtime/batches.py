@@ -56,4 +56,4 @@ def bytes_outside(inputs: tuple[Any, ...], batch: tuple[Any, ...]) -> int:
 
 def _nbytes(inputs: tuple[Any, ...]) -> int:
     leaves, _ = tree_flatten(inputs)
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

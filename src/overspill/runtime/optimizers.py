@@ -56,13 +56,13 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
     parameters = [p for p in group["params"] if p.requires_grad]
     if not parameters:
         return OptimizerNeeds(0, 0)
-    sizes = [p.numel() * p.element_size() for p in parameters]
+    sizes = [p.nbytes for p in parameters]
     try:
         state = _state_bytes(optimizer, group, parameters)
         update = _temporaries(optimizer, group, parameters[0], sizes)
     except Exception as error:  # noqa: BLE001 - any class of optimizer may refuse tiny parameters in any way
         has = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-        state = sum(v.numel() * v.element_size() for v in has) or 2 * sum(sizes)
+        state = sum(v.nbytes for v in has) or 2 * sum(sizes)
         update = sum(sizes)
         warnings.warn(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); "
@@ -108,7 +108,9 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     """
 
     def tried(*shapes: tuple[int, int]) -> int:
-        return _temporary_bytes(optimizer, group, [_probe(shape, like) for shape in shapes])
+        tiny = optimizer_like(optimizer, group, [_probe(shape, like) for shape in shapes])
+        tiny.step()  # which makes the state
+        return temporary_bytes(tiny)
 
     square, flat, small = (64, 64), (16, 64), (16, 16)
     unit = 64 * 64 * like.element_size()
@@ -128,15 +130,14 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     return in_turn(sizes) if tried(*trial) <= foretold + _SCALAR_BYTES else int(two * max(sizes))
 
 
-def _temporary_bytes(optimizer: Optimizer, group: dict[str, Any], probes: list[Tensor]) -> int:
-    """The temporary bytes of a second step on `probes`."""
-    tiny = optimizer_like(optimizer, group, probes)
-    tiny.step()
-    tracker = LiveBytes(probes[0].device)
-    tracker.add([*probes, *(p.grad for p in probes), *(v for p in probes for v in tiny.state[p].values())])
+def temporary_bytes(optimizer: Optimizer) -> int:
+    """Bytes that the next step of `optimizer`, which it takes, has beside its parameters, their gradients and state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    tracker = LiveBytes(parameters[0].device)
+    tracker.add(v for p in parameters for v in (p, p.grad, *optimizer.state[p].values()))
     settled = tracker.live_bytes
     with tracker:
-        tiny.step()
+        optimizer.step()
     return tracker.peak_bytes - settled
 
 

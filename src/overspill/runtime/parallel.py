@@ -110,7 +110,7 @@ class DataParallel(OneProcess):
         alike: dict[Any, list[Tensor]] = defaultdict(list)
         for tensor in buffers:
             packed = alike[tensor.dtype, tensor.device]
-            if packed and sum(map(_nbytes, packed)) + _nbytes(tensor) > BROADCAST_BYTES:
+            if packed and sum(t.nbytes for t in packed) + tensor.nbytes > BROADCAST_BYTES:
                 _packed(packed, self._broadcast_flat)
                 packed.clear()
             packed.append(tensor)
@@ -245,10 +245,6 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
             tensor.copy_(part.view(tensor.shape))
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _whole_storage(tensor: Tensor) -> Tensor:
     """The storage of `tensor` as one row: all its views see what happens there."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -313,7 +309,7 @@ def bucket_bytes() -> int:
     if ddp is None:
         return 0
     reduced = (p for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ddp.parameters_to_ignore)
-    return sum(map(_nbytes, reduced))
+    return sum(p.nbytes for p in reduced)
 
 
 def _running() -> DistributedDataParallel | None:

@@ -212,9 +212,7 @@ class Session:
         if device.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         if self._engine is None:
-            store = make_store(self.options.store, device, self.options.store_dir)
-            self._engine = make_engine(store, device, checksum=self.options.checksum)
-            self._engine_number = register_engine(self._engine)
+            self._engine, self._engine_number = open_engine(self.options, device)
             weakref.finalize(self, self._engine.close)
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
             self._engine.store.reserve(store_bytes(plan))
@@ -234,8 +232,8 @@ class Session:
             rest_bytes=_outside_loss_bytes(joint) if reserve is None else parse_bytes(reserve),
             accumulates=self.accumulates,
             elsewhere=(
-                (TensorKind.PARAMETER, sum(map(_nbytes, outside))),
-                (TensorKind.GRADIENT, sum(_nbytes(p) for p in outside if p.requires_grad)),
+                (TensorKind.PARAMETER, sum(p.nbytes for p in outside)),
+                (TensorKind.GRADIENT, sum(p.nbytes for p in outside if p.requires_grad)),
                 (TensorKind.ACTIVATION, retained),
                 (TensorKind.COMMUNICATION, bucket_bytes()),
             ),
@@ -248,7 +246,7 @@ class Session:
         """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
         for planned in self._planned:
             known = set(planned.parameters) | {id(p) for ref in self._parameters if (p := ref()) is not None}
-            new = sum(2 * _nbytes(p) for p in here if id(p) not in known)
+            new = sum(2 * p.nbytes for p in here if id(p) not in known)
             if planned.frame != frame.id and planned.plan.peak_bytes + new > budget:
                 raise InfeasibleBudget(
                     f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
@@ -275,6 +273,16 @@ def budget_for(options: Options, graph: Graph, device: Device, where: torch.devi
     return parse_bytes(options.budget, of_bytes=of_bytes)
 
 
+def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
+    """An engine with a store as asked for, for tensors on `where`, and the number by which lowered graphs call it.
+
+    Raises RequestError and StoreError.
+    """
+    store = make_store(options.store, where, options.store_dir)
+    engine = make_engine(store, where, checksum=options.checksum)
+    return engine, register_engine(engine)
+
+
 def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
     """The plan of `graph`. Raises InfeasibleBudget."""
     if options.placer is None:
@@ -285,10 +293,6 @@ def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int
 def torch_device(examples: Sequence[Any]) -> torch.device:
     """The device of the first tensor among `examples`."""
     return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _outside_loss_bytes(joint: JointGraph) -> int:

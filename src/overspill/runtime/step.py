@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten
 from overspill.core import Device, Graph
 from overspill.core.errors import RequestError, StoreError
 from overspill.costs import MeasuredTimes
+from overspill.models.step import StepLoss
 from overspill.policies.planning import Plan
 
 from . import batches
 from .engine import TransferEngine
 from .host_memory import give_back
-from .loss import StepLoss
 from .parallel import OneProcess, processes_of
 from .residency import readable
 from .session import Options
@@ -272,10 +272,8 @@ class TrainStep:
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         if self._state.engine is not None:
             sent = self._state.residency.send(compiled.stored | compiled.parked, self._state.engine)
-            if (
-                sent and self._state.where.type == "cpu"
-            ):  # a model may have been built where the heap keeps what it frees
-                give_back()
+            if sent and self._state.where.type == "cpu":
+                give_back()  # a model may have been built where the heap keeps what it frees
             self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), self._state.engine)
         if call.number == 0:
             self.processes.share_buffers(self._state.buffers.values())

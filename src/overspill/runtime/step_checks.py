@@ -63,7 +63,7 @@ def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check_optimizer(optimizer: Any, own_hooks: int = 0) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Raises RequestError or UnsupportedError for an optimizer whose step cannot be cut into updates of parameters."""
     if not isinstance(optimizer, Optimizer):
         raise RequestError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
@@ -79,6 +79,15 @@ def check_optimizer(optimizer: Any, own_hooks: int = 0) -> None:
         a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)
     ]:
         raise UnsupportedError(f"{name}.step cannot do without an argument ({', '.join(needed)}); {INSTEAD}")
+    check_optimizer_settings(optimizer)
+
+
+def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
+    """Raises UnsupportedError for what may be set on an optimizer at any time and a planned step cannot honour.
+
+    `own_hooks` of its step pre-hooks are ours.
+    """
+    name = type(optimizer).__name__
     for key in ("capturable", "differentiable"):
         if any(group.get(key) for group in optimizer.param_groups):
             raise UnsupportedError(f"{name} was made with {key}=True; a planned step needs {key}=False")

@@ -21,17 +21,15 @@ from overspill.costs import MeasuredTimes
 from overspill.policies.planning import Plan
 
 from . import batches
-from .engine import make_engine
 from .host_memory import economise
 from .lower import lower_step
-from .ops import register_engine
 from .parallel import OneProcess
 from .profile import OpTimer
 from .residency import Resident, Spec, readable
-from .session import Options, budget_for, device_for, plan_graph, store_bytes
+from .session import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
 from .step_run import StepProgram
 from .step_state import StepState
-from .stores import make_store, whole_pages
+from .stores import whole_pages
 from .updates import NormClipping
 
 Elsewhere = tuple[tuple[TensorKind, int], ...]
@@ -179,9 +177,7 @@ class StepPlans:
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
             if self.state.engine is None:
-                store = make_store(self.options.store, self.state.where, self.options.store_dir)
-                self.state.engine = make_engine(store, self.state.where, checksum=self.options.checksum)
-                self.state.engine_number = register_engine(self.state.engine)
+                self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             parked_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in parked or ())
             self.state.engine.store.reserve(store_bytes(plan) + parked_bytes)
         module = lower_step(captured, plan.schedule, self.state.engine_number)

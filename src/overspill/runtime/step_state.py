@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.core.errors import RequestError
+from overspill.models.step import StepLoss
 
 from .engine import TransferEngine
-from .loss import StepLoss
 from .residency import Guarded, Residency, Resident, Spec
-from .step_checks import check_hooks, check_model, check_optimizer, check_unchanged
+from .step_checks import check_hooks, check_model, check_optimizer_settings, check_unchanged
 from .updates import OptimizerUpdates, ParameterState
 
 
@@ -60,7 +60,7 @@ class StepState:
         """Notice what has been done to the model behind our back. Raises RequestError or UnsupportedError."""
         if not self.guards:
             raise RequestError("this step is closed; make another with train_step")
-        check_optimizer(self.optimizer, own_hooks=1)
+        check_optimizer_settings(self.optimizer, own_hooks=1)
         check_hooks(self.parameters)
         for module, guard in self.guards.items():
             if module.__dict__["_parameters"] is not guard or any(
@@ -197,7 +197,6 @@ class StepState:
 
 def _owns_its_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is dense and all that its storage holds."""
-    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    return (
-        whole and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-    )  # dense ones keep their strides
+    if tensor.nbytes != tensor.untyped_storage().nbytes():
+        return False
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of dense ones it keeps the strides

@@ -21,6 +21,7 @@ from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.planning import Plan
 
+from . import batches
 from .allocator import serving
 from .compile import compile_in
 from .session import Options, Session, budget_for, device_for, plan_graph
@@ -112,13 +113,17 @@ def preview(training: Training, options: Options) -> Plan:
     """
     where = torch.device("cpu")
     device = device_for(options, where)
-    graph = _graph(training, options, device)
+    graph = graph_on(training, device, options.reserve)
     return plan_graph(options, graph, device, budget_for(options, graph, device, where))
 
 
-def graph_on(training: Training, device: Device) -> Graph:
-    """The Graph of one step of a job, for any policy to plan on `device`: that of `step_graph`, with menus on a GPU."""
-    return _graph(training, Options(), device)
+def graph_on(training: Training, device: Device, reserve: str | float | None = None) -> Graph:
+    """The Graph of one step of a job, for any policy to plan on `device`: that of `step_graph`, with menus on a GPU.
+
+    `reserve` is that of the Options.
+    """
+    graph = _captured(training, device, reserve)
+    return with_algorithms(graph, device) if device.kind == "cuda" else graph
 
 
 def step_graph(training: Training, device: str | Device) -> Graph:
@@ -126,16 +131,11 @@ def step_graph(training: Training, device: str | Device) -> Graph:
 
     Of several micro-batches it is that of the last, which has the update.
     """
-    return _captured(training, Options(), device)
+    return _captured(training, device)
 
 
-def _graph(training: Training, options: Options, device: Device) -> Graph:
-    graph = _captured(training, options, device)
-    return with_algorithms(graph, device) if device.kind == "cuda" else graph
-
-
-def _captured(training: Training, options: Options, device: str | Device) -> Graph:
-    options = Options("1024TiB", "liveness", device=device, reserve=options.reserve)
+def _captured(training: Training, device: str | Device, reserve: str | float | None = None) -> Graph:
+    options = Options("1024TiB", "liveness", device=device, reserve=reserve)
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, batch = _prepare(training, "cpu")
         optimizer = optimizer_named(training.optimizer)(step.parameters())
@@ -206,7 +206,7 @@ def _train(training: Training, session: Session | None, on_step: Callable[[int, 
         def one_step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             total, share = None, training.gradients.accumulate
-            for part in _micro_batches(batch, share):
+            for part in batches.split(batch, share):
                 with watching() if session is None else nullcontext():
                     loss = model(*part)
                 with watching():
@@ -258,13 +258,6 @@ def _run_steps(
         run.step_seconds.append(time.perf_counter() - begun)
         if on_step is not None:
             on_step(index, run.losses[-1])
-
-
-def _micro_batches(batch: tuple[Tensor, ...], count: int) -> Iterator[tuple[Tensor, ...]]:
-    if count == 1:
-        yield batch
-    else:
-        yield from zip(*(tensor.chunk(count) for tensor in batch), strict=True)
 
 
 def _clip(parameters: Iterator[nn.Parameter], gradients: GradientOptions) -> None:

@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 
 from overspill.core.errors import RequestError, UnsupportedError
 
-from .optimizers import optimizer_like, scaled
+from .optimizers import optimizer_like, scaled, temporary_bytes
 from .step_checks import INSTEAD
-from .tracker import LiveBytes
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
@@ -82,7 +81,8 @@ class OptimizerUpdates:
         fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
         self.elementwise = made_by_torch and not fused and type(optimizer).__name__ in ELEMENTWISE
         self._twin: Optimizer | None = None
-        self._needs: dict[tuple[int, torch.dtype, int], Needs] = {}
+        # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
+        self._needs: dict[tuple[int, torch.dtype, int], tuple[dict[str, Any], Needs]] = {}
         if not made_by_torch:
             _check_separate(optimizer)
 
@@ -98,7 +98,7 @@ class OptimizerUpdates:
         """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
         needs = self._probed(parameter, group)
         first, later = (
-            max(_nbytes(parameter[rows]) for rows in self._slices(parameter, group, new)) for new in (True, False)
+            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new)) for new in (True, False)
         )
         work = max(needs.first_share * first, needs.share * later)
         return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
@@ -156,7 +156,7 @@ class OptimizerUpdates:
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], new: bool) -> Iterator[Any]:
         """Rows of `parameter` that are updated together: fewer while its state is `new`, which takes room of its own."""
-        nbytes = _nbytes(parameter)
+        nbytes = parameter.nbytes
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
         if new and (needs := self._probed(parameter, group)).first_share > needs.share:
             limit = int(limit * needs.share / needs.first_share)
@@ -171,13 +171,13 @@ class OptimizerUpdates:
         key = (id(group), parameter.dtype, parameter.dim())
         if key not in self._needs:
             try:
-                self._needs[key] = self._probe(parameter, group)
+                self._needs[key] = group, self._probe(parameter, group)
             except Exception as error:  # any class of optimizer may refuse a tensor in any way
                 raise RequestError(
                     f"{type(self.optimizer).__name__} does not step on a parameter of {parameter.dim()} dimensions "
                     f"of {str(parameter.dtype).removeprefix('torch.')}: {error}"
                 ) from error
-        return self._needs[key]
+        return self._needs[key][1]
 
     def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
         """What two steps on a tiny parameter show; the first makes the state, beside that which the step has room for."""
@@ -185,21 +185,14 @@ class OptimizerUpdates:
         probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
         probe.grad = self._gradient(torch.ones_like(probe), None)
         tiny = optimizer_like(self.optimizer, group, [probe])
-        peaks = []
-        for _ in range(2):
-            tracker = LiveBytes(probe.device)
-            tracker.add([probe, probe.grad, *(v for v in tiny.state[probe].values())])
-            settled = tracker.live_bytes
-            with tracker:
-                tiny.step()
-            peaks.append(tracker.peak_bytes - settled)
+        peaks = [temporary_bytes(tiny) for _ in range(2)]
         kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
         others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
         return Needs(
             shape,
             {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
-            *(peak / _nbytes(probe) + others for peak in peaks),
+            *(peak / probe.nbytes + others for peak in peaks),
         )
 
 
@@ -261,7 +254,3 @@ class NormClipping:
         """What all gradients are multiplied by."""
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
         return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

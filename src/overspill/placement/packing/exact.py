@@ -97,7 +97,8 @@ class Decider:
         self.deadline, self.seed = deadline, seed
         self.nodes = 0
         self.model = model = ExactModel.of(problem)
-        self._search: Search = (native_code.exact_search if native and native_code.AVAILABLE else TwinSearch)(
+        search = native_code.exact_search() if native and native_code.AVAILABLE else TwinSearch
+        self._search: Search = search(
             model.sections,
             model.pieces.first(len(problem)),
             model.pieces.start,

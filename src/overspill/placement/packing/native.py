@@ -34,19 +34,9 @@ def skyline_packer(start: Integers, end: Integers, nbytes: Integers, alignment: 
     return _packing.SkylinePacker(start, end, nbytes, alignment)
 
 
-def exact_search(
-    sections: int,
-    piece_first: Integers,
-    piece_start: Integers,
-    piece_end: Integers,
-    size: Integers,
-    alignment: Integers,
-    pinned: Integers,
-    below: Integers,
-    lifetime: Integers,
-) -> ExactSearch:
+def exact_search() -> type[ExactSearch]:
     """The native twin of `exact_twin.TwinSearch`."""
-    return _packing.ExactSearch(sections, piece_first, piece_start, piece_end, size, alignment, pinned, below, lifetime)
+    return _packing.ExactSearch
 
 
 def greedy(
