@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from overspill.core import Device, Schedule
 
 from .algorithms import memory_optimal
 from .base import possible_trips, saved_gaps
+from .changes import Changes, Decision
 from .checkpoint import dropped_sets
 from .decoding import Decoded, Decoder, Decoders, GapKeys, Seconds, gap_keys
 from .hint import Hinting
@@ -37,22 +38,10 @@ LOOKS_PER_OP = 3
 LEAST_LOOKS = 600
 ATTEMPTS_EACH = 16
 """How many attempts there are at most for each tensor that may be recomputed."""
-FEW = 8
-"""The most neighbours that are changed at once."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What is left to choose: tensors to recompute, those among them `fleeting`, and what steers the greedy choice.
-
-    `fleeting` are dropped again as soon as the op that wanted them has run. `dearer` are seconds that trips of a tensor
-    cost more, by tensor, and behind them those of slower algorithms, by op; trips in the gaps `away` are made first.
-    """
-
-    recompute: frozenset[int]
-    fleeting: frozenset[int]
-    dearer: Seconds
-    away: GapKeys
+SMALL = 0.001
+"""Outputs of an op below this share of the budget are not worth a change of their own."""
+TEMPERATURE = 0.001
+"""The share of the ops' own time that a change may cost at first, on average; it falls to none (simulated annealing)."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +158,31 @@ class Search:
     # -- the local search
 
     def _improved(self, best: Attempt, aim: float) -> Attempt:
-        """`best` after changes, drawn at random with a fixed seed, of which those that are no loss are kept."""
+        """The best plan after changes drawn at random with a fixed seed, of which early ones may cost a little."""
         random = np.random.default_rng(0)
-        changes = _Changes(self, random)
-        limit = self.attempts + ATTEMPTS_EACH * (1 + len(self.droppable))
-        while self.effort < EFFORT and self.attempts < limit and best.seconds > aim:
-            attempt = self._attempt(changes.of(best))
-            best = attempt if attempt is not None and attempt.cost <= best.cost else best
+        changes = Changes(self.graph, self.device, self._units, random)
+        begun, first, most = self.effort, self.attempts, ATTEMPTS_EACH * (1 + len(self.droppable))
+        warm = TEMPERATURE * sum(self.seconds)
+        current = best
+        while self.effort < EFFORT and self.attempts < first + most and best.seconds > aim:
+            left = min((EFFORT - self.effort) / (EFFORT - begun), 1 - (self.attempts - first) / most)
+            attempt = self._attempt(changes.of(current.decision, current.lost))
+            if attempt is None:
+                continue
+            if attempt.seconds <= current.seconds + warm * left**2 * random.exponential():
+                current = attempt
+            best = attempt if attempt.cost <= best.cost else best
         return best
+
+    @property
+    def _units(self) -> list[frozenset[int]]:
+        """What is recomputed together: the saved outputs of an op, but not those that are too small to matter."""
+        by_op: dict[int, list[int]] = defaultdict(list)
+        for tensor in self.droppable:
+            by_op[self.graph.producer[tensor]].append(tensor)
+        least = SMALL * self.budget_bytes
+        large = [u for u in by_op.values() if sum(self.graph.tensors[t].nbytes for t in u) >= least]
+        return [frozenset(unit) for unit in large or by_op.values()]
 
     def _attempt(self, decision: Decision) -> Attempt | None:
         """The plan that a decision leads to; None where it does not fit."""
@@ -190,94 +196,3 @@ class Search:
         lost[decoder.keys] = plan.lost
         fitting = Decision(decoder.recompute, decision.fleeting & decoder.recompute, decision.dearer, decision.away)
         return Attempt(fitting, decoder, plan, lost, self.program, self.budget_bytes)
-
-
-class _Changes:
-    """Decisions near another one: one of several kinds of change, drawn at random."""
-
-    def __init__(self, search: Search, random: np.random.Generator) -> None:
-        self.search = search
-        self.random = random
-        self.droppable = search.droppable
-        self.link_seconds = np.array(
-            [search.device.offload_seconds(t.nbytes) for t in search.graph.tensors] + [0.0] * len(search.graph.ops)
-        )
-        kinds: list[tuple[float, Callable[[Attempt], Decision]]] = [
-            (0.15, self._toggled),
-            (0.45, self._near_a_stall),
-            (0.15, self._block),
-            (0.15, self._block_of_fleeting),
-            (0.1, self._steered),
-        ]
-        self.kinds = kinds if self.droppable else kinds[-1:]
-        self.bounds = np.cumsum([share for share, _ in self.kinds])
-
-    def of(self, attempt: Attempt) -> Decision:
-        """A change of the decision of `attempt`."""
-        drawn = self.random.random() * self.bounds[-1]
-        return self.kinds[int(np.searchsorted(self.bounds, drawn, side="right"))][1](attempt)
-
-    def _toggled(self, attempt: Attempt) -> Decision:
-        """One or two tensors recomputed or no longer."""
-        some = self.random.integers(len(self.droppable), size=1 + int(self.random.integers(2)))
-        return self._with(attempt, attempt.decision.recompute ^ {self.droppable[i] for i in some.tolist()})
-
-    def _near_a_stall(self, attempt: Attempt) -> Decision:
-        """A tensor recomputed or no longer that is used near one that compute waits for, by how long it waits."""
-        lost = attempt.lost[: len(self.near)]
-        total = lost.sum()
-        if not total > 0.0:
-            return self._toggled(attempt)
-        stalled = min(int(np.searchsorted(np.cumsum(lost), self.random.random() * total, side="right")), len(lost) - 1)
-        place = self.near[stalled] + int(self.random.integers(-FEW // 2, FEW // 2 + 1))
-        tensor = self.droppable[min(max(place, 0), len(self.droppable) - 1)]
-        return self._with(attempt, attempt.decision.recompute ^ {tensor})
-
-    def _block(self, attempt: Attempt) -> Decision:
-        """Some tensors that are made one after another, all recomputed or none."""
-        some = self._neighbours()
-        recompute = attempt.decision.recompute
-        return self._with(attempt, recompute | some if self.random.random() < 0.5 else recompute - some)
-
-    def _block_of_fleeting(self, attempt: Attempt) -> Decision:
-        """Some that are recomputed and made one after another, all for every use or none."""
-        chosen = attempt.decision
-        some = self._neighbours() & chosen.recompute
-        fleeting = chosen.fleeting | some if self.random.random() < 0.5 else chosen.fleeting - some
-        return Decision(chosen.recompute, fleeting, chosen.dearer, chosen.away)
-
-    def _steered(self, attempt: Attempt) -> Decision:
-        """Other costs of some trips: those that are waited for dearer, or any; or without the hint."""
-        chosen, kind = attempt.decision, self.random.random()
-        if kind < 0.3:
-            dearer = chosen.dearer + self.random.random() * attempt.lost
-            return Decision(chosen.recompute, chosen.fleeting, dearer, chosen.away)
-        if kind < 0.4 and chosen.away.size:
-            return Decision(chosen.recompute, chosen.fleeting, chosen.dearer, chosen.away[:0])
-        dearer = chosen.dearer.copy()
-        count = max(1, int(len(dearer) / 10 ** (1 + 2 * self.random.random())))
-        some = self.random.integers(len(dearer), size=count)
-        dearer[some] = self.link_seconds[some] * self.random.random(count) * (self.random.random(count) < 0.7)
-        return Decision(chosen.recompute, chosen.fleeting, dearer, chosen.away)
-
-    def _with(self, attempt: Attempt, recompute: frozenset[int]) -> Decision:
-        chosen = attempt.decision
-        return Decision(recompute, chosen.fleeting & recompute, chosen.dearer, chosen.away)
-
-    def _neighbours(self) -> frozenset[int]:
-        """Up to FEW tensors that are made one after another."""
-        first, count = int(self.random.integers(len(self.droppable))), int(self.random.integers(2, FEW + 1))
-        return frozenset(self.droppable[first : first + count])
-
-    @cached_property
-    def near(self) -> list[int]:
-        """For each tensor the place in `droppable` of one that is used by the op in the middle of its uses, or next."""
-        graph = self.search.graph
-        used = {op: place for place, tensor in enumerate(self.droppable) for op in graph.uses[tensor]}
-        ops = sorted(used)
-
-        def place(uses: Collection[int]) -> int:
-            middle = sorted(uses)[len(uses) // 2] if uses else 0
-            return used[ops[min(bisect_left(ops, middle), len(ops) - 1)]]
-
-        return [place(uses) for uses in graph.uses]
