@@ -1,4 +1,4 @@
-// The exact search in Python: overspill.placement._packing.ExactSearch.
+// The searches in Python: overspill.placement._packing.ExactSearch and BackjumpSearch.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -6,10 +6,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "backjump.hpp"
 #include "exact.hpp"
 
 namespace nb = nanobind;
@@ -26,18 +28,28 @@ std::vector<T> copied(const Integers& values) {
     return {values.data(), values.data() + values.size()};
 }
 
+// Whether to give up: so many seconds from now, or by an error if the user interrupts.
+auto after(double seconds) {
+    return [began = Clock::now(), seconds] {
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        return std::chrono::duration<double>(Clock::now() - began).count() > seconds;
+    };
+}
+
 // The outcome (1: all fit, 0: they cannot, -1: not known), the nodes, and the offsets, which count if all fit.
 nb::tuple attempt(ExactSearch& search, const Integers& highest, const Integers& ceiling, const std::string& keys,
                   const Factors& noise, bool live, std::int64_t node_limit, double seconds) {
     const Attempt request{copied<Units>(highest), copied<Units>(ceiling), keys, noise.data(), live, node_limit};
-    const auto began = Clock::now();
-    const auto stop = [&] {
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-        return std::chrono::duration<double>(Clock::now() - began).count() > seconds;
-    };
-    const Outcome outcome = search.attempt(request, stop);
+    const Outcome outcome = search.attempt(request, after(seconds));
     const int code = outcome == Outcome::kFits ? 1 : outcome == Outcome::kInfeasible ? 0 : -1;
     return nb::make_tuple(code, search.nodes(), search.offsets());
+}
+
+// Whether a layout was found, the nodes, the offsets, which count if so, and the blames.
+nb::tuple backjump(BackjumpSearch& search, Units capacity, const Integers& rank, std::int64_t patience,
+                   double seconds) {
+    const bool found = search.attempt(capacity, std::span(rank.data(), rank.size()), patience, after(seconds));
+    return nb::make_tuple(found, search.nodes(), search.offsets(), search.blames());
 }
 
 }  // namespace
@@ -65,6 +77,16 @@ void bind_exact(nb::module_& module) {
             nb::arg("alignment"), nb::arg("pinned"), nb::arg("below"), nb::arg("lifetime"))
         .def("attempt", &attempt, nb::arg("highest"), nb::arg("ceiling"), nb::arg("keys"), nb::arg("noise"),
              nb::arg("live"), nb::arg("node_limit"), nb::arg("seconds"));
+    nb::class_<BackjumpSearch>(module, "BackjumpSearch")
+        .def(
+            "__init__",
+            [](BackjumpSearch* self, int sections, const Integers& start, const Integers& end, const Integers& size,
+               const Integers& below) {
+                new (self) BackjumpSearch(sections, copied<int>(start), copied<int>(end), copied<Units>(size),
+                                          copied<int>(below));
+            },
+            nb::arg("sections"), nb::arg("start"), nb::arg("end"), nb::arg("size"), nb::arg("below"))
+        .def("attempt", &backjump, nb::arg("capacity"), nb::arg("rank"), nb::arg("patience"), nb::arg("seconds"));
 }
 
 }  // namespace overspill::packing

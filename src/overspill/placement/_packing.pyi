@@ -55,3 +55,18 @@ class ExactSearch:
         node_limit: int,
         seconds: float,
     ) -> tuple[int, int, list[int]]: ...
+
+class BackjumpSearch:
+    """The native twin of overspill.placement.packing.backjump_twin.TwinBackjumpSearch."""
+
+    def __init__(
+        self,
+        sections: int,
+        start: NDArray[np.int64],
+        end: NDArray[np.int64],
+        size: NDArray[np.int64],
+        below: NDArray[np.int64],
+    ) -> None: ...
+    def attempt(
+        self, capacity: int, rank: NDArray[np.int64], patience: int, seconds: float
+    ) -> tuple[bool, int, list[int], list[int]]: ...

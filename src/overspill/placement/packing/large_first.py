@@ -1,4 +1,4 @@
-"""Large blocks first: the exact search packs them, and first fit puts the small ones into what they leave.
+"""Large blocks first: a search packs them, and first fit puts the small ones into what they leave.
 
 The large blocks of a training step are the same few shapes over and over. Their sizes are often multiples of one another
 and they pack without loss, but for small blocks between them that shift them off that grid.
@@ -6,7 +6,7 @@ and they pack without loss, but for small blocks between them that shift them of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -20,7 +20,7 @@ from .problem import ANYWHERE, Integers, Problem
 from .skyline import solid
 
 SHARES = (0.001, 0.0003, 0.0001)
-"""A large block has at least this share of the lower bound; one after the other is tried."""
+"""What makes a block large where the exact search packs them: this share of the lower bound."""
 EFFORT = 4 * 10**6
 """How many nodes of the exact search, times the large blocks, each share may take: up to some tenths of a second."""
 ATTEMPTS = 40
@@ -37,10 +37,11 @@ FILL_KEYS = ("load", "size", "area")
 Pack = Callable[[Problem], Iterator[Integers]]
 
 
-def layouts(problem: Problem, pack: Pack) -> Iterator[Integers]:
+def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> Iterator[Integers]:
     """Offsets of all blocks, for each layout that `pack` finds of the large ones and each key of the small ones.
 
-    Blocks that are always live lie at the bottom. None where blocks are pinned, have gaps, or differ in alignment.
+    A large block has at least one of `shares` of the lower bound; one after the other is tried. Blocks that are always
+    live lie at the bottom. None where blocks are pinned, have gaps, or differ in alignment.
     """
     if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
         return
@@ -48,7 +49,7 @@ def layouts(problem: Problem, pack: Pack) -> Iterator[Integers]:
     permanent = filled.end - filled.start == filled.sections
     ends = np.cumsum(filled.nbytes * permanent)
     bottom = np.where(permanent, ends - filled.nbytes, ANYWHERE)
-    for share in SHARES:
+    for share in shares:
         large = np.flatnonzero(~permanent & (filled.nbytes >= share * filled.lower_bound_bytes))
         if not 0 < len(large) < len(filled) - permanent.sum():
             continue

@@ -16,7 +16,7 @@ else:
     AVAILABLE = True
 
 if TYPE_CHECKING:
-    from overspill.placement._packing import ExactSearch, SkylinePacker
+    from overspill.placement._packing import BackjumpSearch, ExactSearch, SkylinePacker
 
 
 def chosen(native: bool | None) -> bool:
@@ -37,6 +37,11 @@ def skyline_packer(start: Integers, end: Integers, nbytes: Integers, alignment: 
 def exact_search() -> type[ExactSearch]:
     """The native twin of `exact_twin.TwinSearch`."""
     return _packing.ExactSearch
+
+
+def backjump_search(sections: int, start: Integers, end: Integers, size: Integers, below: Integers) -> BackjumpSearch:
+    """The native twin of `backjump_twin.TwinBackjumpSearch`."""
+    return _packing.BackjumpSearch(sections, start, end, size, below)
 
 
 def greedy(

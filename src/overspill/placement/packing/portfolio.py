@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count
+from itertools import count
 
 import numpy as np
 
 from . import native as native_code
+from .backjump import shrinking
 from .base import Limits, Packing, Solver
 from .bound import bound_bytes, rounded
 from .exact import Decider
@@ -33,8 +34,10 @@ RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
 """How many blocks are placed in restarts by default, all added up: some tenths of a second; and the fewest restarts."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
-WINDOWED_BLOCKS = 10_000
-"""Up to so many blocks the large blocks of short windows are asked for a better bound."""
+JUMPED_BLOCKS, JUMPED_SHARE = 3000, 0.0001
+"""Up to so many large blocks are packed by the backjumping search; a large block has this share of the lower bound."""
+SEARCHED_BLOCKS = 10_000
+"""Up to so many blocks their large ones are asked for a better bound, and packed by the backjumping search."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Attempt = Callable[[Floats, int | None], Integers | None]
@@ -92,6 +95,13 @@ class Incumbent:
         if self.offsets is None or peak < self.peak:
             self.offsets, self.peak = offsets, peak
 
+    def offer_all(self, layouts: Iterable[Integers]) -> None:
+        """Offer one after the other, until done."""
+        for offsets in layouts:
+            self.offer(offsets)
+            if self.done:
+                return
+
     @property
     def done(self) -> bool:
         return self.offsets is not None and (self.peak <= self.target or time.perf_counter() > self.deadline)
@@ -102,13 +112,14 @@ class Portfolio(Solver):
 
     It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
     key ends above it, large blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if
-    there were no others (compiled code only, and not if `exact_blocks` is 0); and where that does not reach it, up to
-    `WINDOWED_BLOCKS` blocks, the bound may be raised (see `windows`; likewise). A restart perturbs the key of one rule:
-    blocks above the target weigh up to half as much again, a twentieth of all blocks are changed at random;
-    a layout with a higher peak is accepted less and less. `restarts`: how many; by default a few, fewer for more blocks,
-    or, where a capacity is asked for that the lower bound allows, as many as the time limit allows. Where these end above
-    the bound and there are at most `exact_blocks` blocks, the exact search has the time that is left (compiled code
-    only). But for the time limit the search is a function of the problem, the capacity and the seed.
+    there were no others (compiled code only, and not if `exact_blocks` is 0). Where that does not reach it, and there are
+    at most `SEARCHED_BLOCKS` blocks, the bound may be raised (see `windows`; likewise), and the large blocks are packed
+    lower and lower (see `backjump`; likewise). A restart perturbs the key of one rule: blocks above the target weigh up
+    to half as much again, a twentieth of all blocks are changed at random; a layout with a higher peak is accepted less
+    and less. `restarts`: how many; by default a few, fewer for more blocks, or, where a capacity is asked for that the
+    lower bound allows, as many as the time limit allows. Where these end above the bound and there are at most
+    `exact_blocks` blocks, the exact search has the time that is left (compiled code only). But for the time limit the
+    search is a function of the problem, the capacity and the seed.
     """
 
     name = "portfolio"
@@ -126,14 +137,11 @@ class Portfolio(Solver):
         best = Incumbent(problem, target, limits.time_limit_seconds)
         rules: list[Rule] = []
         exact_blocks = self.exact_blocks if native_code.chosen(self.native) else 0
-        large_first = layouts(problem, partial(self._pack_large, best.deadline, limits.seed)) if exact_blocks else ()
-        for offsets in chain(self._starts(problem, target, rules), large_first):
-            best.offer(offsets)
-            if best.done:
-                return Packing(best.offsets, bound)
-        if exact_blocks and len(problem) <= WINDOWED_BLOCKS:
-            bound = window_bound(problem, bound, best.deadline)
-            best.target = max(target, bound)
+        best.offer_all(self._starts(problem, target, rules))
+        if exact_blocks and not best.done:
+            bound = self._large_first(problem, bound, best, limits.seed)
+        if best.done:
+            return Packing(best.offsets, bound)
         random = np.random.default_rng(limits.seed)
         restarts = self.restarts
         exact = len(problem) <= exact_blocks
@@ -157,6 +165,17 @@ class Portfolio(Solver):
             rules.append(rule)
             yield rule.start()
 
+    def _large_first(self, problem: Problem, bound: int, best: Incumbent, seed: int) -> int:
+        """Offer layouts that begin with the large blocks; the bound, which may be better."""
+        best.offer_all(layouts(problem, partial(self._pack_large, best.deadline, seed)))
+        if best.done or len(problem) > SEARCHED_BLOCKS:
+            return bound
+        bound = window_bound(problem, bound, best.deadline)
+        best.target = max(best.target, bound)
+        if not best.done:
+            best.offer_all(layouts(problem, partial(self._shrink_large, problem, best, seed), (JUMPED_SHARE,)))
+        return bound
+
     def _pack_large(self, deadline: float, seed: int, large: Problem) -> Iterator[Integers]:
         found = False
         if len(large) <= self.exact_blocks:
@@ -168,6 +187,12 @@ class Portfolio(Solver):
             packing = Portfolio(exact_blocks=0, native=self.native)._pack(large, Limits(None, seconds, seed))
             if packing.offsets is not None:
                 yield packing.offsets
+
+    def _shrink_large(self, problem: Problem, best: Incumbent, seed: int, large: Problem) -> Iterator[Integers]:
+        if len(large) > JUMPED_BLOCKS:
+            return iter(())
+        above = large.lower_bound_bytes - rounded(problem).lower_bound_bytes
+        return shrinking(large, above + best.target, above + best.peak, best.deadline, seed=seed, native=self.native)
 
     def _rules(self, problem: Problem, target: int) -> Iterator[Rule]:
         if (problem.pinned == ANYWHERE).all():
