@@ -1,6 +1,7 @@
 """Simulated against measured step times on this CPU: the clocked machine with op times and link rates of this machine.
 
     python bench/simulation_fidelity.py [--models resnet18,unet] [--policies auto,lms] [--threads N] [--json FILE]
+    python bench/simulation_fidelity.py --read FILE...      print saved runs again, together
 
 For each model one profiled run gives the time of every op, and the optimizer's. Both stores are calibrated. Each policy
 is then compiled once and takes steps with either store; the same schedule is simulated with that store's rates.
@@ -11,6 +12,7 @@ Policies that plan for a budget get one halfway between their floor and what the
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -242,7 +244,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="compute threads; all cores if not given")
     parser.add_argument("--small", action="store_true", help="the small configurations of the tests")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, nargs="+", help="print saved rows again")
     arguments = parser.parse_args(words)
+    if arguments.read:
+        rows = [saved_row(row) for file in arguments.read for row in json.loads(file.read_text())["rows"]]
+        print("\n".join([HEADER, *(row.line() for row in rows)]))
+        summarise(rows)
+        return
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     devices = calibrated()
@@ -264,10 +272,20 @@ def main(words: Sequence[str] | None = None) -> None:
                 print(row.line(), flush=True)
                 if arguments.json:
                     arguments.json.write_text(record(rows, devices))
+    summarise(rows)
+
+
+def summarise(rows: Sequence[Row]) -> None:
+    """Print the median error of all rows, and of those with each store."""
     print(f"median error {median_error(rows):.1%} of {len(rows)} rows")
     for store in ("none", "host", "disk"):
         if some := [row for row in rows if row.store == store]:
             print(f"  store {store}: {median_error(some):.1%} of {len(some)}")
+
+
+def saved_row(saved: dict[str, Any]) -> Row:
+    """The row that was written as JSON; its error follows from it."""
+    return Row(**{name: value for name, value in saved.items() if name != "error"})
 
 
 def median_error(rows: Sequence[Row]) -> float:

@@ -30,4 +30,8 @@ def test_a_row_for_each_policy_and_store_with_its_simulated_and_its_measured_ste
         simulated, measured = row["simulated_step_seconds"], row["measured_step_seconds"]
         assert min(simulated, measured) > 0
         assert row["error"] == pytest.approx(simulated / measured - 1)
-    assert "median error" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    bench.main([f"--read={found}"])
+    again = capsys.readouterr().out.splitlines()
+    assert again == printed[-len(again) :]
+    assert again[-3].startswith("median error")

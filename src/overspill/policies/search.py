@@ -36,7 +36,7 @@ EFFORT = 4_000_000
 LOOKS_PER_OP = 3
 """What an attempt costs beside for each op of the graph, in looks at candidates, and at the least."""
 LEAST_LOOKS = 600
-ATTEMPTS_EACH = 16
+ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
