@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -26,22 +25,18 @@ class BackjumpSearch {
           words_((size_.size() + 63) / 64),
           covers_(static_cast<std::size_t>(sections)),
           neighbours_(size_.size()),
-          load_(static_cast<std::size_t>(sections), 0) {
+          load_(static_cast<std::size_t>(sections), 0),
+          order_(size_.size()),
+          lowest_((size_.size() + kGroup - 1) / kGroup) {
         const int n = static_cast<int>(size_.size());
-        std::vector<int> seen(size_.size(), -1);
-        for (int block = 0; block < n; ++block)
+        for (int block = 0; block < n; ++block) {
             for (int t = start_[block]; t < end_[block]; ++t) {
                 covers_[t].push_back(block);
                 load_[t] += size_[block];
             }
-        for (int block = 0; block < n; ++block) {
-            seen[block] = block;
-            for (int t = start_[block]; t < end_[block]; ++t)
-                for (const int other : covers_[t]) {
-                    if (seen[other] == block) continue;
-                    seen[other] = block;
+            for (int other = 0; other < n; ++other)
+                if (other != block && start_[other] < end_[block] && start_[block] < end_[other])
                     neighbours_[block].push_back(other);
-                }
         }
     }
 
@@ -60,7 +55,7 @@ class BackjumpSearch {
             ++nodes_;
             if (nodes_ - last_gain > patience || (decisions % kDecisionsPerStop == 0 && stop())) return false;
             const int block = next();
-            frames_.push_back({block, offset_[block], trail_.size(), saved_.size()});
+            frames_.push_back({block, offset_[block], raises_.size(), saved_.size()});
             if (!place(block) && !back()) return false;
         }
         return true;
@@ -73,18 +68,20 @@ class BackjumpSearch {
 
   private:
     static constexpr std::int64_t kDecisionsPerStop = 64;
+    static constexpr std::size_t kGroup = 32;  // blocks that share a bound on their offsets
     using Word = std::uint64_t;
 
     // A decision: this block lies at this offset.
     struct Frame {
         int block;
         Units offset;
-        std::size_t trail, saved;
+        std::size_t raises, saved;
     };
 
-    struct Change {
-        Units* where;
-        Units value;
+    // An unplaced block, and the offset that it had before it was raised.
+    struct Raise {
+        int block;
+        Units offset;
     };
 
     void reset(Units capacity, std::span<const std::int64_t> rank) {
@@ -96,60 +93,79 @@ class BackjumpSearch {
         blames_.assign(size_.size(), 0);
         conflict_.assign(words_, 0);
         left_ = load_;
-        floor_.assign(load_.size(), 0);
-        lowest_.assign(load_.size(), 0);
-        unplaced_.assign(load_.size(), 0);
-        std::vector<int> last_first(size_.size());
+        witness_.assign(load_.size(), 0);
+        lowest_.assign(lowest_.size(), 0);
         for (std::size_t block = 0; block < size_.size(); ++block)
-            last_first[size_.size() - 1 - static_cast<std::size_t>(rank[block])] = static_cast<int>(block);
+            order_[static_cast<std::size_t>(rank[block])] = static_cast<int>(block);
         for (std::vector<int>& cover : covers_) cover.clear();
-        for (const int block : last_first)
-            for (int t = start_[block]; t < end_[block]; ++t) {
-                covers_[t].push_back(block);
-                lowest_[t] = block;
-                ++unplaced_[t];
+        for (auto block = order_.rbegin(); block != order_.rend(); ++block)
+            for (int t = start_[*block]; t < end_[*block]; ++t) {
+                covers_[t].push_back(*block);
+                witness_[t] = *block;
             }
-        trail_.clear();
+        raises_.clear();
         saved_.clear();
         saved_reasons_.clear();
         frames_.clear();
         nodes_ = 0;
     }
 
+    static std::size_t word_of(int block) { return static_cast<std::size_t>(block) / 64; }
+    static Word bit_of(int block) { return Word{1} << (block % 64); }
     Word* reason(int block) { return &reasons_[static_cast<std::size_t>(block) * words_]; }
 
-    void set(Units& where, Units value) {
-        trail_.push_back({&where, where});
-        where = value;
-    }
-
     void raise(int block, Units offset) {
-        set(offset_[block], offset);
-        saved_.push_back(block);
-        saved_reasons_.insert(saved_reasons_.end(), reason(block), reason(block) + words_);
+        raises_.push_back({block, offset_[block]});
+        offset_[block] = offset;
     }
 
+    void lower(int block, Units offset) {
+        offset_[block] = offset;
+        Units& lowest = lowest_[static_cast<std::size_t>(rank_[block]) / kGroup];
+        lowest = std::min(lowest, offset);
+    }
+
+    // Take back a decision and what was forbidden after it.
     void undo(const Frame& frame) {
-        for (; trail_.size() > frame.trail; trail_.pop_back()) *trail_.back().where = trail_.back().value;
         for (; saved_.size() > frame.saved; saved_.pop_back()) {
             const auto first = saved_reasons_.end() - static_cast<std::ptrdiff_t>(words_);
             std::copy(first, saved_reasons_.end(), reason(saved_.back()));
             saved_reasons_.erase(first, saved_reasons_.end());
         }
+        const std::size_t word = word_of(frame.block);
+        const Word others = ~bit_of(frame.block);  // no reason had it before
+        for (; raises_.size() > frame.raises; raises_.pop_back()) {
+            const Raise& last = raises_.back();
+            lower(last.block, last.offset);
+            reason(last.block)[word] &= others;
+        }
+        lower(frame.block, frame.offset);
+        for (int t = start_[frame.block]; t < end_[frame.block]; ++t) left_[t] += size_[frame.block];
     }
 
     void add_reason(int block) {
-        for (std::size_t w = 0; w < words_; ++w) conflict_[w] |= reason(block)[w];
+        const Word* from = reason(block);
+        Word* to = conflict_.data();
+        for (std::size_t w = 0, words = words_; w < words; ++w) to[w] |= from[w];
     }
 
     // The unplaced block of the lowest offset, the first of them in the preorder.
-    int next() const {
+    int next() {
+        const std::size_t n = size_.size();
         int best = -1;
-        for (int block = 0; block < static_cast<int>(size_.size()); ++block) {
-            const Units offset = offset_[block];
-            if (offset == kPlaced || (best >= 0 && offset > offset_[best])) continue;
-            if (best >= 0 && offset == offset_[best] && rank_[block] > rank_[best]) continue;
-            if (below_[block] < 0 || offset_[below_[block]] == kPlaced) best = block;
+        Units offset = kPlaced;
+        for (std::size_t group = 0; group < lowest_.size(); ++group) {
+            if (lowest_[group] >= offset) continue;
+            Units low = kPlaced;
+            for (std::size_t k = group * kGroup; k < std::min(n, (group + 1) * kGroup); ++k) {
+                const int block = order_[k];
+                low = std::min(low, offset_[block]);
+                if (offset_[block] < offset && (below_[block] < 0 || offset_[below_[block]] == kPlaced)) {
+                    best = block;
+                    offset = offset_[block];
+                }
+            }
+            lowest_[group] = low;
         }
         return best;
     }
@@ -158,42 +174,41 @@ class BackjumpSearch {
     bool place(int block) {
         const Units top = offset_[block] + size_[block];
         place_[block] = offset_[block];
-        set(offset_[block], kPlaced);
+        offset_[block] = kPlaced;
         int first = start_[block], last = end_[block];
-        for (int t = first; t < last; ++t) {
-            set(left_[t], left_[t] - size_[block]);
-            set(unplaced_[t], unplaced_[t] - 1);
-            if (left_[t] > 0 && floor_[t] < top) set(floor_[t], top);  // or more
-        }
+        for (int t = first; t < last; ++t) left_[t] -= size_[block];
+        const std::size_t word = word_of(block);
+        const Word bit = bit_of(block);
         for (const int other : neighbours_[block]) {
             if (offset_[other] >= top) continue;  // a placed one too
             raise(other, top);
-            reason(other)[block / 64] |= Word{1} << (block % 64);
+            reason(other)[word] |= bit;
             first = std::min(first, start_[other]);
             last = std::max(last, end_[other]);
         }
-        return raise_floors(first, last);
+        return all_have_room(first, last);
     }
 
-    // Floors of the sections [first, last), which are no lower than before.
-    bool raise_floors(int first, int last) {
-        for (int t = first; t < last; ++t) {
-            if (left_[t] == 0) continue;
-            if (offset_[lowest_[t]] != floor_[t]) {
-                Units low = kPlaced, seen = 0;
-                for (const int block : covers_[t]) {
-                    if (offset_[block] == kPlaced) continue;
-                    if (offset_[block] < low) low = offset_[lowest_[t] = block];
-                    if (low == floor_[t] || ++seen == unplaced_[t]) break;
-                }
-                if (low != floor_[t]) set(floor_[t], low);
-            }
-            if (floor_[t] + left_[t] > capacity_) {
+    // Whether what is left fits into each of the sections [first, last); the conflict if not.
+    bool all_have_room(int first, int last) {
+        for (int t = first; t < last; ++t)
+            if (!has_room(t)) {
                 explain(t);
                 return false;
             }
-        }
         return true;
+    }
+
+    // One unplaced block that lies low enough will do, and most often the one of the last time still does.
+    bool has_room(int t) {
+        const Units highest = capacity_ - left_[t];
+        if (offset_[witness_[t]] <= highest || left_[t] == 0) return true;
+        for (const int block : covers_[t])
+            if (offset_[block] <= highest) {
+                witness_[t] = block;
+                return true;
+            }
+        return false;
     }
 
     // The conflict of a section without room: why its unplaced blocks lie no lower.
@@ -214,8 +229,8 @@ class BackjumpSearch {
             ++nodes_;
             frames_.pop_back();
             undo(frame);
-            Word& word = conflict_[static_cast<std::size_t>(block) / 64];
-            const Word bit = Word{1} << (block % 64);
+            Word& word = conflict_[word_of(block)];
+            const Word bit = bit_of(block);
             if (!(word & bit)) continue;
             word &= ~bit;
             if (forbid(frame)) return true;
@@ -234,9 +249,11 @@ class BackjumpSearch {
         if (support == kPlaced) return false;
         for (const int other : neighbours_[block])
             if (offset_[other] != kPlaced && frame.offset + size_[other] < support) add_reason(other);
+        saved_.push_back(block);
+        saved_reasons_.insert(saved_reasons_.end(), reason(block), reason(block) + words_);
         raise(block, support);
         std::copy(conflict_.begin(), conflict_.end(), reason(block));
-        return raise_floors(start_[block], end_[block]);
+        return all_have_room(start_[block], end_[block]);
     }
 
     std::vector<int> start_, end_;
@@ -249,17 +266,17 @@ class BackjumpSearch {
 
     Units capacity_ = 0;
     std::span<const std::int64_t> rank_;
+    std::vector<int> order_;                    // the preorder
     std::vector<Units> place_;                  // the offset of each placed block
     std::vector<Units> offset_;                 // the lowest possible one of each unplaced block; kPlaced for others
+    std::vector<Units> lowest_;                 // of each group of blocks in the preorder: no offset is lower
     std::vector<Word> reasons_;                 // of each block: the placed blocks that its lowest offset follows from
     std::vector<std::int64_t> blames_;
     std::vector<Word> conflict_;                // placed blocks that cannot all lie where they do
     std::vector<Units> left_;                   // of each section: the total of what is unplaced
-    std::vector<Units> unplaced_;               // of each section: how many blocks are unplaced
-    std::vector<Units> floor_;                  // of each section: the lowest offset of what is unplaced
-    std::vector<int> lowest_;                   // of each section: a block that was at its floor
-    std::vector<Change> trail_;
-    std::vector<int> saved_;                    // blocks whose reasons changed, and what they were
+    std::vector<int> witness_;                  // of each section: the block that last showed it to have room
+    std::vector<Raise> raises_;
+    std::vector<int> saved_;                    // blocks that were forbidden to lie somewhere, and their reasons before
     std::vector<Word> saved_reasons_;
     std::vector<Frame> frames_;
     std::int64_t nodes_ = 0;

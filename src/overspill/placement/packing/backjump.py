@@ -16,14 +16,14 @@ from .problem import Integers, Problem
 
 PREORDERS = (("sections", "load", "area"), ("sections", "area", "load"))
 """Keys of the preorders, each with those that decide between equal ones."""
-NOISES = (0.0, 0.02)
+NOISES = (0.0, 0.01)
 """Standard deviations of the logarithm of the noise on keys."""
 SHARES = (0.95, 0.8, 0.6)
 """What an attempt leaves of the way from the target to the best peak."""
 PATIENCE, LEAST_PATIENCE = 0.5, 10
 """How many nodes, times the blocks, an attempt may take without more blocks placed than ever before; and at least."""
-EFFORT, ATTEMPTS = 10**8, 400
-"""How many nodes, times the blocks, all attempts may take: tenths of a second; and how many attempts there may be."""
+EFFORT, ATTEMPTS = 7 * 10**8, 4000
+"""How many nodes, times the blocks, all attempts may take: a second or so; and how many attempts there may be."""
 FORGET = 0.8
 """What is left of an attempt's blames after the next one."""
 

@@ -167,8 +167,10 @@ class Portfolio(Solver):
 
     def _large_first(self, problem: Problem, bound: int, best: Incumbent, seed: int) -> int:
         """Offer layouts that begin with the large blocks; the bound, which may be better."""
-        best.offer_all(layouts(problem, partial(self._pack_large, best.deadline, seed)))
-        if best.done or len(problem) > SEARCHED_BLOCKS:
+        searched = len(problem) <= SEARCHED_BLOCKS
+        restarts = FEWEST_RESTARTS if searched else None
+        best.offer_all(layouts(problem, partial(self._pack_large, restarts, best.deadline, seed)))
+        if best.done or not searched:
             return bound
         bound = window_bound(problem, bound, best.deadline)
         best.target = max(best.target, bound)
@@ -176,7 +178,7 @@ class Portfolio(Solver):
             best.offer_all(layouts(problem, partial(self._shrink_large, problem, best, seed), (JUMPED_SHARE,)))
         return bound
 
-    def _pack_large(self, deadline: float, seed: int, large: Problem) -> Iterator[Integers]:
+    def _pack_large(self, restarts: int | None, deadline: float, seed: int, large: Problem) -> Iterator[Integers]:
         found = False
         if len(large) <= self.exact_blocks:
             for offsets in tight(large, deadline, seed):
@@ -184,7 +186,7 @@ class Portfolio(Solver):
                 yield offsets
         if not found:
             seconds = max(deadline - time.perf_counter(), 0)
-            packing = Portfolio(exact_blocks=0, native=self.native)._pack(large, Limits(None, seconds, seed))
+            packing = Portfolio(restarts, exact_blocks=0, native=self.native)._pack(large, Limits(None, seconds, seed))
             if packing.offsets is not None:
                 yield packing.offsets
 
