@@ -34,4 +34,4 @@ def test_a_row_for_each_policy_and_store_with_its_simulated_and_its_measured_ste
     bench.main([f"--read={found}"])
     again = capsys.readouterr().out.splitlines()
     assert again == printed[-len(again) :]
-    assert again[-3].startswith("median error")
+    assert again[-4].startswith("median error")
