@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -121,8 +120,7 @@ def main() -> None:
         rows.append(run(name, CASES[name], chosen.store_dir))
         print(rows[-1].line(), flush=True)
     if chosen.json is not None:
-        when = datetime.now(UTC).isoformat(timespec="seconds")
-        chosen.json.write_text(json_record(torch.device("cpu"), when=when, rows=[asdict(row) for row in rows]))
+        chosen.json.write_text(json_record(torch.device("cpu"), rows=[asdict(row) for row in rows]))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -289,8 +288,8 @@ def main() -> None:
     rows: Iterator[Any] = measured(chosen.steps) if chosen.run else simulated(models, gpus)
     kept = report(rows)
     if chosen.json is not None:
-        when, saved = datetime.now(UTC).isoformat(timespec="seconds"), [asdict(row) for row in kept]
-        chosen.json.write_text(json_record(torch.device("cpu"), when=when, measured=chosen.run, rows=saved))
+        saved = [asdict(row) for row in kept]
+        chosen.json.write_text(json_record(torch.device("cpu"), measured=chosen.run, rows=saved))
 
 
 def report(rows: Any) -> list[Any]:

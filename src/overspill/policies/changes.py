@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -32,15 +32,11 @@ class Decision:
 
     def recomputing(self, recompute: frozenset[int]) -> Decision:
         """This with other tensors recomputed; those that were fleeting stay so."""
-        return Decision(recompute, self.fleeting & recompute, self.dearer, self.away)
+        return replace(self, recompute=recompute, fleeting=self.fleeting & recompute)
 
     def dropping(self, fleeting: frozenset[int]) -> Decision:
         """This with other tensors fleeting."""
-        return Decision(self.recompute, fleeting & self.recompute, self.dearer, self.away)
-
-    def steered(self, dearer: Seconds) -> Decision:
-        """This with other costs of trips and algorithms."""
-        return Decision(self.recompute, self.fleeting, dearer, self.away)
+        return replace(self, fleeting=fleeting & self.recompute)
 
 
 class Changes:
@@ -99,8 +95,7 @@ class Changes:
         fleeting = decision.fleeting
         if old & fleeting or self.random.random() < 0.5:
             fleeting = fleeting - old | new
-        recompute = decision.recompute - old | new
-        return Decision(recompute, fleeting & recompute, decision.dearer, decision.away)
+        return decision.recomputing(decision.recompute - old | new).dropping(fleeting)
 
     def _block(self, decision: Decision, lost: Seconds) -> Decision:
         """Some units that are made one after another, all recomputed or none."""
@@ -129,14 +124,14 @@ class Changes:
         """Other costs of some trips: those that are waited for dearer, or any; or without the hint."""
         kind = self.random.random()
         if kind < 0.3:
-            return decision.steered(decision.dearer + self.random.random() * lost)
+            return replace(decision, dearer=decision.dearer + self.random.random() * lost)
         if kind < 0.4 and decision.away.size:
-            return Decision(decision.recompute, decision.fleeting, decision.dearer, decision.away[:0])
+            return replace(decision, away=decision.away[:0])
         dearer = decision.dearer.copy()
         count = max(1, int(len(dearer) / 10 ** (1 + 2 * self.random.random())))
         some = self.random.integers(len(dearer), size=count)
         dearer[some] = self.link_seconds[some] * self.random.random(count) * (self.random.random(count) < 0.7)
-        return decision.steered(dearer)
+        return replace(decision, dearer=dearer)
 
     # -- where
 

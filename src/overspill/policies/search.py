@@ -194,5 +194,4 @@ class Search:
         self.effort += plan.looks + LOOKS_PER_OP * len(self.graph.ops) + LEAST_LOOKS
         lost = self.nowhere.copy()
         lost[decoder.keys] = plan.lost
-        fitting = Decision(decoder.recompute, decision.fleeting & decoder.recompute, decision.dearer, decision.away)
-        return Attempt(fitting, decoder, plan, lost, self.program, self.budget_bytes)
+        return Attempt(decision.recomputing(decoder.recompute), decoder, plan, lost, self.program, self.budget_bytes)
