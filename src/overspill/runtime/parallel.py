@@ -11,6 +11,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `_dynamo.confi
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -237,12 +238,25 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
     """Let `collective` change all of `tensors` at once: each of its calls costs time beside the bytes."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if len(tensors) == 1 and tensors[0].is_contiguous():
-        collective(tensors[0])
+        _lent(tensors[0], collective)
     elif tensors:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        collective(flat)
+        _lent(flat, collective)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+def _lent(tensor: Tensor, collective: Callable[[Tensor], None]) -> None:
+    """Let `collective` change `tensor`, and wait until the backend's thread has let go of it, so that it can be freed.
+
+    Gloo's holds what it worked on for a moment after the collective has returned.
+    """
+    lent = tensor.detach()
+    collective(lent)
+    if tensor.device.type == "cpu":
+        patience = time.monotonic() + 1.0
+        while lent._use_count() > 1 and time.monotonic() < patience:
+            time.sleep(0)
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
