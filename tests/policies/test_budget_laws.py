@@ -1,7 +1,4 @@
-"""More memory and a faster link never make a policy's step longer, where its choice is among fixed schedules.
-
-`auto` searches anew for each budget.
-"""
+"""More memory never makes a policy's step longer; nor does a faster link, where its choice is among fixed schedules."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def between(graph: Graph, share: float) -> int:
     return least + int(share * (most - least))
 
 
-@pytest.mark.parametrize("name", [n for n in BUDGETED if n != "auto"])
+@pytest.mark.parametrize("name", BUDGETED)
 @given(graph=networks(), device=devices(), shares=st.lists(st.floats(0, 1.1), min_size=2, max_size=4))
 @EXAMPLES
 def test_a_larger_budget_is_never_slower(name: str, graph: Graph, device: Device, shares: list[float]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from overspill.core import Device, Graph, Schedule
 from overspill.core.errors import InfeasibleBudget
+from overspill.simulate import check
 
 from .algorithms import memory_optimal
 from .assemble import assemble
@@ -17,12 +17,14 @@ from .floor import algorithms_within, infeasible
 from .lms import LargeModelSupport
 from .order import best_order
 from .program import Program
-from .search import Search
+from .search import Attempt, Search
 from .superneurons import Superneurons
 from .window import Window
 
 NEAR = 1.01
 """Up to this factor of the ops' own time, a plan is measured against one that only moves."""
+FEW_OPS = 40
+"""A step of no more ops is planned within all budgets that matter, so that a larger one is never slower."""
 
 
 class Auto(Policy):
@@ -35,6 +37,10 @@ class Auto(Policy):
     best of these, a local search changes what is recomputed, mostly near the tensors that compute waits for, and what
     moves (`search.py`, `changes.py`). The fastest of that and of the papers' policies that come nearest is taken, of equals the one
     that moves less.
+
+    A search within one budget may miss what it finds within a smaller one. Where ops are few, no budget is searched for
+    its own sake: the first search is within one byte less than the step takes unmanaged, each next within one byte less
+    than the plan before it takes, down to the floor; whatever the budget, its plan is the fastest of these that fits.
     """
 
     name = "auto"
@@ -54,30 +60,52 @@ class Auto(Policy):
         if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
         least = program.with_algorithms(memory_optimal(graph))
-        if least.live_bytes(possible_trips(least)).max(initial=0) > budget_bytes:
+        least_bytes = int(least.live_bytes(possible_trips(least)).max(initial=0))
+        if least_bytes > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
-        program = program.with_algorithms(algorithms_within(program, budget_bytes))
-        ours = Search(program, device, budget_bytes, seconds).best()
-        schedules = [ours.schedule(self.name), *_rivals(graph, device, budget_bytes, seconds, ours.seconds)]
+        if graph.whole_step or len(graph.ops) > FEW_OPS:
+            ours = _search(program, device, budget_bytes, seconds)
+            schedules = [ours.schedule(self.name)]
+            rivals = _nearest(graph, ours.seconds, sum(seconds))
+        else:
+            schedules = _of_all_peaks(program, device, least_bytes, seconds, self.name)
+            rivals = [Window(), Superneurons()]
+        for rival in rivals:
+            with suppress(InfeasibleBudget):
+                schedules.append(rival._plan(graph, device, budget_bytes, seconds))
         best = fastest(graph, device, seconds, schedules, budget_bytes)
         assert best is not None
         return replace(best, policy=self.name)
 
 
-def _rivals(
-    graph: Graph, device: Device, budget_bytes: int, seconds: tuple[float, ...], took: float
-) -> Iterator[Schedule]:
-    """The schedules of the papers' policies that come nearest to a plan that `took` so many seconds.
+def _search(
+    program: Program, device: Device, budget_bytes: int, seconds: tuple[float, ...], *, brief: bool = False
+) -> Attempt:
+    """The fastest plan that is found within a budget, which at least one keeps."""
+    program = program.with_algorithms(algorithms_within(program, budget_bytes))
+    return Search(program, device, budget_bytes, seconds, brief=brief).best()
+
+
+def _of_all_peaks(
+    program: Program, device: Device, least_bytes: int, seconds: tuple[float, ...], policy: str
+) -> list[Schedule]:
+    """Plans of ever smaller peaks, from one within less than the step takes to one of the least bytes."""
+    found: list[Schedule] = []
+    budget_bytes = int(program.live_bytes().max()) - 1
+    while budget_bytes >= least_bytes:
+        found.append(_search(program, device, budget_bytes, seconds, brief=True).schedule(policy))
+        budget_bytes = check(program.graph, found[-1]).peak_bytes - 1
+    return found
+
+
+def _nearest(graph: Graph, took: float, least: float) -> list[Policy]:
+    """The papers' policies that come nearest to a plan that `took` so many seconds, where the ops take `least`.
 
     Where hardly anything is lost, that is the one that moves without a stall; else one that recomputes as well; of a
     whole step, those that move all variables. What checkpoints drop is among the starts of the search.
     """
-    least = sum(seconds)
     if took <= least * (1 + 1e-9):
-        return
-    rivals: list[Policy] = [Window() if took <= NEAR * least else Superneurons()]
+        return []
     if graph.whole_step:  # where parameters and state move too
-        rivals = [Window(), LargeModelSupport()]
-    for rival in rivals:
-        with suppress(InfeasibleBudget):
-            yield rival._plan(graph, device, budget_bytes, seconds)
+        return [Window(), LargeModelSupport()]
+    return [Window() if took <= NEAR * least else Superneurons()]

@@ -38,6 +38,7 @@ LOOKS_PER_OP = 3
 LEAST_LOOKS = 600
 ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
+ATTEMPTS_IF_BRIEF = 8
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
 TEMPERATURE = 0.001
@@ -74,12 +75,16 @@ class Attempt:
 
 @dataclass
 class Search:
-    """The search for the fastest step of `program` within a budget, which at least one plan keeps."""
+    """The search for the fastest step of `program` within a budget, which at least one plan keeps.
+
+    `brief`: it is one of many, and makes do without the relaxation's hint and with few attempts.
+    """
 
     program: Program
     device: Device
     budget_bytes: int
     seconds: Sequence[float]
+    brief: bool = False
     effort: int = field(default=0, init=False)
     attempts: int = field(default=0, init=False)
 
@@ -112,7 +117,8 @@ class Search:
         """What to recompute and what to move first: nothing, the relaxation's roundings, what checkpoints drop."""
         unhinted = gap_keys(self.program, ())
         yield frozenset(), unhinted
-        relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds) if self._has_room else None
+        hinted = not self.brief and self._has_room
+        relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds) if hinted else None
         for share in SHARES:
             if relaxation is None or (relaxed := relaxation.solve(share)) is None:
                 continue
@@ -161,7 +167,8 @@ class Search:
         """The best plan after changes drawn at random with a fixed seed, of which early ones may cost a little."""
         random = np.random.default_rng(0)
         changes = Changes(self.graph, self.device, self._units, random)
-        begun, first, most = self.effort, self.attempts, ATTEMPTS_EACH * (1 + len(self.droppable))
+        each = ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH
+        begun, first, most = self.effort, self.attempts, each * (1 + len(self.droppable))
         warm = TEMPERATURE * sum(self.seconds)
         current = best
         while self.effort < EFFORT and self.attempts < first + most and best.seconds > aim:
