@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given, settings
 from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
@@ -118,6 +120,20 @@ def test_a_fixed_schedule_that_does_not_fit_is_infeasible_with_its_peak_as_the_f
 def test_a_budget_that_is_not_positive_is_a_mistake_of_the_caller(name: str, budget: int) -> None:
     with pytest.raises(ValueError, match="budget"):
         POLICIES[name]().plan(network([Layer(100)]), DEVICE, budget)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_garbage_collector_is_as_it_was_after_a_plan_and_after_none(on: bool) -> None:
+    graph = network([Layer(10_000)] * 3)
+    (gc.enable if on else gc.disable)()
+    try:
+        POLICIES["auto"]().plan(graph, DEVICE, unmanaged_peak(graph, DEVICE) - 1)
+        assert gc.isenabled() is on
+        with pytest.raises(InfeasibleBudget):
+            POLICIES["auto"]().plan(graph, DEVICE, 1)
+        assert gc.isenabled() is on
+    finally:
+        gc.enable()
 
 
 @every_policy

@@ -79,28 +79,32 @@ class VariableSequence:
         for position, step in enumerate(program.steps):
             reads, writes = program.reads_writes(step)
             uses += [(position, t) for t in dict.fromkeys(reads + writes) if may_move(tensors[t])]
-        self.index = {use: number for number, use in enumerate(uses)}
         bytes_to = np.cumsum([0, *(tensors[t].nbytes for _, t in uses)])
-        self.end_bytes = bytes_to[1:]  # bytes from the first use to each, with it
         first_of = np.searchsorted([position for position, _ in uses], np.arange(program.length))
         self.start_bytes = bytes_to[first_of]  # bytes from the first use to the first of each step
-        self.gaps = [(gap, earliest_return(program, gap)) for gap in possible_trips(program)]
+        self.gaps = possible_trips(program)
+        self.earliest = np.array([earliest_return(program, gap) for gap in self.gaps], dtype=np.int64)
+        self.ends = np.array([gap.end for gap in self.gaps], dtype=np.int64)
+        # Bytes from the first use to that at the end of each gap, with it; what is used no more is an output, which is
+        # there at the end of the step.
+        number = {use: i for i, use in enumerate(uses, 1)}
+        used = [number.get((gap.end, gap.tensor)) for gap in self.gaps]
+        self.end_bytes = np.array([bytes_to[-1] if i is None else bytes_to[i] for i in used], dtype=np.int64)
+        self.outputs = np.array([i is None for i in used], dtype=bool)
 
     def swaps(self, window_bytes: int) -> dict[Gap, int]:
-        """The gaps in which a tensor is swapped out, with the step before which it would have to be swapped in again."""
-        found: dict[Gap, int] = {}
-        for gap, earliest in self.gaps:
-            seen = self._seen(gap, window_bytes)
-            if gap.wraps or seen > gap.start:
-                found[gap] = min(max(seen, earliest), gap.end)
-        return found
+        """The gaps in which a tensor is swapped out, with the step before which it would have to be swapped in again.
 
-    def _seen(self, gap: Gap, window_bytes: int) -> int:
-        """The first step whose window reaches the use at the end of `gap`; its own has it in any case."""
-        use = self.index.get((gap.end, gap.tensor))
-        if use is None:  # an output, which is there at the end of the step
-            return gap.end
-        return min(int(np.searchsorted(self.start_bytes, self.end_bytes[use] - window_bytes)), gap.end)
+        That is the first step whose window reaches the use at the end of the gap; its own has it in any case.
+        """
+        reached = np.minimum(np.searchsorted(self.start_bytes, self.end_bytes - window_bytes), self.ends)
+        seen = np.where(self.outputs, self.ends, reached)
+        back = np.minimum(np.maximum(seen, self.earliest), self.ends)
+        return {
+            gap: step
+            for gap, first, step in zip(self.gaps, seen.tolist(), back.tolist(), strict=True)
+            if gap.wraps or first > gap.start
+        }
 
 
 def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
