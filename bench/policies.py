@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypedDict
+
+import torch
+from paired import json_record
 
 from overspill import models
 from overspill.core import Device, Graph
@@ -179,15 +180,8 @@ def main() -> None:
         print(f"{name.replace('_', ' ')}: {value if not isinstance(value, float) else round(value, 4)}")
     print("\n".join(by_budget(found)))
     if arguments.json:
-        record = {
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "note": "step times are simulated; plan_seconds are CPU seconds measured on this machine",
-            "summary": figures,
-            "cases": found,
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        note = "step times are simulated; plan_seconds are CPU seconds measured on this machine"
+        arguments.json.write_text(json_record(torch.device("cpu"), note=note, summary=figures, cases=found))
         print(f"recorded in {arguments.json}", file=sys.stderr)
 
 

@@ -37,7 +37,7 @@ def assemble(
 ) -> Schedule:
     """The Schedule that runs `program` with `transfers`; tensors `held` are freed at the end of backward, not before."""
     assembly = _Assembly(program, transfers, frozenset(held))
-    return Schedule(policy, tuple(assembly.instructions()), budget_bytes, tuple(sorted(assembly.at_home)))
+    return Schedule(policy, assembly.instructions(), budget_bytes, tuple(sorted(assembly.at_home)))
 
 
 class _Assembly:
@@ -64,6 +64,7 @@ class _Assembly:
         for waiting in self.prefetches.values():
             waiting.sort(key=lambda t: t.arrive)
         self.frees = self._plan_frees(held)
+        self.made: list[Instruction] = []
 
     def _plan_frees(self, held: frozenset[int]) -> dict[int, list[int]]:
         """Tensors to free after each step: at their last touch, and where a remade tensor is dropped."""
@@ -79,51 +80,55 @@ class _Assembly:
                 frees[gap.start].append(gap.tensor)
         return frees
 
-    def instructions(self) -> Iterable[Instruction]:
+    def instructions(self) -> tuple[Instruction, ...]:
         """The instructions, in order."""
+        moving = self.offloads.keys() | self.copies.keys() | self.releases.keys() | self.prefetches.keys()
+        moving |= self.arrivals.keys()
         for position, step in enumerate(self.program.steps):
-            yield from self._before(position)
-            yield from self._run(step)
-            for tensor in self.frees[position]:
+            if position in moving:
+                self._move(position)
+            self._run(step)
+            for tensor in self.frees.get(position, ()):
                 if tensor in self.present:
-                    yield self._free(tensor)
-        yield from self._before(self.program.length)
+                    self._free(tensor)
+        self._move(self.program.length)
+        return tuple(self.made)
 
-    def _before(self, position: int) -> Iterable[Instruction]:
+    def _move(self, position: int) -> None:
         for transfer in self.offloads[position]:
             if (tensor := transfer.gap.tensor) not in self.stored:  # a second trip finds its copy in the store
                 self.stored.add(tensor)
                 self.leaving.add(tensor)
-                yield Instruction(Verb.OFFLOAD, tensor)
+                self.made.append(Instruction(Verb.OFFLOAD, tensor))
         for transfer in self.copies[position]:
-            yield from self._await_copy(transfer.gap.tensor)
+            self._await_copy(transfer.gap.tensor)
         for transfer in self.releases[position]:
-            yield from self._await_copy(transfer.gap.tensor)
-            yield self._free(transfer.gap.tensor)
+            self._await_copy(transfer.gap.tensor)
+            self._free(transfer.gap.tensor)
         for transfer in self.prefetches[position]:
             self.present.add(transfer.gap.tensor)
-            yield Instruction(Verb.PREFETCH, transfer.gap.tensor)
+            self.made.append(Instruction(Verb.PREFETCH, transfer.gap.tensor))
         for transfer in self.arrivals[position]:
-            yield Instruction(Verb.AWAIT_PREFETCH, transfer.gap.tensor)
+            self.made.append(Instruction(Verb.AWAIT_PREFETCH, transfer.gap.tensor))
 
-    def _await_copy(self, tensor: int) -> Iterable[Instruction]:
+    def _await_copy(self, tensor: int) -> None:
         if tensor in self.leaving:
             self.leaving.remove(tensor)
-            yield Instruction(Verb.AWAIT_OFFLOAD, tensor)
+            self.made.append(Instruction(Verb.AWAIT_OFFLOAD, tensor))
 
-    def _run(self, step: Step) -> Iterable[Instruction]:
+    def _run(self, step: Step) -> None:
         op, algorithm = self.program.op(step), self.program.algorithm(step)
         if not step.recompute:
             self.present.update(op.writes)
             self.stored.difference_update(op.writes)  # what the store has of them is out of date
-            yield Instruction(Verb.RUN, op.id, algorithm)
+            self.made.append(Instruction(Verb.RUN, op.id, algorithm))
             return
         extra = [t for t in op.recompute_writes if t not in self.present and t not in step.makes]
         self.present.update(op.recompute_writes)
-        yield Instruction(Verb.RECOMPUTE, op.id, algorithm)
+        self.made.append(Instruction(Verb.RECOMPUTE, op.id, algorithm))
         for tensor in extra:
-            yield self._free(tensor)
+            self._free(tensor)
 
-    def _free(self, tensor: int) -> Instruction:
+    def _free(self, tensor: int) -> None:
         self.present.discard(tensor)
-        return Instruction(Verb.FREE, tensor)
+        self.made.append(Instruction(Verb.FREE, tensor))

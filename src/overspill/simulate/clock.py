@@ -39,7 +39,11 @@ class _Clock:
         """Advance the clock over one instruction."""
         verb, target = instruction.verb, instruction.target
         peak = self.bytes
-        if verb in (Verb.RUN, Verb.RECOMPUTE):
+        if verb is Verb.FREE:  # the most frequent, and so the first
+            if target in self.present:
+                self.present.remove(target)
+                self.bytes -= self._nbytes(target)
+        elif verb is Verb.RUN or verb is Verb.RECOMPUTE:
             peak = self._compute(index, instruction)
         elif verb is Verb.OFFLOAD:
             self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self._nbytes(target)))
@@ -51,9 +55,6 @@ class _Clock:
             self._wait(index, target, Stream.OFFLOAD)
         elif verb is Verb.AWAIT_PREFETCH:
             self._wait(index, target, Stream.PREFETCH)
-        elif target in self.present:
-            self.present.remove(target)
-            self.bytes -= self._nbytes(target)
         self.live.append(peak)
         self.times.append(self.now)
 
