@@ -2,7 +2,7 @@
 
 Two ways. *Lowered*: a model is captured once, and every policy's plan of it is lowered and run directly, with its bytes,
 its slots and its peak. *Compiled*: whole training steps through torch.compile, both stores and two optimizers for
-`auto` on every model, and every policy on a few; one compilation serves all runs, with the weights put back.
+`auto` on every model, and every policy on one; one compilation serves all runs, with the weights put back.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ LIKE_ANOTHER = {
 }  # fmt: skip
 """Models whose small configuration is longer or wider than another's, but not of other parts: compiled once only."""
 OTHERS = [name for name in POLICIES if name != "auto"]
-COMPILED = [(model, policy) for model in ("resnet18", "unet", "gpt2") for policy in OTHERS]
-COMPILED += [(("googlenet", "densenet121")[i % 2], policy) for i, policy in enumerate(OTHERS)]  # long to compile
+BY_TURNS = ("resnet18", "unet", "gpt2", "googlenet", "densenet121")
+COMPILED = [
+    pytest.param(model, policy, marks=() if i % len(BY_TURNS) == k else pytest.mark.long)
+    for i, policy in enumerate(OTHERS)
+    for k, model in enumerate(BY_TURNS)
+]
+"""Every policy through the compiler on one of these models; on all of them in the long suite."""
 ON_DISK = 3
 """Of the lowered runs, every how many-th keeps its bytes in a file."""
 State = dict[str, torch.Tensor]
