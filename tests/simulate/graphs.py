@@ -216,7 +216,7 @@ def devices(max_share: float = 0.5) -> st.SearchStrategy[Device]:
             DEVICE, offload_bytes_per_second=out, prefetch_bytes_per_second=back, transfer_latency_seconds=latency,
             full_duplex=full, transfer_compute_share=share,
         ),
-        rates, rates, st.sampled_from([0.0, 1e-4]), st.booleans(), st.sampled_from([0.0, 0.25, max_share]),
+        rates, rates, st.sampled_from([0.0, 1e-4]), st.booleans(), st.sampled_from([0.0, max_share / 2, max_share]),
     )  # fmt: skip
 
 

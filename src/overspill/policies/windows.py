@@ -7,18 +7,21 @@ window's first step either, crosses the link or is made in the same window. Wher
 what both of them use is there as well, or leaves after the one and is back before the other.
 
 Transfers of different tensors, or of one tensor in windows that do not overlap, are different transfers, and follow
-one another in each direction of the link.
+one another in each direction of the link; so do runs of different ops, and of one op in such windows, between two steps.
+What has not left before the first step without room for it, and is not made again after that, cannot come back.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .fluid import Terms
 from .linear import added
 from .program import Gap
 
@@ -30,7 +33,9 @@ NEIGHBOURS = 8
 DEPTH = 12
 """How many ops in a row a recomputation in a window is followed back."""
 SHORT = 8
-"""In a window of more steps, recomputations are not followed."""
+"""In windows of more steps, there is no question of room for recomputations, and they are followed only as long as …"""
+MOST_FOLLOWED = 2000
+"""… there are no more windows of recomputations than these."""
 NEGLIGIBLE = 1e-5
 """Share of the step below which a transfer is not looked at."""
 
@@ -46,9 +51,12 @@ class Trip:
 
 @dataclass(frozen=True)
 class _Move:
-    """A transfer of `tensor`, `out` or back, after step `start` and before step `end`: the share `column` of `time`."""
+    """A transfer of a tensor, `out` or back, or a run of an op, after step `start` and before step `end`.
 
-    tensor: int
+    It is made to the share `column`, and takes `time`.
+    """
+
+    of: int
     start: int
     end: int
     column: int
@@ -70,6 +78,7 @@ class Windows:
         self.around = [gap for gap in bound.gaps if gap.wraps and any(self._without_room(gap))]
         self.leaving: list[_Move] = []
         self.coming: list[_Move] = []
+        self.reruns: list[_Move] = []
         self.moved: dict[tuple[int, int, int], int] = {}  # (tensor, start, end) -> column
         self.again: dict[tuple[int, int, int], int | None] = {}  # (op, start, end) -> column, or None: it cannot
 
@@ -82,9 +91,12 @@ class Windows:
         for gap in self.around:
             self._over_the_end(gap)
         self._counts()
+        for terms, start, end in self._in_turn(self.reruns):
+            self.bound.time.beyond(terms, start, end)
         both = [self.leaving, self.coming]
         for moves in both if self.bound.device.full_duplex else [self.leaving + self.coming]:
-            self._in_turn(moves)
+            for terms, start, end in self._in_turn(moves):
+                self.bound.time.at_most(terms, start, end, after=True)
 
     # -- which trips
 
@@ -127,8 +139,12 @@ class Windows:
             self.moved[key] = self.lp.variable(1.0 if movable else 0.0)
             if movable:
                 self.coming.append(_Move(*key, self.moved[key], self._times(tensor)[1]))
+        return self.moved[key], self._run_for(tensor, start, end, depth)
+
+    def _run_for(self, tensor: int, start: int, end: int, depth: int) -> int | None:
+        """The column of whether the op that makes `tensor` runs again in the window, or None where it cannot."""
         op = self.bound.maker(tensor, start)
-        return self.moved[key], None if op is None else self._run(op, start, end, depth)
+        return None if op is None else self._run(op, start, end, depth)
 
     def _run(self, op: int, start: int, end: int, depth: int) -> int | None:
         """The column of whether `op` runs again in the window, or None where it cannot."""
@@ -138,8 +154,8 @@ class Windows:
         column = self.again[key] = self._making_room(op, start, end)
         if column is None:
             return None
-        self.bound.time.beyond([(column, self.bound.op_seconds[op] / self.bound.total)], start, end)
-        if depth and end - start <= SHORT:
+        self.reruns.append(_Move(op, start, end, column, self.bound.op_seconds[op] / self.bound.total))
+        if depth and (end - start <= SHORT or len(self.again) < MOST_FOLLOWED):
             for read in dict.fromkeys(self.graph.ops[op].recompute_reads):
                 if self.program.touches[read] and self._absent(read, start):
                     moved, again = self._get(read, start, end, depth - 1)
@@ -217,14 +233,16 @@ class Windows:
     # -- the way out
 
     def _departure(self, trip: Trip) -> None:
-        """A tensor that is not made again in the gap is in the store before it is away."""
+        """A tensor that is not made again after it is first away, is in the store before that."""
         gap = trip.gap
         written = [step for step in self.program.written[gap.tensor] if step <= gap.start]
         if not written:  # as it was before the step: the store may have it
             return
-        remakes = self.bound.remakes.get(gap)
+        again = self._run_for(gap.tensor, trip.first, gap.end, DEPTH)
         left = self.lp.variable(1.0)
-        self.lp.row([(left, 1.0), *([(remakes, 1.0)] if remakes is not None else [])], lower=1.0)
+        self.lp.row([(left, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+        if again is not None:
+            self.lp.row([(self.bound.remakes[gap], 1.0), (again, -1.0)], lower=0.0)
         self.leaving.append(_Move(gap.tensor, written[-1], trip.first, left, self._times(gap.tensor)[0], out=True))
 
     # -- over the end of the step
@@ -258,45 +276,52 @@ class Windows:
 
     def _counts(self) -> None:
         """An op runs again at least as often as in windows that do not overlap."""
-        by_op: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for (op, start, end), column in self.again.items():
-            if column is not None:
-                by_op[op].append((end, start, column))
-        for op, windows in by_op.items():
-            apart, free = [], -1
-            runs = self.bound.runs(op, min(start for _, start, _ in windows), max(end for end, _, _ in windows))
-            for end, start, column in sorted(windows):
-                if start >= free:
-                    apart.append((column, -1.0))
-                    free = end
-                else:
-                    self.lp.row([(runs, 1.0), (column, -1.0)], lower=0.0)
-            self.lp.row([(runs, 1.0), *apart], lower=0.0)
+        self.reruns.sort(key=_in_order)
+        of: dict[int, list[_Move]] = defaultdict(list)
+        for run in self.reruns:
+            of[run.of].append(run)
+        for op, windows in of.items():
+            runs = self.bound.runs(op, windows[0].start, max(w.end for w in windows))
+            for window in windows:
+                self.lp.row([(runs, 1.0), (window.column, -1.0)], lower=0.0)
+            self.lp.row(
+                [(runs, 1.0), *((window.column, -1.0) for window in _apart(windows, self.program.length))], lower=0.0
+            )
 
-    def _in_turn(self, moves: list[_Move]) -> None:
-        """Between the start of one window and the end of another, all transfers that lie there follow one another."""
-        moves.sort(key=lambda m: (m.start, m.end))
+    def _in_turn(self, moves: list[_Move]) -> Iterable[tuple[Terms, int, int]]:
+        """What follows one another between two steps: between the start of one window and the end of another, all there."""
+        moves.sort(key=_in_order)
+        self._nested(moves)
+        starts = [move.start for move in moves]
         seen: set[tuple[int, int]] = set()
         for i, move in enumerate(moves):
             ends = sorted({m.end for m in moves[i : i + 8 * NEIGHBOURS] if m.end >= move.end})[:NEIGHBOURS]
             for end in ends:
-                if (move.start, end) in seen:
-                    continue
-                seen.add((move.start, end))
-                self.bound.time.at_most(self._apart(moves, i, end), move.start, end, after=True)
+                if (move.start, end) not in seen:
+                    seen.add((move.start, end))
+                    there = moves[bisect_left(starts, move.start) : bisect_left(starts, end)]
+                    yield added((m.column, m.time) for m in _apart(there, end)), move.start, end
 
-    def _apart(self, moves: list[_Move], first: int, end: int) -> list[tuple[int, float]]:
-        """Of the moves from `first` on that are over by `end`, different ones: of each tensor in windows apart."""
-        inside = []
-        for move in moves[first:]:
-            if move.start >= end:
-                break
-            if move.end <= end:
-                inside.append(move)
-        free: dict[tuple[int, bool], int] = {}
-        terms = []
-        for move in sorted(inside, key=lambda m: (m.end, m.start)):
-            if move.start >= free.get((move.tensor, move.out), -1):
-                terms.append((move.column, move.time))
-                free[move.tensor, move.out] = move.end
-        return added(terms)
+    def _nested(self, moves: list[_Move]) -> None:
+        """What happens in a window happens in a longer one that starts with it."""
+        before: dict[tuple[int, bool, int], _Move] = {}
+        for move in moves:
+            key = move.of, move.out, move.start
+            if key in before:
+                self.lp.row([(move.column, 1.0), (before[key].column, -1.0)], lower=0.0)
+            before[key] = move
+
+
+def _in_order(move: _Move) -> tuple[int, int]:
+    return move.start, move.end
+
+
+def _apart(moves: Sequence[_Move], end: int) -> list[_Move]:
+    """Of `moves`, which are in the order of their windows, different ones over by step `end`: of the same in windows apart."""
+    free: dict[tuple[int, bool], int] = {}
+    found = []
+    for move in reversed(moves):
+        if move.end <= free.get((move.of, move.out), end):
+            found.append(move)
+            free[move.of, move.out] = move.start
+    return found
