@@ -2,11 +2,13 @@
 
     python bench/policies.py [--models resnet50,…] [--gpus titan-x,…] [--processes 2] [--json FILE]
     python bench/policies.py --read bench/results/policies.json
+    python bench/policies.py --papers-from bench/results/policies.json --json bench/results/policies.json
 
 Budgets are 75, 50 and 33 % of what the step takes unmanaged, where any plan can meet them, and the smallest that
 `auto` meets. A line for each case gives the slowdown of `auto` and of the best of the papers' policies to the ops'
 own time, the proven bound of the step, and how far `auto` is from it. Everything here is simulated; only the planning
-time is measured. A full run takes about an hour on two cores.
+time is measured. A full run takes about an hour on two cores, most of it for the papers' policies; with `--papers-from`,
+which takes their step times from a record, and plans and bounds anew, it is a quarter of that.
 """
 
 from __future__ import annotations
@@ -50,6 +52,10 @@ OURS = "auto"
 PAPERS = tuple(name for name, policy in POLICIES.items() if name != OURS and not policy.unlimited)
 
 
+Recorded = dict[tuple[str, str, int], dict[str, float]]
+"""The slowdowns of the papers' policies by model, GPU and budget in bytes."""
+
+
 class Case(TypedDict):
     """One model, GPU and budget. Slowdowns are to the ops' own time with their fastest algorithms."""
 
@@ -69,13 +75,13 @@ class Case(TypedDict):
     slowdowns: dict[str, float]
 
 
-def cases(model: str, batch: int, gpus: list[str]) -> list[Case]:
-    """All cases of one model."""
+def cases(model: str, batch: int, gpus: list[str], papers: Recorded) -> list[Case]:
+    """All cases of one model; the papers' policies are not planned where `papers` has them."""
     captured = step_graph(Training(lambda: models.load(model), batch), load_device(gpus[0]))
-    return [case for gpu in gpus for case in _on(captured, model, batch, load_device(gpu))]
+    return [case for gpu in gpus for case in _on(captured, model, batch, load_device(gpu), papers)]
 
 
-def _on(captured: Graph, model: str, batch: int, device: Device) -> Iterator[Case]:
+def _on(captured: Graph, model: str, batch: int, device: Device, papers: Recorded) -> Iterator[Case]:
     graph = with_algorithms(captured, device)
     seconds = op_seconds(graph, device)
     program = Program(graph)
@@ -89,7 +95,9 @@ def _on(captured: Graph, model: str, batch: int, device: Device) -> Iterator[Cas
         if ours is None:
             raise AssertionError(f"{OURS} does not fit {model} into its own floor of {budget} bytes")
         bound = lower_bound_seconds(graph, device, budget, seconds) / sum(seconds)
-        others = {p: s for p in PAPERS if (s := _slowdown(graph, device, p, budget, seconds)) is not None}
+        others = papers.get((model, device.name, budget))
+        if others is None:
+            others = {p: s for p in PAPERS if (s := _slowdown(graph, device, p, budget, seconds)) is not None}
         best = min(others, key=lambda p: others[p], default=None)
         yield {
             "model": model, "batch": batch, "gpu": device.name, "budget": name, "budget_bytes": budget,
@@ -151,11 +159,17 @@ def by_budget(found: list[Case]) -> Iterator[str]:
         )
 
 
-def run(names: list[str], gpus: list[str], processes: int, found: list[Case]) -> None:
+def recorded(path: Path) -> list[Case]:
+    """The cases of a record."""
+    found: list[Case] = json.loads(path.read_text())["cases"]
+    return found
+
+
+def run(names: list[str], gpus: list[str], processes: int, papers: Recorded, found: list[Case]) -> None:
     """Add the cases of these models to `found`, and print them as they come."""
     print(f"{'model':20} {'gpu':10} {'budget':>8} {'auto':>7} {'bound':>7} {'gap':>7} {'plan':>8}  best of the papers")
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(cases, name, BATCHES[name], gpus) for name in names]):
+        for done in as_completed([pool.submit(cases, name, BATCHES[name], gpus, papers) for name in names]):
             for case in done.result():
                 found.append(case)
                 print(spell(case), flush=True)
@@ -169,18 +183,23 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--read", type=Path, help="a record, whose figures are printed without a run")
+    parser.add_argument("--papers-from", type=Path, help="a record, from which the papers' policies are taken")
     arguments = parser.parse_args()
     found: list[Case] = []
     if arguments.read:
-        found = json.loads(arguments.read.read_text())["cases"]
+        found = recorded(arguments.read)
     else:
-        run(arguments.models.split(","), arguments.gpus.split(","), arguments.processes, found)
+        known = recorded(arguments.papers_from) if arguments.papers_from else []
+        papers = {(c["model"], c["gpu"], c["budget_bytes"]): c["slowdowns"] for c in known}
+        run(arguments.models.split(","), arguments.gpus.split(","), arguments.processes, papers, found)
     figures = summary(found)
     for name, value in figures.items():
         print(f"{name.replace('_', ' ')}: {value if not isinstance(value, float) else round(value, 4)}")
     print("\n".join(by_budget(found)))
     if arguments.json:
         note = "step times are simulated; plan_seconds are CPU seconds measured on this machine"
+        if arguments.papers_from:
+            note += "; the papers' policies are as in the record before"
         arguments.json.write_text(json_record(torch.device("cpu"), note=note, summary=figures, cases=found))
         print(f"recorded in {arguments.json}", file=sys.stderr)
 

@@ -12,7 +12,7 @@ import numpy as np
 INFINITY = highspy.kHighsInf
 INTEGRAL = 1e-6
 """What is no further from 0 or 1 counts as such."""
-ROWS_AN_ITERATION = 20
+ROWS_AN_ITERATION = 50
 """So many rows take as long to set up as an iteration of the simplex algorithm."""
 
 
