@@ -64,6 +64,14 @@ class Changes:
         self.kinds = kinds if units else kinds[-1:]
         self.bounds = np.cumsum([share for share, _ in self.kinds])
 
+    def steer(self, share: float, seconds: Sequence[float]) -> None:
+        """Draw costs of trips by this share, one to all other changes, and costs of ops' slower algorithms as well."""
+        ops = self.graph.ops
+        for op in ops:
+            slowest = max((a.slowdown for a in op.algorithms), default=1.0)
+            self.link_seconds[op.id - len(ops)] = seconds[op.id] * (slowest - 1.0)
+        self.bounds[-1] = (self.bounds[-2] if len(self.kinds) > 1 else 0.0) + share
+
     def of(self, decision: Decision, lost: Seconds) -> Decision:
         """A change of `decision`, whose plan has `lost` these seconds (counted as `Decision.dearer` is)."""
         drawn = self.random.random() * self.bounds[-1]

@@ -38,6 +38,12 @@ LOOKS_PER_OP = 3
 LEAST_LOOKS = 600
 ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
+MORE_EFFORT = 6_000_000
+MOST_OPS = 500
+"""Where that leaves effort, or a step has no more ops than these, a second search goes on from the best plan …"""
+MORE_ATTEMPTS_EACH = 160
+STEERING = 0.3
+"""… with as many attempts, of which one to this, such changes steer what moves and what takes slower algorithms."""
 ATTEMPTS_IF_BRIEF = 8
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
@@ -164,15 +170,23 @@ class Search:
     # -- the local search
 
     def _improved(self, best: Attempt, aim: float) -> Attempt:
-        """The best plan after changes drawn at random with a fixed seed, of which early ones may cost a little."""
+        """The best plan after changes drawn at random; where planning is quick, again from there, with more steering."""
+        best = self._annealed(best, aim, ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH, EFFORT)
+        if self.brief or (self.effort >= EFFORT and len(self.graph.ops) > MOST_OPS):
+            return best
+        return self._annealed(best, aim, MORE_ATTEMPTS_EACH, MORE_EFFORT, steering=STEERING)
+
+    def _annealed(self, best: Attempt, aim: float, each: int, effort: int, steering: float | None = None) -> Attempt:
+        """The best plan after changes drawn with a fixed seed, of which early ones may cost a little."""
         random = np.random.default_rng(0)
         changes = Changes(self.graph, self.device, self._units, random)
-        each = ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH
+        if steering is not None:
+            changes.steer(steering, self.seconds)
         begun, first, most = self.effort, self.attempts, each * (1 + len(self.droppable))
         warm = TEMPERATURE * sum(self.seconds)
         current = best
-        while self.effort < EFFORT and self.attempts < first + most and best.seconds > aim:
-            left = min((EFFORT - self.effort) / (EFFORT - begun), 1 - (self.attempts - first) / most)
+        while self.effort < effort and self.attempts < first + most and best.seconds > aim:
+            left = min((effort - self.effort) / (effort - begun), 1 - (self.attempts - first) / most)
             attempt = self._attempt(changes.of(current.decision, current.lost))
             if attempt is None:
                 continue

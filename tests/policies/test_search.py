@@ -1,0 +1,57 @@
+"""The search of `auto`: what its changes reach, and that going on from the best plan loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
+
+from overspill.core import Algorithm, Device, Graph
+from overspill.costs import op_seconds
+from overspill.policies import search
+from overspill.policies.changes import Changes, Decision
+from overspill.policies.floor import algorithms_within, floor_of
+from overspill.policies.planning import unmanaged_peak
+from overspill.policies.program import Program
+from overspill.policies.search import Attempt, Search
+
+
+def searched(graph: Graph, device: Device, share: float, **constants: Any) -> Attempt:
+    """The best plan at `share` of the way from the floor to what the step takes unmanaged."""
+    program = Program(graph)
+    floor = floor_of(program).nbytes
+    budget = floor + int(share * (unmanaged_peak(graph, device) - floor))
+    program = program.with_algorithms(algorithms_within(program, budget))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(search, name, value)
+        return Search(program, device, budget, op_seconds(graph, device)).best()
+
+
+@given(networks(), devices(), st.sampled_from([0.0, 0.1, 0.5]))
+@settings(max_examples=20, deadline=None)
+def test_going_on_from_the_best_plan_is_never_slower(graph: Graph, device: Device, share: float) -> None:
+    once = searched(graph, device, share, MORE_ATTEMPTS_EACH=0)
+    assert searched(graph, device, share, MORE_ATTEMPTS_EACH=20).cost <= once.cost
+
+
+def test_steering_makes_slower_algorithms_dearer_as_well() -> None:
+    graph = network([Layer(100_000) for _ in range(4)])
+    menu = (Algorithm("fast", 5000), Algorithm("slow", 0, 3.0))
+    graph = replace(graph, ops=(replace(graph.ops[0], workspace_bytes=5000, algorithms=menu), *graph.ops[1:]))
+    nothing = np.zeros(len(graph.tensors) + len(graph.ops))
+    decision = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
+
+    def dearest(share: float | None) -> float:
+        changes = Changes(graph, DEVICE, [frozenset({t}) for t in range(3)], np.random.default_rng(0))
+        if share is not None:
+            changes.steer(share, [1.0] * len(graph.ops))
+        return max(changes.of(decision, nothing).dearer[len(graph.tensors)] for _ in range(2000))
+
+    assert dearest(None) == 0.0
+    assert 1.0 < dearest(10.0) <= 2.0  # it loses two seconds
