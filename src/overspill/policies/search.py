@@ -172,7 +172,8 @@ class Search:
     def _improved(self, best: Attempt, aim: float) -> Attempt:
         """The best plan after changes drawn at random; where planning is quick, again from there, with more steering."""
         best = self._annealed(best, aim, ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH, EFFORT)
-        if self.brief or (self.effort >= EFFORT and len(self.graph.ops) > MOST_OPS):
+        # A whole step is planned three times (`order.py`), which is long enough.
+        if self.brief or self.graph.whole_step or (self.effort >= EFFORT and len(self.graph.ops) > MOST_OPS):
             return best
         return self._annealed(best, aim, MORE_ATTEMPTS_EACH, MORE_EFFORT, steering=STEERING)
 
