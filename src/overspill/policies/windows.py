@@ -78,7 +78,6 @@ class Windows:
         self.around = [gap for gap in bound.gaps if gap.wraps and any(self._without_room(gap))]
         self.leaving: list[_Move] = []
         self.coming: list[_Move] = []
-        self.reruns: list[_Move] = []
         self.moved: dict[tuple[int, int, int], int] = {}  # (tensor, start, end) -> column
         self.again: dict[tuple[int, int, int], int | None] = {}  # (op, start, end) -> column, or None: it cannot
 
@@ -90,8 +89,9 @@ class Windows:
             self._departure(trip)
         for gap in self.around:
             self._over_the_end(gap)
-        self._counts()
-        for terms, start, end in self._in_turn(self.reruns):
+        reruns = self._reruns()
+        self._counts(reruns)
+        for terms, start, end in self._in_turn(reruns):
             self.bound.time.beyond(terms, start, end)
         both = [self.leaving, self.coming]
         for moves in both if self.bound.device.full_duplex else [self.leaving + self.coming]:
@@ -154,7 +154,6 @@ class Windows:
         column = self.again[key] = self._making_room(op, start, end)
         if column is None:
             return None
-        self.reruns.append(_Move(op, start, end, column, self.bound.op_seconds[op] / self.bound.total))
         if depth and (end - start <= SHORT or len(self.again) < MOST_FOLLOWED):
             for read in dict.fromkeys(self.graph.ops[op].recompute_reads):
                 if self.program.touches[read] and self._absent(read, start):
@@ -274,11 +273,16 @@ class Windows:
 
     # -- all together
 
-    def _counts(self) -> None:
+    def _reruns(self) -> list[_Move]:
+        """The runs of ops in windows, in order."""
+        seconds, total = self.bound.op_seconds, self.bound.total
+        found = (_Move(*key, c, seconds[key[0]] / total) for key, c in self.again.items() if c is not None)
+        return sorted(found, key=_in_order)
+
+    def _counts(self, reruns: Sequence[_Move]) -> None:
         """An op runs again at least as often as in windows that do not overlap."""
-        self.reruns.sort(key=_in_order)
         of: dict[int, list[_Move]] = defaultdict(list)
-        for run in self.reruns:
+        for run in reruns:
             of[run.of].append(run)
         for op, windows in of.items():
             runs = self.bound.runs(op, windows[0].start, max(w.end for w in windows))
@@ -288,9 +292,9 @@ class Windows:
                 [(runs, 1.0), *((window.column, -1.0) for window in _apart(windows, self.program.length))], lower=0.0
             )
 
-    def _in_turn(self, moves: list[_Move]) -> Iterable[tuple[Terms, int, int]]:
+    def _in_turn(self, moves: Iterable[_Move]) -> Iterable[tuple[Terms, int, int]]:
         """What follows one another between two steps: between the start of one window and the end of another, all there."""
-        moves.sort(key=_in_order)
+        moves = sorted(moves, key=_in_order)
         self._nested(moves)
         starts = [move.start for move in moves]
         seen: set[tuple[int, int]] = set()
