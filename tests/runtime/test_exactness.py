@@ -38,7 +38,8 @@ LIKE_ANOTHER = {
     "vgg116", "vgg216", "vgg316", "vgg416", "resnet101", "resnet152", "densenet161", "densenet169", "densenet201",
     "inception-v3-aux", "googlenet-aux",
 }  # fmt: skip
-"""Models whose small configuration is longer or wider than another's, but not of other parts: compiled once only."""
+"""Models whose small configuration is longer or wider than another's, but not of other parts."""
+LOWERED = [pytest.param(model, marks=pytest.mark.long if model in LIKE_ANOTHER else ()) for model in MODELS]
 OTHERS = [name for name in POLICIES if name != "auto"]
 BY_TURNS = ("resnet18", "unet", "gpt2", "googlenet", "densenet121")
 COMPILED = [
@@ -91,7 +92,7 @@ def captured(model: str) -> Step:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", LOWERED)
 def test_the_lowered_step_gives_the_numbers_of_plain_pytorch_and_moves_what_is_planned(
     model: str, policy: str, tmp_path: Path
 ) -> None:
