@@ -21,7 +21,7 @@ from overspill.policies.program import Program
 from overspill.policies.search import Attempt, Search
 
 
-def searched(graph: Graph, device: Device, share: float, **constants: Any) -> Attempt:
+def searched(graph: Graph, device: Device, share: float, patience: int = 0, **constants: Any) -> Attempt:
     """The best plan at `share` of the way from the floor to what the step takes unmanaged."""
     program = Program(graph)
     floor = floor_of(program).nbytes
@@ -30,7 +30,7 @@ def searched(graph: Graph, device: Device, share: float, **constants: Any) -> At
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(search, name, value)
-        return Search(program, device, budget, op_seconds(graph, device)).best()
+        return Search(program, device, budget, op_seconds(graph, device), patience=patience).best()
 
 
 @given(networks(), devices(), st.sampled_from([0.0, 0.1, 0.5]))
@@ -47,11 +47,35 @@ def test_steering_makes_slower_algorithms_dearer_as_well() -> None:
     nothing = np.zeros(len(graph.tensors) + len(graph.ops))
     decision = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
 
-    def dearest(share: float | None) -> float:
-        changes = Changes(graph, DEVICE, [frozenset({t}) for t in range(3)], np.random.default_rng(0))
-        if share is not None:
-            changes.steer(share, [1.0] * len(graph.ops))
+    def dearest(share: float) -> float:
+        units, seconds = [frozenset(op.writes) for op in graph.ops[:3]], [1.0] * len(graph.ops)
+        changes = Changes(graph, DEVICE, units, seconds, share, np.random.default_rng(0))
         return max(changes.of(decision, nothing).dearer[len(graph.tensors)] for _ in range(2000))
 
-    assert dearest(None) == 0.0
+    assert dearest(0.0) == 0.0
     assert 1.0 < dearest(10.0) <= 2.0  # it loses two seconds
+
+
+def test_units_alike_are_of_as_many_bytes_by_the_same_kind_of_op_and_change_together() -> None:
+    graph = network([Layer(size) for size in (100_000, 200_000, 100_000, 100_000, 100_000)])
+    graph = replace(graph, ops=tuple(replace(op, name="pool" if op.id == 3 else "conv") for op in graph.ops))
+    made = [graph.ops[i].writes[0] for i in range(5)]
+    units = [frozenset({t}) for t in made]
+    changes = Changes(graph, DEVICE, units, [1.0] * len(graph.ops), 0.05, np.random.default_rng(0))
+    assert changes.alike == [[0, 2, 4], [1], [0, 2, 4], [3], [0, 2, 4]]
+    nothing = np.zeros(len(graph.tensors) + len(graph.ops))
+    kept = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
+    reached = {changes._alike(kept, nothing).recompute for _ in range(500)}
+    assert frozenset({made[0], made[2], made[4]}) in reached
+    assert frozenset({made[0], made[1]}) not in reached
+
+
+def test_a_patient_search_is_never_slower_and_often_faster() -> None:
+    sizes = [100_000 + 10_000 * (i * 7 % 5) for i in range(30)]
+    graph = network([Layer(n, flops=10**7 * (1 + i % 3), saves_output=i % 2 == 0) for i, n in enumerate(sizes)])
+    pairs = []
+    for share in (0.0, 0.1, 0.3):
+        usual, patient = (searched(graph, DEVICE, share, p, EFFORT=50_000, MORE_EFFORT=80_000) for p in (0, 20))
+        pairs.append((usual, patient))
+    assert all(patient.cost <= usual.cost for usual, patient in pairs)
+    assert any(patient.seconds < usual.seconds for usual, patient in pairs)

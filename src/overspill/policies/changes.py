@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from overspill.core import Device, Graph
+from overspill.core import Device, Graph, Op
 
 from .decoding import GapKeys, Seconds
 
@@ -30,6 +31,10 @@ class Decision:
     dearer: Seconds
     away: GapKeys
 
+    def same_program(self, other: Decision) -> bool:
+        """Whether the same tensors are recomputed, as often."""
+        return self.recompute == other.recompute and self.fleeting == other.fleeting
+
     def recomputing(self, recompute: frozenset[int]) -> Decision:
         """This with other tensors recomputed; those that were fleeting stay so."""
         return replace(self, recompute=recompute, fleeting=self.fleeting & recompute)
@@ -42,16 +47,26 @@ class Decision:
 class Changes:
     """Decisions near another one: one of several kinds of change, drawn at random.
 
-    `units` are tensors that are recomputed together, in the order in which they are made.
+    `units` are tensors that are recomputed together, in the order in which they are made. `seconds[i]` is what op `i`
+    takes with its fastest algorithm. `steering`: the share of changes of what moves and what takes slower algorithms,
+    one to all others.
     """
 
     def __init__(
-        self, graph: Graph, device: Device, units: Sequence[frozenset[int]], random: np.random.Generator
+        self,
+        graph: Graph,
+        device: Device,
+        units: Sequence[frozenset[int]],
+        seconds: Sequence[float],
+        steering: float,
+        random: np.random.Generator,
     ) -> None:
         self.graph = graph
         self.random = random
         self.units = units
-        self.link_seconds = np.array([device.offload_seconds(t.nbytes) for t in graph.tensors] + [0.0] * len(graph.ops))
+        links = [device.offload_seconds(t.nbytes) for t in graph.tensors]
+        slower = [seconds[op.id] * (_slowest(op) - 1.0) for op in graph.ops]
+        self.most_dearer = np.array(links + slower)
         kinds: list[tuple[float, Callable[[Decision, Seconds], Decision]]] = [
             (0.1, self._toggled),
             (0.2, self._near_a_stall),
@@ -59,18 +74,11 @@ class Changes:
             (0.05, self._block),
             (0.25, self._one_fleeting),
             (0.05, self._block_of_fleeting),
-            (0.05, self._steered),
+            (0.2, self._alike),
+            (steering, self._steered),
         ]
         self.kinds = kinds if units else kinds[-1:]
         self.bounds = np.cumsum([share for share, _ in self.kinds])
-
-    def steer(self, share: float, seconds: Sequence[float]) -> None:
-        """Draw costs of trips by this share, one to all other changes, and costs of ops' slower algorithms as well."""
-        ops = self.graph.ops
-        for op in ops:
-            slowest = max((a.slowdown for a in op.algorithms), default=1.0)
-            self.link_seconds[op.id - len(ops)] = seconds[op.id] * (slowest - 1.0)
-        self.bounds[-1] = (self.bounds[-2] if len(self.kinds) > 1 else 0.0) + share
 
     def of(self, decision: Decision, lost: Seconds) -> Decision:
         """A change of `decision`, whose plan has `lost` these seconds (counted as `Decision.dearer` is)."""
@@ -111,6 +119,22 @@ class Changes:
         some, recompute = self._neighbours(), decision.recompute
         return decision.recomputing(recompute | some if self.random.random() < 0.5 else recompute - some)
 
+    def _alike(self, decision: Decision, lost: Seconds) -> Decision:
+        """Units like one another, as layers of a network are, all recomputed, or for every use, or no longer."""
+        place = self._place(lost) if self.random.random() < 0.5 else int(self.random.integers(len(self.units)))
+        alike = self.alike[place]
+        most = 1 + int(len(alike) ** self.random.random())
+        first = max(bisect_left(alike, place) - int(self.random.integers(most)), 0)
+        every = 2 if most > 2 and self.random.random() < 0.3 else 1
+        some = frozenset().union(*(self.units[i] for i in alike[first : first + most : every]))
+        kind = self.random.random()
+        if kind < 0.5:
+            more = decision.recomputing(decision.recompute | some)
+            return more.dropping(more.fleeting | some) if kind < 0.2 else more
+        if kind < 0.75:
+            return decision.recomputing(decision.recompute - some)
+        return decision.dropping(decision.fleeting | some if kind < 0.875 else decision.fleeting - some)
+
     # -- what is dropped again at once
 
     def _one_fleeting(self, decision: Decision, lost: Seconds) -> Decision:
@@ -129,7 +153,7 @@ class Changes:
     # -- what moves
 
     def _steered(self, decision: Decision, lost: Seconds) -> Decision:
-        """Other costs of some trips: those that are waited for dearer, or any; or without the hint."""
+        """Other costs of some trips and slower algorithms: those that are waited for dearer, or any; or without the hint."""
         kind = self.random.random()
         if kind < 0.3:
             return replace(decision, dearer=decision.dearer + self.random.random() * lost)
@@ -138,7 +162,7 @@ class Changes:
         dearer = decision.dearer.copy()
         count = max(1, int(len(dearer) / 10 ** (1 + 2 * self.random.random())))
         some = self.random.integers(len(dearer), size=count)
-        dearer[some] = self.link_seconds[some] * self.random.random(count) * (self.random.random(count) < 0.7)
+        dearer[some] = self.most_dearer[some] * self.random.random(count) * (self.random.random(count) < 0.7)
         return replace(decision, dearer=dearer)
 
     # -- where
@@ -161,6 +185,19 @@ class Changes:
         return frozenset().union(*self.units[first : first + count])
 
     @cached_property
+    def alike(self) -> list[list[int]]:
+        """For each unit the places of those like it, its own among them: of as many bytes, by the same kind of op."""
+        graph = self.graph
+        found: dict[tuple[str, int], list[int]] = defaultdict(list)
+        kinds = [
+            (graph.ops[graph.producer[min(unit)]].name, sum(graph.tensors[t].nbytes for t in unit))
+            for unit in self.units
+        ]
+        for place, kind in enumerate(kinds):
+            found[kind].append(place)
+        return [found[kind] for kind in kinds]
+
+    @cached_property
     def near(self) -> list[int]:
         """For each tensor the number of a unit that is used by the op in the middle of its uses, or next."""
         graph = self.graph
@@ -172,6 +209,11 @@ class Changes:
             return used[ops[min(bisect_left(ops, middle), len(ops) - 1)]]
 
         return [place(uses) for uses in graph.uses]
+
+
+def _slowest(op: Op) -> float:
+    """How much longer the slowest algorithm of `op` takes than its fastest."""
+    return max((algorithm.slowdown for algorithm in op.algorithms), default=1.0)
 
 
 def _toggled(chosen: frozenset[int], unit: frozenset[int]) -> frozenset[int]:

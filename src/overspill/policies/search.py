@@ -42,8 +42,10 @@ MORE_EFFORT = 6_000_000
 MOST_OPS = 500
 """Where that leaves effort, or a step has no more ops than these, a second search goes on from the best plan …"""
 MORE_ATTEMPTS_EACH = 160
-STEERING = 0.3
-"""… with as many attempts, of which one to this, such changes steer what moves and what takes slower algorithms."""
+MORE_STEERING = 0.3
+"""… with as many attempts, of which one to this, such changes steer what moves and what takes slower algorithms …"""
+STEERING = 0.05
+"""… and not only one to this, as in the first."""
 ATTEMPTS_IF_BRIEF = 8
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
@@ -83,7 +85,8 @@ class Attempt:
 class Search:
     """The search for the fastest step of `program` within a budget, which at least one plan keeps.
 
-    `brief`: it is one of many, and makes do without the relaxation's hint and with few attempts.
+    `brief`: it is one of many, and makes do without the relaxation's hint and with few attempts. `patience`: how many
+    times as long as the second search a third may take.
     """
 
     program: Program
@@ -91,6 +94,7 @@ class Search:
     budget_bytes: int
     seconds: Sequence[float]
     brief: bool = False
+    patience: int = 0
     effort: int = field(default=0, init=False)
     attempts: int = field(default=0, init=False)
 
@@ -172,23 +176,26 @@ class Search:
     def _improved(self, best: Attempt, aim: float) -> Attempt:
         """The best plan after changes drawn at random; where planning is quick, again from there, with more steering."""
         best = self._annealed(best, aim, ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH, EFFORT)
-        # A whole step is planned three times (`order.py`), which is long enough.
-        if self.brief or self.graph.whole_step or (self.effort >= EFFORT and len(self.graph.ops) > MOST_OPS):
+        if self.brief:
             return best
-        return self._annealed(best, aim, MORE_ATTEMPTS_EACH, MORE_EFFORT, steering=STEERING)
+        # A whole step is planned three times (`order.py`), which is long enough.
+        if not self.graph.whole_step and (self.effort < EFFORT or len(self.graph.ops) <= MOST_OPS):
+            best = self._annealed(best, aim, MORE_ATTEMPTS_EACH, MORE_EFFORT, MORE_STEERING)
+        if self.patience:
+            each, effort = self.patience * MORE_ATTEMPTS_EACH, self.patience * MORE_EFFORT
+            best = self._annealed(best, aim, each, effort, MORE_STEERING)
+        return best
 
-    def _annealed(self, best: Attempt, aim: float, each: int, effort: int, steering: float | None = None) -> Attempt:
+    def _annealed(self, best: Attempt, aim: float, each: int, effort: int, steering: float = STEERING) -> Attempt:
         """The best plan after changes drawn with a fixed seed, of which early ones may cost a little."""
         random = np.random.default_rng(0)
-        changes = Changes(self.graph, self.device, self._units, random)
-        if steering is not None:
-            changes.steer(steering, self.seconds)
+        changes = Changes(self.graph, self.device, self._units, self.seconds, steering, random)
         begun, first, most = self.effort, self.attempts, each * (1 + len(self.droppable))
         warm = TEMPERATURE * sum(self.seconds)
         current = best
         while self.effort < effort and self.attempts < first + most and best.seconds > aim:
             left = min((effort - self.effort) / (effort - begun), 1 - (self.attempts - first) / most)
-            attempt = self._attempt(changes.of(current.decision, current.lost))
+            attempt = self._attempt(changes.of(current.decision, current.lost), current)
             if attempt is None:
                 continue
             if attempt.seconds <= current.seconds + warm * left**2 * random.exponential():
@@ -206,10 +213,13 @@ class Search:
         large = [u for u in by_op.values() if sum(self.graph.tensors[t].nbytes for t in u) >= least]
         return [frozenset(unit) for unit in large or by_op.values()]
 
-    def _attempt(self, decision: Decision) -> Attempt | None:
-        """The plan that a decision leads to; None where it does not fit."""
+    def _attempt(self, decision: Decision, near: Attempt | None = None) -> Attempt | None:
+        """The plan that a decision leads to; None where it does not fit. `near` may have the same program."""
         self.attempts += 1
-        decoder = self.decoders.fitting(decision.recompute, decision.fleeting)
+        if near is not None and near.decision.same_program(decision):
+            decoder: Decoder | None = near.decoder
+        else:
+            decoder = self.decoders.fitting(decision.recompute, decision.fleeting)
         if decoder is None:
             return None
         plan = decoder.decode(decision.dearer[decoder.keys], decoder.among(decision.away))
