@@ -72,7 +72,7 @@ def test_the_budget_is_respected_or_the_row_says_by_how_much_it_is_not(overspill
 
 def test_the_thorough_search_is_made_where_it_is_named_and_is_never_slower(overspill: Overspill) -> None:
     done = overspill(
-        "compare alexnet --small --batch 16 --gpu rtx4090 --budget 0.6 --json --policies auto,auto:thorough"
+        "compare resnet18 --small --batch 16 --gpu rtx4090 --budget 0.6 --json --policies auto,auto:thorough"
     )
     rows = by_policy(done.answer)
     assert rows["auto:thorough"]["fits"] is True
