@@ -131,8 +131,9 @@ nb::object fitting(const Planner& planner, const Column<bool>& dropped, const Co
     return nb::make_tuple(std::move(found->first), array_of(std::move(kept)));
 }
 
-nb::tuple decode(Decoder& decoder, const Column<double>& dearer, const Column<bool>& first) {
-    if (dearer.shape(0) != decoder.size() || first.shape(0) != decoder.size())
+nb::tuple decode(const Decoder& decoder, const Column<double>& dearer, const Column<bool>& first) {
+    const auto count = static_cast<std::size_t>(decoder.candidates().size());
+    if (dearer.shape(0) != count || first.shape(0) != count)
         throw nb::value_error("there must be one value a candidate");
     Decoded plan = decoder.decode({dearer.data(), dearer.shape(0)},
                                   {reinterpret_cast<const std::uint8_t*>(first.data()), first.shape(0)});
@@ -148,24 +149,24 @@ NB_MODULE(_planning, module) {
     using namespace overspill::planning;
     module.doc() = "The native part of overspill.policies.decoding.";
     nb::class_<Decoder>(module, "Decoder")
-        .def("__len__", &Decoder::size)
+        .def("__len__", [](const Decoder& self) { return self.candidates().size(); })
         .def("decode", &decode, nb::arg("dearer"), nb::arg("first"))
         .def("trip_of",
              [](const Decoder& self) {
                  std::vector<Index> found;
-                 for (const Candidate& c : self.candidates()) found.push_back(c.trip);
+                 for (const Candidate& c : self.candidates().all()) found.push_back(c.trip);
                  return array_of(std::move(found));
              })
         .def("trips",
              [](const Decoder& self) {
                  std::vector<Index> found;
-                 for (const Trip& t : self.trips()) found.insert(found.end(), {t.tensor, t.start, t.end, t.copy});
+                 for (const Trip& t : self.candidates().trips()) found.insert(found.end(), {t.tensor, t.start, t.end, t.copy});
                  return array_of(std::move(found));
              })
         .def("slower",
              [](const Decoder& self) {
                  std::vector<Index> found;
-                 for (const Slower& s : self.slower()) found.insert(found.end(), {s.op, s.number});
+                 for (const Slower& s : self.candidates().slower()) found.insert(found.end(), {s.op, s.number});
                  return array_of(std::move(found));
              })
         .def("ops", [](const Decoder& self) { return array_of(std::vector<Index>(self.ops())); });

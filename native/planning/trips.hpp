@@ -1,7 +1,14 @@
-// What a plan is made of: trips of tensors to the store, slower algorithms, and what either relieves and costs.
+// What a plan is made of: trips of tensors to the store, slower algorithms, and what either relieves and costs. Twin of
+// src/overspill/policies/trips.py.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "program.hpp"
@@ -47,14 +54,144 @@ struct Candidate {
     Index trip, slower;
 };
 
-struct Decoded {
-    std::int64_t looks = 0;  // how often a candidate was looked at: what the choice took
-    Seconds seconds = 0;
-    Bytes moved_bytes = 0;
-    std::vector<Index> chosen;           // candidates, in the order in which they were taken
-    std::vector<Index> trips;            // those made
-    std::vector<Index> release, issue;   // of each trip made
-    std::vector<Seconds> lost;           // by candidate: what its tensor waited, or what its op's algorithm took longer
+// When each step starts if none waits, and at last when the program ends.
+class Clock {
+  public:
+    Clock() = default;
+
+    explicit Clock(const std::vector<Seconds>& seconds) : starts_(seconds.size() + 1, 0.0) {
+        std::partial_sum(seconds.begin(), seconds.end(), starts_.begin() + 1);
+    }
+
+    Seconds operator[](Index step) const { return starts_[step]; }
+
+    // The first step that starts at `when` or later.
+    Index from(Seconds when) const {
+        return static_cast<Index>(std::lower_bound(starts_.begin(), starts_.end(), when) - starts_.begin());
+    }
+
+    // The last step that starts at `when` or sooner; -1 if there is none.
+    Index until(Seconds when) const {
+        return static_cast<Index>(std::upper_bound(starts_.begin(), starts_.end(), when) - starts_.begin()) - 1;
+    }
+
+  private:
+    std::vector<Seconds> starts_;
+};
+
+// A program's steps as a plan sees them: how long each is, what is there in it, and how much compute hides transfers.
+struct Steps {
+    static constexpr double kTicks = 1e12;         // select.py's TICKS_PER_SECOND
+    static constexpr std::int64_t kNoTime = 1000;  // select.py's LEAST_TICKS
+
+    std::vector<Index> op;
+    std::vector<Seconds> seconds;
+    std::vector<std::int64_t> ticks;  // for the time relieved
+    std::vector<Bytes> live;
+    Lists of_op;
+    Seconds in_forward = 0, in_backward = 0;
+
+    Steps(const Graph& graph, const Program& program) : live(program.live) {
+        std::vector<std::pair<Index, Index>> running;
+        for (Index i = 0; i < program.length(); ++i) {
+            op.push_back(program.steps[i].op);
+            running.emplace_back(op.back(), i);
+            seconds.push_back(graph.seconds_of(op.back(), graph.chosen[op.back()]));
+            ticks.push_back(std::llrint(seconds.back() * kTicks) + kNoTime);
+        }
+        of_op = Lists(graph.ops(), running);
+        in_forward = std::accumulate(seconds.begin(), seconds.begin() + program.end_of_forward, 0.0);
+        in_backward = std::accumulate(seconds.begin() + program.end_of_forward, seconds.end(), 0.0);
+    }
+
+    Index length() const { return static_cast<Index>(op.size()); }
+};
+
+// All that a plan of a program may do, in a fixed order.
+class Candidates {
+  public:
+    Candidates(const Graph& graph, const Program& program, const Steps& steps, const Link& link) {
+        for (const Gap& gap : program.gaps)
+            if (program.may_leave(gap))
+                trips_.push_back({gap.tensor, gap.start, gap.end, program.copy_start(gap), program.latest_release(gap),
+                                  program.earliest_return(gap), program.version(gap), graph.nbytes[gap.tensor]});
+        find_slower(graph, steps);
+        offer_trips(steps, link);
+        for (Index s = 0; s < static_cast<Index>(slower_.size()); ++s) {
+            const Slower& choice = slower_[s];
+            const std::array<Span, 2> spans{Span{choice.position, choice.position + 1}, Span{}};
+            all_.push_back(
+                {spans, choice.relieved, choice.cost + kByteCost * static_cast<double>(choice.relieved), 0, 0, -1, s});
+        }
+        std::vector<std::pair<Index, Index>> parts;
+        for (Index c = 0; c < size(); ++c)
+            if (all_[c].trip >= 0) parts.emplace_back(tensor_of(c), c);
+        of_tensor_ = Lists(graph.tensors(), parts);
+    }
+
+    Index size() const { return static_cast<Index>(all_.size()); }
+    const Candidate& operator[](Index candidate) const { return all_[candidate]; }
+    const std::vector<Candidate>& all() const { return all_; }
+    const std::vector<Trip>& trips() const { return trips_; }
+    const std::vector<Slower>& slower() const { return slower_; }
+
+    // The tensor of a candidate that is a part of a trip, and all such parts of a tensor's trips.
+    Index tensor_of(Index candidate) const { return trips_[all_[candidate].trip].tensor; }
+    std::span<const Index> of_tensor(Index tensor) const { return of_tensor_[tensor]; }
+
+  private:
+    static constexpr double kByteCost = 1e-15;  // select.py's BYTE_COST_SECONDS
+
+    std::vector<Candidate> all_;
+    std::vector<Trip> trips_;
+    std::vector<Slower> slower_;
+    Lists of_tensor_;
+
+    void find_slower(const Graph& graph, const Steps& steps) {
+        for (Index i = 0; i < steps.length(); ++i) {
+            const Index op = steps.op[i], chosen = graph.chosen[op];
+            const std::vector<Algorithm>& menu = graph.algorithms[op];
+            for (Index k = chosen + 1; k < static_cast<Index>(menu.size()); ++k)
+                slower_.push_back({i, op, k, graph.seconds[op] * (menu[k].slowdown - menu[k - 1].slowdown),
+                                   graph.seconds_of(op, k), menu[k - 1].workspace - menu[k].workspace,
+                                   graph.workspace_of(op, chosen) - menu[k].workspace});
+        }
+    }
+
+    // A trip relieves memory for nothing only while its tensor can be away without a stall; the rest of it costs the wait.
+    void offer_trips(const Steps& steps, const Link& link) {
+        const Clock clock(steps.seconds);
+        for (Index t = 0; t < static_cast<Index>(trips_.size()); ++t) {
+            const Trip& trip = trips_[t];
+            const Seconds out = link.offload(trip.nbytes), back = link.prefetch(trip.nbytes);
+            const Seconds disturbed = (out + back) * link.compute_share;
+            const Index first = trip.start + 1, last = trip.end;
+            Index gone = clock.from(clock[first] + out);
+            Index needed = clock.until(clock[last] - back);
+            std::array<Span, 2> away{}, leaving{Span{first, last}, Span{}}, arriving{};
+            if (trip.wraps()) {
+                gone = std::min(gone, steps.length());
+                needed = std::max(needed, Index{0});
+                away = {Span{0, needed}, Span{gone, steps.length()}};
+            } else if (gone < needed) {
+                away = {Span{gone, needed}, Span{}};
+            }
+            if (trip.wraps() || gone < needed) {
+                leaving = {Span{first, gone}, Span{}};
+                arriving = {Span{needed, last}, Span{}};
+            }
+            offer(away, trip.nbytes, disturbed, out, back, t);
+            offer(leaving, trip.nbytes, disturbed + out, 0, 0, t);
+            offer(arriving, trip.nbytes, disturbed + back, 0, 0, t);
+        }
+    }
+
+    void offer(std::array<Span, 2> spans, Bytes nbytes, Seconds cost, Seconds out, Seconds back, Index trip) {
+        if (spans[0].start >= spans[0].end) std::swap(spans[0], spans[1]);
+        if (spans[0].start >= spans[0].end) return;
+        if (spans[1].start >= spans[1].end) spans[1] = Span{};
+        all_.push_back({spans, nbytes, cost + kByteCost * static_cast<double>(nbytes), out, back, trip, -1});
+    }
 };
 
 }  // namespace overspill::planning

@@ -1,6 +1,6 @@
 """The greedy choice of what to take off the device, cheapest per byte-second relieved first.
 
-Twin of the choice in native/planning/decoder.hpp, which gives the same answer.
+Twin of native/planning/select.hpp, which gives the same answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """When transfers start and are awaited: the latest that costs no time, the earliest that memory demands.
 
-Copies start as soon as there is something to copy. Twin of the timing in native/planning/decoder.hpp.
+Copies start as soon as there is something to copy. Twin of native/planning/timing.hpp.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `auto` may choose from: every trip that a tensor may make to the store, and every slower algorithm.
 
-Twin of the candidates in native/planning/decoder.hpp.
+Twin of the candidates in native/planning/trips.hpp.
 """
 
 from __future__ import annotations

@@ -1,0 +1,195 @@
+// The greedy choice of what to take off the device, cheapest per byte-second relieved first. Twin of
+// src/overspill/policies/select.py, which gives the same answer.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "over.hpp"
+#include "program.hpp"
+#include "trips.hpp"
+
+namespace overspill::planning {
+
+constexpr Seconds kNever = std::numeric_limits<Seconds>::infinity();
+
+// Scores with their candidates, the least first, ties by candidate: a heap of those that are finite.
+class LeastFirst {
+  public:
+    struct Entry {
+        Seconds score;
+        Index index;
+
+        bool operator<(const Entry& other) const {
+            return score < other.score || (score == other.score && index < other.index);
+        }
+    };
+
+    bool empty() const { return heap_.empty(); }
+    const Entry& top() const { return heap_.front(); }
+
+    void add(Seconds score, Index index) {
+        if (score < kNever) heap_.push_back({score, index});
+    }
+
+    void arrange() {
+        for (std::size_t hole = heap_.size() / 2; hole-- > 0;) sink(hole, heap_[hole]);
+    }
+
+    void push(Seconds score, Index index) {
+        if (!(score < kNever)) return;
+        heap_.push_back({score, index});
+        std::push_heap(heap_.begin(), heap_.end(), [](const Entry& a, const Entry& b) { return b < a; });
+    }
+
+    // Gives the top another, larger score; an infinite one takes it out.
+    void raise(Seconds score) {
+        Entry moving{score, heap_.front().index};
+        if (!(score < kNever)) {
+            moving = heap_.back();
+            heap_.pop_back();
+            if (heap_.empty()) return;
+        }
+        sink(0, moving);
+    }
+
+  private:
+    std::vector<Entry> heap_;
+
+    void sink(std::size_t hole, Entry moving) {
+        for (std::size_t child = 2 * hole + 1; child < heap_.size(); child = 2 * hole + 1) {
+            child += child + 1 < heap_.size() && heap_[child + 1] < heap_[child];
+            if (!(heap_[child] < moving)) break;
+            heap_[hole] = heap_[child];
+            hole = child;
+        }
+        heap_[hole] = moving;
+    }
+};
+
+// One choice among candidates within a budget; candidates cost `dearer` seconds more.
+class Choice {
+  public:
+    Choice(const Candidates& among, const Steps& steps, Bytes budget, std::span<const Seconds> dearer)
+        : among_(among),
+          steps_(steps),
+          budget_(budget),
+          dearer_(dearer),
+          open_(static_cast<std::size_t>(among.size()), 1),
+          over_(steps.ticks, excess(steps, budget)),
+          room_out_(steps.in_forward),
+          room_back_(steps.in_backward) {
+        out_.reserve(static_cast<std::size_t>(among.size()));
+        for (const Candidate& candidate : among.all()) out_.push_back(candidate.out);
+    }
+
+    // The candidates taken, those that are `first` before all others. `looks`: how often one was looked at.
+    std::vector<Index> made(std::span<const std::uint8_t> first, std::int64_t& looks) {
+        for (Index i = 0; i < among_.size(); ++i)
+            if (first[i]) take(i);
+        // A score only grows while others are taken, but where a copy serves several trips: one that has not grown since
+        // it was looked at is the least.
+        LeastFirst queue;
+        const std::vector<std::int64_t> sums = over_.sums();
+        for (Index i = 0; i < among_.size(); ++i)
+            if (open_[i]) queue.add(score(i, [&](const Span& s) { return sums[s.end] - sums[s.start]; }), i);
+        queue.arrange();
+        while (!queue.empty()) {
+            const auto [before, index] = queue.top();
+            ++looks;
+            const Seconds now = open_[index] ? score(index) : kNever;
+            if (now > before) {
+                queue.raise(now);
+                continue;
+            }
+            queue.raise(kNever);
+            const bool copies = out_[index] > 0;
+            take(index);
+            if (!copies) continue;
+            for (const Index other : among_.of_tensor(among_.tensor_of(index)))
+                if (open_[other]) queue.push(score(other), other);
+        }
+        prune();
+        return std::move(taken_);
+    }
+
+  private:
+    const Candidates& among_;
+    const Steps& steps_;
+    Bytes budget_;
+    std::span<const Seconds> dearer_;
+    std::vector<Seconds> out_;
+    Flags open_;
+    Over over_;
+    Seconds room_out_, room_back_;
+    std::vector<Index> taken_;
+
+    static std::vector<Bytes> excess(const Steps& steps, Bytes budget) {
+        std::vector<Bytes> found = steps.live;
+        for (Bytes& bytes : found) bytes -= budget;
+        return found;
+    }
+
+    // The cost per byte and time relieved; infinite where nothing is. `within` gives the time over the budget in a span.
+    template <typename Within>
+    Seconds score(Index index, Within within) const {
+        const Candidate& c = among_[index];
+        const std::int64_t time = within(c.spans[0]) + (c.spans[1].end ? within(c.spans[1]) : 0);
+        const double area = static_cast<double>(c.nbytes) * static_cast<double>(time);
+        if (!(area > 0)) return kNever;
+        const Seconds exposed = std::max(out_[index] - std::max(0.0, room_out_), 0.0) +
+                                std::max(c.back - std::max(0.0, room_back_), 0.0);
+        return (c.cost + dearer_[index] + exposed) / area;
+    }
+
+    Seconds score(Index index) const {
+        return score(index, [this](const Span& span) { return over_.within(span); });
+    }
+
+    void take(Index index) {
+        const Candidate& c = among_[index];
+        for (const Span& span : c.spans) over_.relieve(span, c.nbytes, steps_.ticks);
+        open_[index] = 0;
+        room_out_ -= out_[index];
+        room_back_ -= c.back;
+        if (c.trip >= 0)
+            for (const Index other : among_.of_tensor(among_.tensor_of(index))) out_[other] = 0.0;
+        taken_.push_back(index);
+    }
+
+    // Gives back, dearest first, what later choices made superfluous.
+    void prune() {
+        std::vector<Bytes> change(steps_.live.size() + 1, 0);
+        for (const Index index : taken_)
+            for (const Span& span : among_[index].spans) {
+                change[span.start] -= among_[index].nbytes;
+                change[span.end] += among_[index].nbytes;
+            }
+        std::vector<Bytes> room(steps_.live.size());
+        Bytes away = 0;
+        for (std::size_t i = 0; i < room.size(); ++i) room[i] = budget_ - steps_.live[i] - (away += change[i]);
+        const auto price = [&](Index i) { return among_[i].cost + dearer_[i] + among_[i].back; };
+        std::vector<Index> order = taken_;
+        std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return price(a) > price(b); });
+        Flags gone(static_cast<std::size_t>(among_.size()), 0);
+        for (const Index index : order) {
+            const Candidate& c = among_[index];
+            const auto fits = [&](const Span& span) {
+                return std::all_of(room.begin() + span.start, room.begin() + span.end,
+                                   [&](Bytes bytes) { return bytes >= c.nbytes; });
+            };
+            if (!fits(c.spans[0]) || !fits(c.spans[1])) continue;
+            for (const Span& span : c.spans)
+                for (Index i = span.start; i < span.end; ++i) room[i] -= c.nbytes;
+            gone[index] = 1;
+        }
+        std::erase_if(taken_, [&](Index index) { return gone[index] != 0; });
+    }
+};
+
+}  // namespace overspill::planning

@@ -1,0 +1,159 @@
+// When transfers start and are awaited: the latest that costs no time, the earliest that memory demands. Twin of
+// src/overspill/policies/timing.py.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "program.hpp"
+#include "trips.hpp"
+
+namespace overspill::planning {
+
+using Pairs = std::vector<std::pair<Index, Index>>;
+
+// The trips that a plan makes: which send their tensor to the store, and before which steps each is released and issued.
+class Timing {
+  public:
+    std::vector<Index> release, issue;  // of each trip made
+
+    // `live` are the bytes on the device at each step if no trip were made, `clock` tells when each step starts.
+    Timing(const std::vector<Trip>& trips, const std::vector<Index>& made, const Link& link, const Clock& clock,
+           std::vector<Bytes> live, Bytes budget)
+        : trips_(trips), made_(made), link_(link), clock_(clock), live_(std::move(live)), budget_(budget) {
+        for (Index i = 0; i < count(); ++i) {
+            const Trip& trip = of(i);
+            if (trip.wraps()) {
+                add(trip.start + 1, length(), -trip.nbytes);
+                add(0, trip.end, -trip.nbytes);
+            } else {
+                add(trip.start + 1, trip.end, -trip.nbytes);
+            }
+        }
+        find_copies();
+        find_releases();
+        find_issues();
+    }
+
+    Index count() const { return static_cast<Index>(made_.size()); }
+    const Trip& of(Index i) const { return trips_[made_[i]]; }
+    bool copied(Index i) const { return copied_[i] != 0; }
+
+    // The trips made, by their tensors' last use before and by their next.
+    std::vector<Index> by_start() const {
+        return ordered([](const Trip& trip) { return std::pair(trip.start, trip.tensor); });
+    }
+
+    std::vector<Index> by_end() const {
+        return ordered([](const Trip& trip) { return std::pair(trip.end, trip.tensor); });
+    }
+
+  private:
+    static constexpr double kIssueMargin = 1.2;  // timing.py's ISSUE_MARGIN
+
+    const std::vector<Trip>& trips_;
+    const std::vector<Index>& made_;
+    const Link& link_;
+    const Clock& clock_;
+    std::vector<Bytes> live_;
+    Bytes budget_;
+    Flags copied_;
+
+    Index length() const { return static_cast<Index>(live_.size()); }
+
+    void add(Index from, Index to, Bytes nbytes) {
+        for (Index i = from; i < to; ++i) live_[i] += nbytes;
+    }
+
+    template <typename Key>
+    std::vector<Index> ordered(Key key) const {
+        std::vector<Index> order(made_.size());
+        std::iota(order.begin(), order.end(), 0);
+        std::sort(order.begin(), order.end(), [&](Index a, Index b) { return key(of(a)) < key(of(b)); });
+        return order;
+    }
+
+    // One copy in the store serves the trips of a tensor until it is written again; one that wraps finds it there.
+    void find_copies() {
+        copied_.assign(made_.size(), 0);
+        const std::vector<Index> order = ordered([](const Trip& trip) { return std::pair(trip.tensor, trip.start); });
+        for (std::size_t i = 0; i < order.size();) {
+            std::size_t end = i;
+            Index stored = -1;
+            for (; end < order.size() && of(order[end]).tensor == of(order[i]).tensor; ++end)
+                if (of(order[end]).wraps()) stored = 0;
+            for (; i < end; ++i) {
+                if (of(order[i]).version <= stored) continue;
+                copied_[order[i]] = 1;
+                stored = of(order[i]).version;
+            }
+        }
+    }
+
+    // Each offload is awaited once it should be done; where memory is short before, the one that is done first.
+    void find_releases() {
+        release.assign(made_.size(), 0);
+        Pairs copies;
+        for (const Index i : by_start()) {
+            if (copied(i))
+                copies.emplace_back(of(i).copy, i);
+            else
+                release[i] = of(i).start + 1;
+        }
+        const Lists starting(length() + 1, copies);
+        std::vector<std::pair<Index, Seconds>> leaving, staying;  // (trip made, when its copy is done)
+        Seconds link_free = 0, delay = 0;
+        for (Index position = 0; position <= length(); ++position) {
+            Seconds now = clock_[position] + delay;
+            for (const Index i : starting[position]) {
+                link_free = std::max(link_free, now) + link_.offload(of(i).nbytes);
+                leaving.emplace_back(i, link_free);
+            }
+            if (leaving.empty()) continue;
+            Bytes over = position < length() ? live_[position] - budget_ : 0;
+            for (const auto& [i, done] : leaving)
+                if (of(i).start < position) over += of(i).nbytes;
+            staying.clear();
+            for (const auto& [i, done] : leaving) {
+                const Trip& trip = of(i);
+                if (trip.start < position && (done <= now || over > 0 || position >= trip.latest)) {
+                    now = std::max(now, done);
+                    over -= trip.nbytes;
+                    release[i] = position;
+                } else {
+                    staying.emplace_back(i, done);
+                }
+            }
+            std::swap(leaving, staying);
+            delay = now - clock_[position];
+        }
+        for (Index i = 0; i < count(); ++i) add(of(i).start + 1, release[i], of(i).nbytes);
+    }
+
+    // Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need.
+    void find_issues() {
+        issue.assign(made_.size(), 0);
+        const std::vector<Index> order = by_end();
+        std::vector<Index> wanted(made_.size());
+        Seconds next = std::numeric_limits<Seconds>::infinity();
+        for (auto i = order.rbegin(); i != order.rend(); ++i) {
+            next = std::min(clock_[of(*i).end], next) - kIssueMargin * link_.prefetch(of(*i).nbytes);
+            wanted[*i] = std::max(Index{0}, clock_.until(next));
+        }
+        for (const Index i : order) {
+            const Trip& trip = of(i);
+            const Index free = trip.wraps() ? 0 : release[i];
+            const Index first = std::min(std::max({wanted[i], trip.earliest, free}), trip.end);
+            Index at = trip.end;
+            while (at > first && live_[at - 1] + trip.nbytes <= budget_) --at;
+            issue[i] = at;
+            add(at, trip.end, trip.nbytes);
+        }
+    }
+};
+
+}  // namespace overspill::planning

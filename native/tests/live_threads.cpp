@@ -1,0 +1,170 @@
+// Four threads on one live allocator, for a sanitizer to watch: every device without a GPU, every pool, planned steps,
+// interruptions, recordings and streams. Each thread fills its blocks with a pattern and finds it there again.
+//
+//     native/tests/sanitize builds and runs it.
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../live/allocator.hpp"
+#include "../live/host_device.hpp"
+#include "../live/two_ended_pool.hpp"
+#include "../live/virtual_pool.hpp"
+
+namespace overspill::live {
+namespace {
+
+constexpr int kThreads = 4;
+constexpr int kRounds = 3000;
+constexpr std::size_t kMostLive = 40;
+constexpr Bytes kMostBytes = 96 * 1024;
+constexpr Bytes kChunkBytes = 16 * 1024;
+constexpr Bytes kPoolBytes = 1 << 20;
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "live_threads: %s\n", what);
+    std::exit(1);
+}
+
+struct Block {
+    Address address;
+    Bytes nbytes;
+    unsigned char mark;
+};
+
+// One thread of a program, on its own stream; `real`: there is memory at the addresses.
+class Worker {
+  public:
+    Worker(LiveAllocator& allocator, int number, bool real)
+        : allocator_(allocator), number_(number), real_(real), random_(static_cast<unsigned>(number)) {}
+
+    void work() {
+        for (int round = 0; round < kRounds; ++round) {
+            if (live_.size() < kMostLive && draw(100) < 55)
+                allocate();
+            else if (!live_.empty())
+                free(draw(live_.size()));
+            if (draw(100) < 3) other();
+        }
+        while (!live_.empty()) free(live_.size() - 1);
+    }
+
+  private:
+    LiveAllocator& allocator_;
+    int number_;
+    bool real_;
+    std::mt19937 random_;
+    std::vector<Block> live_;
+
+    std::size_t draw(std::size_t below) { return std::uniform_int_distribution<std::size_t>(0, below - 1)(random_); }
+
+    void allocate() {
+        const Bytes nbytes = 1 + static_cast<Bytes>(draw(static_cast<std::size_t>(draw(8) ? 4096 : kMostBytes)));
+        const auto address = allocator_.allocate(nbytes, number_);
+        require(address.has_value(), "no memory");
+        const Block block{*address, nbytes, static_cast<unsigned char>(draw(256))};
+        if (real_) {
+            auto* bytes = reinterpret_cast<unsigned char*>(block.address);
+            for (Bytes i = 0; i < nbytes; ++i) bytes[i] = block.mark;
+        }
+        live_.push_back(block);
+    }
+
+    void free(std::size_t which) {
+        const Block block = live_[which];
+        live_[which] = live_.back();
+        live_.pop_back();
+        if (real_) {
+            const auto* bytes = reinterpret_cast<const unsigned char*>(block.address);
+            for (Bytes i = 0; i < block.nbytes; ++i) require(bytes[i] == block.mark, "a live byte was overwritten");
+        }
+        require(allocator_.free(block.address), "a live block was not known");
+    }
+
+    // What a program does beside.
+    void other() {
+        switch (draw(6)) {
+            case 0:
+                if (!live_.empty()) require(allocator_.use(live_.back().address, number_ + 100), "a live block was not known");
+                break;
+            case 1:
+                allocator_.interrupt();
+                allocate();
+                allocator_.resume();
+                break;
+            case 2:
+                require(allocator_.statistics().allocated >= 0, "fewer bytes than none");
+                break;
+            case 3:
+                if (number_ == 0) allocator_.begin_step();
+                break;
+            case 4:
+                if (number_ == 1) allocator_.trim();
+                break;
+            default:
+                if (number_ == 2) {
+                    allocator_.start_recording();
+                    allocate();
+                    allocator_.stop_recording();
+                }
+        }
+    }
+};
+
+std::unique_ptr<MemoryPool> make_pool(const std::string& name, LiveDevice& device) {
+    if (name == "best-fit") return std::make_unique<BestFitPool>(device);
+    if (name == "two-ended") return std::make_unique<TwoEndedPool>(device, kPoolBytes);
+    return std::make_unique<VirtualPool>(device, kChunkBytes);
+}
+
+// Places for a few hundred requests, on streams that differ, some of which share addresses one after another.
+void plan(LiveAllocator& allocator) {
+    std::vector<Place> places;
+    std::vector<Stream> streams;
+    for (std::int64_t i = 0; i < 400; ++i) {
+        places.push_back({(i % 100) * 4096, 4096, 0, i, i + 50});
+        streams.push_back(i % kThreads);
+    }
+    require(allocator.plan(100 * 4096, std::move(places), streams), "no memory for a plan");
+}
+
+void run(const std::string& device_name, const std::string& pool_name, bool planned) {
+    const bool real = device_name == "host";
+    std::unique_ptr<LiveDevice> device;
+    if (real)
+        device = std::make_unique<HostDevice>(std::nullopt, false);
+    else
+        device = std::make_unique<SimulatedLiveDevice>(std::nullopt, false);
+    auto pool = make_pool(pool_name, *device);
+    LiveAllocator allocator(std::move(device), std::move(pool));
+    if (planned) plan(allocator);
+    allocator.begin_step();
+    std::vector<Worker> workers;
+    for (int i = 0; i < kThreads; ++i) workers.emplace_back(allocator, i, real);
+    std::vector<std::thread> threads;
+    for (Worker& worker : workers) threads.emplace_back([&worker] { worker.work(); });
+    for (std::thread& thread : threads) thread.join();
+    allocator.trim();
+    const Statistics end = allocator.statistics();
+    require(end.allocated == 0, "blocks are left");
+    require((end.planned > 0) == planned, "the plan was not used");
+    std::printf("%-9s %-9s %-7s %lld requests, %lld planned\n", device_name.c_str(), pool_name.c_str(),
+                planned ? "planned" : "", static_cast<long long>(end.requests), static_cast<long long>(end.planned));
+}
+
+}  // namespace
+}  // namespace overspill::live
+
+int main() {
+    for (const char* device : {"host", "simulated"})
+        for (const char* pool : {"best-fit", "two-ended", "virtual"})
+            for (const bool planned : {false, true}) overspill::live::run(device, pool, planned);
+    return 0;
+}
