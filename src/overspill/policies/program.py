@@ -17,6 +17,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,7 @@ class Step:
     makes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """`tensor` is touched at the steps `start` and `end` and at none between.
 
     `remade`: at `end` a recomputation makes it anew, so it is dropped at `start` and nothing need be stored.
