@@ -9,6 +9,7 @@ wait. What runs again in place of a transfer is left to subclasses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -222,12 +223,12 @@ class Fluid(ABC):
 
     def _interval_of(self, step: int) -> int:
         """The interval that `step` lies in."""
-        return int(np.searchsorted(self.at, step, side="right")) - 1
+        return bisect_right(self.at, step) - 1
 
     # -- what may be away
 
     def _covered(self, gap: Gap) -> tuple[int, ...]:
-        first, last = np.searchsorted(self.at, gap.start, side="right"), np.searchsorted(self.at, gap.end, side="left")
+        first, last = bisect_right(self.at, gap.start), bisect_left(self.at, gap.end)
         if gap.wraps:
             return (*range(first, len(self.at)), *range(last))
         return tuple(range(first, last))

@@ -7,6 +7,7 @@ schedule must: the proven bound has rules of its own, in `bound.py`. Solved by H
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,7 +273,7 @@ class Relaxation(Fluid):
             return {}
         due: Transfers = defaultdict(list)
         for key, column in events.items():
-            interval = int(np.searchsorted(self.at, self._deadline(key), side="left"))
+            interval = bisect_left(self.at, self._deadline(key))
             due[min(max(interval, intervals[0]), intervals[-1])].append((column, self.op_seconds[key[0]] / self.total))
         spent: dict[int, int] = {}
         done, wanted = None, None  # recomputed so far, and due so far

@@ -240,7 +240,7 @@ class Windows:
         again = self._run_for(gap.tensor, trip.first, gap.end, DEPTH)
         left = self.lp.variable(1.0)
         self.lp.row([(left, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
-        if again is not None:
+        if again is not None and trip.first != trip.last:  # else it is as for the way back
             self.lp.row([(self.bound.remakes[gap], 1.0), (again, -1.0)], lower=0.0)
         self.leaving.append(_Move(gap.tensor, written[-1], trip.first, left, self._times(gap.tensor)[0], out=True))
 

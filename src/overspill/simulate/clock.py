@@ -22,6 +22,7 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
 class _Clock:
     def __init__(self, graph: Graph, device: Device, seconds: Sequence[float], stored: tuple[int, ...]) -> None:
         self.graph = graph
+        self.nbytes = [tensor.nbytes for tensor in graph.tensors]
         self.device = device
         self.seconds = seconds
         self.now = 0.0
@@ -42,15 +43,15 @@ class _Clock:
         if verb is Verb.FREE:  # the most frequent, and so the first
             if target in self.present:
                 self.present.remove(target)
-                self.bytes -= self._nbytes(target)
+                self.bytes -= self.nbytes[target]
         elif verb is Verb.RUN or verb is Verb.RECOMPUTE:
             peak = self._compute(index, instruction)
         elif verb is Verb.OFFLOAD:
-            self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self._nbytes(target)))
+            self._transfer(index, instruction, Stream.OFFLOAD, self.device.offload_seconds(self.nbytes[target]))
         elif verb is Verb.PREFETCH:
-            self._appear(target)
+            self._appear((target,))
             peak = self.bytes
-            self._transfer(index, instruction, Stream.PREFETCH, self.device.prefetch_seconds(self._nbytes(target)))
+            self._transfer(index, instruction, Stream.PREFETCH, self.device.prefetch_seconds(self.nbytes[target]))
         elif verb is Verb.AWAIT_OFFLOAD:
             self._wait(index, target, Stream.OFFLOAD)
         elif verb is Verb.AWAIT_PREFETCH:
@@ -58,25 +59,21 @@ class _Clock:
         self.live.append(peak)
         self.times.append(self.now)
 
-    def _nbytes(self, tensor: int) -> int:
-        return self.graph.tensors[tensor].nbytes
-
-    def _appear(self, tensor: int) -> None:
-        if tensor not in self.present:
-            self.present.add(tensor)
-            self.bytes += self._nbytes(tensor)
+    def _appear(self, tensors: Sequence[int]) -> None:
+        for tensor in tensors:
+            if tensor not in self.present:
+                self.present.add(tensor)
+                self.bytes += self.nbytes[tensor]
 
     def _compute(self, index: int, instruction: Instruction) -> int:
         """Run one op; the most bytes that it had on the device."""
         op = self.graph.ops[instruction.target]
         again = 0
         if instruction.verb is Verb.RECOMPUTE:
-            again = sum(self._nbytes(t) for t in op.recompute_writes if t in self.present)
-            for tensor in op.recompute_writes:
-                self._appear(tensor)
+            again = sum(self.nbytes[t] for t in op.recompute_writes if t in self.present)
+            self._appear(op.recompute_writes)
         else:
-            for tensor in op.writes:
-                self._appear(tensor)
+            self._appear(op.writes)
         end = self.now + self.seconds[op.id] * op.slowdown_of(instruction.algorithm)
         if self.device.transfer_compute_share:
             self.running = [span for span in self.running if span[1] > self.now]
