@@ -123,6 +123,7 @@ def test_a_text_job_runs_for_real_on_a_tiny_batch(model: str) -> None:
     jobs.run(row_of(model, batch_size=1, optimizer="SGD"), "cpu", iterations=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", sorted({row.model for row in jobs.load()}))
 def test_the_largest_batch_of_a_model_runs_with_fake_tensors(model: str, fake: None) -> None:
     need(model)

@@ -91,7 +91,9 @@ def test_every_kind_runs_in_every_dtype(kind, dtype):
     assert recorded(Parallel(kind, 2), dtype=dtype, optimizer="adamw").iterations == programs.ITERATIONS
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bert-base", "resnet50"])
+@pytest.mark.parametrize(
+    "model", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert-base", "resnet50"))]
+)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "horovod"])
 def test_built_in_models_train_in_parallel(model, kind):
     program = programs.of_job(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.models.variants import OTHERS_LONG
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -166,7 +167,6 @@ def test_a_small_model_trains_three_steps_with_finite_changing_losses(name: str)
     assert all(parameter.grad is not None for parameter in step.parameters())
 
 
-# one of each structure: the rest differ in repeats and widths
 @pytest.mark.parametrize("name", ["googlenet-aux", "inception-v3-aux"])
 def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> None:
     """The others train compiled, in one graph, in tests/runtime/test_exactness.py."""
@@ -182,7 +182,7 @@ def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> 
     assert torch.equal(loss, expected)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", OTHERS_LONG)
 def test_a_full_model_is_built_and_trained_under_fake_tensors(name: str) -> None:
     with FakeTensorMode():
         job = load_or_skip(name)

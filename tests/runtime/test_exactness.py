@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.variants import MODELS, OTHERS_LONG, OWN
 from tests.runtime.lowered import Step, captured_step, moved_bytes, plan, run
 
 from overspill.capture.compiled import HANDLE_BYTES
 from overspill.core import Device, Graph, LayerType, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import this_cpu
-from overspill.models import load, names, optimizer_named
+from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies import POLICIES
 from overspill.policies.planning import unmanaged_peak
@@ -32,14 +33,6 @@ from overspill.runtime.training import same_bits
 from overspill.simulate import check
 
 BATCH = 2
-ALIASES = {"vgg11", "vgg13", "vgg16", "vgg19"}  # other names of vgg-a, vgg-b and vgg-e
-MODELS = [name for name in names() if name not in ALIASES]
-LIKE_ANOTHER = {
-    "vgg116", "vgg216", "vgg316", "vgg416", "resnet101", "resnet152", "densenet161", "densenet169", "densenet201",
-    "inception-v3-aux", "googlenet-aux",
-}  # fmt: skip
-"""Models whose small configuration is longer or wider than another's, but not of other parts."""
-LOWERED = [pytest.param(model, marks=pytest.mark.long if model in LIKE_ANOTHER else ()) for model in MODELS]
 OTHERS = [name for name in POLICIES if name != "auto"]
 BY_TURNS = ("resnet18", "unet", "gpt2", "googlenet", "densenet121")
 COMPILED = [
@@ -92,7 +85,7 @@ def captured(model: str) -> Step:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", LOWERED)
+@pytest.mark.parametrize("model", OTHERS_LONG)
 def test_the_lowered_step_gives_the_numbers_of_plain_pytorch_and_moves_what_is_planned(
     model: str, policy: str, tmp_path: Path
 ) -> None:
@@ -194,7 +187,7 @@ def assert_peak_as_planned(session: Session, compiled: Any, module: TrainingStep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in LIKE_ANOTHER])
+@pytest.mark.parametrize("model", OWN)
 def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, tmp_path: Path) -> None:
     train_as_plain(model, "auto", tmp_path, ("adamw", "momentum"), stores=2, count=3)
 
