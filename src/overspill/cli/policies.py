@@ -8,10 +8,9 @@ from .common import AsJson, Outcome
 def policies(json: AsJson = False) -> Outcome:
     """List the policies: what each does, and where it comes from."""
     del json  # `main` reads it from the arguments
-    from overspill.policies import ON_REQUEST, POLICIES
+    from overspill.policies import NAMED
     from overspill.report.listing import listing, yes
 
-    known = POLICIES | ON_REQUEST
     found = [
         {
             "name": name,
@@ -21,11 +20,11 @@ def policies(json: AsJson = False) -> Outcome:
             "recomputes": policy.recomputes,
             "plans_for_budget": policy.plans_for_budget,
         }
-        for name, policy in known.items()
+        for name, policy in NAMED.items()
     ]
     columns = ("name", "offloads", "recomputes", "plans for a budget", "what it does", "source")
     rows = [
         (p.name, yes(p.offloads), yes(p.recomputes), yes(p.plans_for_budget), p.summary, p.source)
-        for p in known.values()
+        for p in NAMED.values()
     ]
     return Outcome({"policies": found}, listing(columns, rows))

@@ -37,16 +37,15 @@ POLICIES: dict[str, type[Policy]] = {
         Oracle,
     )
 }
-ON_REQUEST: dict[str, type[Policy]] = {ThoroughAuto.name: ThoroughAuto}
-"""Those that take their time, and are planned only where they are named."""
+NAMED: dict[str, type[Policy]] = POLICIES | {ThoroughAuto.name: ThoroughAuto}
+"""All that can be asked for: beside the policies those that take their time, and are planned only where they are named."""
 
 
 def policy_named(name: str) -> Policy:
     """The policy registered as `name`, or as `name` without `:m`. Raises RequestError with the names that exist."""
-    known = POLICIES | ON_REQUEST
     try:
-        return known[name.removesuffix(MEMORY_OPTIMAL)](memory_optimal=name.endswith(MEMORY_OPTIMAL))
+        return NAMED[name.removesuffix(MEMORY_OPTIMAL)](memory_optimal=name.endswith(MEMORY_OPTIMAL))
     except KeyError:
-        close = get_close_matches(name, known, n=1, cutoff=0.5)
+        close = get_close_matches(name, NAMED, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(known)}") from None
+        raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(NAMED)}") from None
