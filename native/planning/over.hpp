@@ -38,13 +38,6 @@ class Over {
         }
     }
 
-    // For each step, the time over the budget before it.
-    std::vector<std::int64_t> sums() const {
-        std::vector<std::int64_t> found(time_.size(), 0);
-        for (std::size_t i = 1; i < found.size(); ++i) found[i] = time_[i] + found[i & (i - 1)];
-        return found;
-    }
-
     std::int64_t within(Span span) const { return before(span.end) - before(span.start); }
 
   private:

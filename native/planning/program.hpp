@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -16,6 +17,8 @@ using Bytes = std::int64_t;
 using Seconds = double;
 using Index = std::int32_t;
 using Flags = std::vector<std::uint8_t>;
+
+constexpr Seconds kNever = std::numeric_limits<Seconds>::infinity();
 
 // Lists of numbers, one after another.
 struct Lists {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <utility>
 #include <vector>
@@ -15,8 +14,6 @@
 #include "trips.hpp"
 
 namespace overspill::planning {
-
-constexpr Seconds kNever = std::numeric_limits<Seconds>::infinity();
 
 // Scores with their candidates, the least first, ties by candidate: a heap of those that are finite.
 class LeastFirst {
@@ -95,9 +92,8 @@ class Choice {
         // A score only grows while others are taken, but where a copy serves several trips: one that has not grown since
         // it was looked at is the least.
         LeastFirst queue;
-        const std::vector<std::int64_t> sums = over_.sums();
         for (Index i = 0; i < among_.size(); ++i)
-            if (open_[i]) queue.add(score(i, [&](const Span& s) { return sums[s.end] - sums[s.start]; }), i);
+            if (open_[i]) queue.add(score(i), i);
         queue.arrange();
         while (!queue.empty()) {
             const auto [before, index] = queue.top();
@@ -135,20 +131,15 @@ class Choice {
         return found;
     }
 
-    // The cost per byte and time relieved; infinite where nothing is. `within` gives the time over the budget in a span.
-    template <typename Within>
-    Seconds score(Index index, Within within) const {
+    // The cost per byte and time relieved; infinite where nothing is.
+    Seconds score(Index index) const {
         const Candidate& c = among_[index];
-        const std::int64_t time = within(c.spans[0]) + (c.spans[1].end ? within(c.spans[1]) : 0);
+        const std::int64_t time = over_.within(c.spans[0]) + (c.spans[1].end ? over_.within(c.spans[1]) : 0);
         const double area = static_cast<double>(c.nbytes) * static_cast<double>(time);
         if (!(area > 0)) return kNever;
         const Seconds exposed = std::max(out_[index] - std::max(0.0, room_out_), 0.0) +
                                 std::max(c.back - std::max(0.0, room_back_), 0.0);
         return (c.cost + dearer_[index] + exposed) / area;
-    }
-
-    Seconds score(Index index) const {
-        return score(index, [this](const Span& span) { return over_.within(span); });
     }
 
     void take(Index index) {

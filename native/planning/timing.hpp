@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -139,7 +138,7 @@ class Timing {
         issue.assign(made_.size(), 0);
         const std::vector<Index> order = by_end();
         std::vector<Index> wanted(made_.size());
-        Seconds next = std::numeric_limits<Seconds>::infinity();
+        Seconds next = kNever;
         for (auto i = order.rbegin(); i != order.rend(); ++i) {
             next = std::min(clock_[of(*i).end], next) - kIssueMargin * link_.prefetch(of(*i).nbytes);
             wanted[*i] = std::max(Index{0}, clock_.until(next));
