@@ -3,19 +3,15 @@
 //
 //     native/tests/sanitize builds and runs it.
 
-#include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "../live/allocator.hpp"
-#include "../live/host_device.hpp"
-#include "../live/two_ended_pool.hpp"
-#include "../live/virtual_pool.hpp"
+#include "../live/by_name.hpp"
 
 namespace overspill::live {
 namespace {
@@ -118,12 +114,6 @@ class Worker {
     }
 };
 
-std::unique_ptr<MemoryPool> make_pool(const std::string& name, LiveDevice& device) {
-    if (name == "best-fit") return std::make_unique<BestFitPool>(device);
-    if (name == "two-ended") return std::make_unique<TwoEndedPool>(device, kPoolBytes);
-    return std::make_unique<VirtualPool>(device, kChunkBytes);
-}
-
 // Places for a few hundred requests, on streams that differ, some of which share addresses one after another.
 void plan(LiveAllocator& allocator) {
     std::vector<Place> places;
@@ -137,12 +127,8 @@ void plan(LiveAllocator& allocator) {
 
 void run(const std::string& device_name, const std::string& pool_name, bool planned) {
     const bool real = device_name == "host";
-    std::unique_ptr<LiveDevice> device;
-    if (real)
-        device = std::make_unique<HostDevice>(std::nullopt, false);
-    else
-        device = std::make_unique<SimulatedLiveDevice>(std::nullopt, false);
-    auto pool = make_pool(pool_name, *device);
+    auto device = make_device(device_name, 0, std::nullopt, false);
+    auto pool = make_pool(pool_name, *device, kPoolBytes, kChunkBytes);
     LiveAllocator allocator(std::move(device), std::move(pool));
     if (planned) plan(allocator);
     allocator.begin_step();
