@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.capture.virtual import CPU, GPU, F, batch, mlp
+from tests.capture.virtual import CPU, GPU, F, batch, mlp, refused_in_another_thread
 from torch import Tensor, nn
 
 from overspill.capture.eager import record
 from overspill.capture.virtual_gpu import VirtualGpu
-from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.core.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda"), torch.device("cuda", 0)])
@@ -202,18 +201,5 @@ def test_sparse_tensors_are_said_not_to_be_supported(program: Callable[[], Any])
 
 
 def test_a_thread_that_uses_the_device_is_told_so() -> None:
-    found: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            torch.ones(3).cuda()
-        except OverspillError as error:
-            found.append(error)
-
-    def program(_: Any) -> None:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-    record(program)
-    assert "thread of its own" in str(found[0])
+    error = refused_in_another_thread(lambda: torch.ones(3).cuda())
+    assert "thread of its own" in str(error)

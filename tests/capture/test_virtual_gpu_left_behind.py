@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.capture.virtual import CPU, F, batch, mlp, optim, train
+from tests.capture.virtual import CPU, F, batch, mlp, optim, refused_in_another_thread, train
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as module_hooks
@@ -132,21 +132,9 @@ def test_a_recording_inside_a_recording_is_an_error() -> None:
 
 
 def test_a_recording_in_another_thread_meanwhile_is_an_error() -> None:
-    found = []
-
-    def other() -> None:
-        try:
-            record(lambda _: None)
-        except RequestError as error:
-            found.append(error)
-
-    def program(_: Any) -> None:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-
-    record(program)
-    assert "under way" in str(found[0])
+    error = refused_in_another_thread(lambda: record(lambda _: None))
+    assert isinstance(error, RequestError)
+    assert "under way" in str(error)
 
 
 def test_other_threads_may_use_the_host_meanwhile(gpu: VirtualGpu) -> None:
