@@ -38,8 +38,8 @@ class Auto(Policy):
     algorithms that the budget still demands; copies start as early as they can, prefetches as late as they cost no
     time, memory permitting (vDNN §III-B gives the reasons). What a transfer exposes shows only on the clock: from the
     best of these, a local search changes what is recomputed, mostly near the tensors that compute waits for, and what
-    moves (`search.py`, `changes.py`). The fastest of that and of the papers' policies that come nearest is
-    taken, of equals the one that moves less.
+    moves (`search.py`, `changes.py`). The fastest of that and of the papers' policies that come nearest is taken, of
+    equals the one that moves less.
 
     A search within one budget may miss what it finds within a smaller one. Where ops are few, no budget is searched for
     its own sake: the first search is within one byte less than the step takes unmanaged, each next within one byte less
@@ -90,7 +90,7 @@ class ThoroughAuto(Auto):
     """
 
     name = "auto:thorough"
-    summary = "auto with ten times the search: seconds more to plan, steps a few percent faster where memory is tight"
+    summary = "auto with ten times the search: seconds more to plan, for steps that are faster where memory is tight"
     patience = PATIENCE
 
 

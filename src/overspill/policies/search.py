@@ -38,14 +38,14 @@ LOOKS_PER_OP = 3
 LEAST_LOOKS = 600
 ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
+STEERING = 0.05
+"""To one other change of a plan, how many steer what moves and what takes slower algorithms."""
 MORE_EFFORT = 6_000_000
 MOST_OPS = 500
 """Where that leaves effort, or a step has no more ops than these, a second search goes on from the best plan …"""
 MORE_ATTEMPTS_EACH = 160
 MORE_STEERING = 0.3
-"""… with as many attempts, of which one to this, such changes steer what moves and what takes slower algorithms …"""
-STEERING = 0.05
-"""… and not only one to this, as in the first."""
+"""… with as many attempts, more of which steer."""
 ATTEMPTS_IF_BRIEF = 8
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
