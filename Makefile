@@ -16,7 +16,8 @@ test-all: $(READY)  ## those that take minutes each as well
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 sanitize: $(READY)  ## the native core under sanitizers, with warnings as errors
-	native/tests/sanitize $(BIN)/python
+	native/tests/sanitize build $(BIN)/python
+	native/tests/sanitize run $(BIN)/python
 
 lint: $(READY)
 	$(BIN)/ruff check .
