@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from overspill.core.errors import is_out_of_memory
+
 LONGER = (("vgg16", 16, 0.60), ("gpt2", 4, 0.60))
 DECODER = "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=128"
 PLAIN = """
@@ -43,7 +45,7 @@ def trained_where_plain_training_fails(
     program = [sys.executable, "-c", PLAIN.format(model=model, batch=batch, optimizer=optimizer)]
     limited = run(program, limit_bytes)
     assert limited.returncode != 0
-    assert "can't allocate memory" in limited.stderr
+    assert is_out_of_memory(RuntimeError(limited.stderr)), limited.stderr
     plain = run(program)
     assert plain.returncode == 0, plain.stderr
     assert result["losses"] == json.loads(plain.stdout)

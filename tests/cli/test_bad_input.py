@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from tests.cli.commands import Overspill
 
 from overspill.runtime import training
@@ -182,7 +183,13 @@ def test_an_error_that_only_a_real_step_meets_is_the_models_too(overspill: Overs
 
 
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("could not create a primitive"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
 )
 def test_memory_that_runs_out_is_an_outside_failure(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 
 from .recorder import Recorder
 from .recording import Recording
@@ -28,13 +28,15 @@ def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] =
     with VirtualGpu(capability=capability) as gpu:
         try:
             program(gpu.recorder)
-        except (OverspillError, MemoryError):
+        except OverspillError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise unsupported(error) from error
         except NotImplementedError as error:
             raise UnsupportedError(_told(error)) from error
         except Exception as error:  # whatever the user's code raises is theirs to read in one line
+            if is_out_of_memory(error):
+                raise
             raise _failed(error) from error
         return gpu.recorder.recording()
 

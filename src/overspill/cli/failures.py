@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, OverspillError
+from overspill.core.errors import InfeasibleBudget, OverspillError, is_out_of_memory
 
 WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
@@ -41,7 +40,7 @@ def explain(error: Exception) -> Failure:
         return Failure(_usage(error), WRONG_REQUEST)
     if isinstance(error, OverspillError):
         return _on_purpose(error)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         advice = "a smaller --budget or --batch, or --store disk, takes less"
         return Failure(f"memory ran out ({_first_line(error) or type(error).__name__}); {advice}", OUTSIDE_FAILURE)
     if _is_from_dynamo(error):
@@ -78,14 +77,6 @@ def _usage(error: Exception) -> str:
     command = getattr(context, "command_path", None) or "overspill"
     message = " ".join(str(error.format_message()).split()).rstrip(".")  # type: ignore[attr-defined]
     return f"{message}{'' if message.endswith('?') else ';'} see `{command} --help`"
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if "torch" not in sys.modules:
-        return isinstance(error, MemoryError)
-    from overspill.runtime.training import is_out_of_memory
-
-    return is_out_of_memory(error)
 
 
 def _is_from_dynamo(error: BaseException) -> bool:

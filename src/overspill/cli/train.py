@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill.core.errors import OverspillError, RequestError, StoreError
+from overspill.core.errors import OverspillError, RequestError, StoreError, is_out_of_memory
 from overspill.core.units import format_bytes
 
 from .common import (
@@ -174,7 +174,7 @@ def _run(model: str, training: Training, options: Options, narrator: Narrator, *
 
 def _reference(trained: Trained, narrator: Narrator) -> Run:
     """The same steps without Overspill. Raises StoreError when they do not fit in this machine's memory."""
-    from overspill.runtime.training import is_out_of_memory, train_plain
+    from overspill.runtime.training import train_plain
 
     narrator.now("training the same steps without Overspill")
     try:

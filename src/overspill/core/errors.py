@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class OverspillError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line exits with."""
@@ -62,3 +64,15 @@ class OutOfMemory(OverspillError):
         self.requested_bytes = requested_bytes
         self.reserved_bytes = reserved_bytes
         self.capacity_bytes = capacity_bytes
+
+
+# Of a tensor (torch), of a kernel's code and scratch memory (oneDNN), of C++'s own objects, of a thread's stack.
+_MEMORY_RAN_OUT = re.compile(
+    "can't allocate memory|could not create a primitive(?! descriptor)|std::bad_alloc|can't start new thread"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is the way of Python, torch, or a library below them to say that memory ran out."""
+    of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
+    return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None

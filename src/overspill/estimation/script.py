@@ -28,7 +28,7 @@ from overspill.capture.process_state import kept_process
 from overspill.capture.recording import Recording
 from overspill.capture.script_patches import script_patches
 from overspill.capture.virtual_gpu import VirtualGpu
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_bytes
 
 from .programs import ITERATIONS
@@ -249,7 +249,7 @@ def _explained(name: str, error: BaseException) -> BaseException:
     ours = _ours_in(error)
     if ours is not None:
         return ours
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return error
     text = _one_line(error)
     if isinstance(error, SyntaxError) and error.filename:

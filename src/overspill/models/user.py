@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import OverspillError, RequestError
+from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 
 from .job import Job
 from .step import loss_in
@@ -50,11 +50,9 @@ def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
         return function(*args)
     except OverspillError:
         raise
-    except MemoryError:
-        raise
     except (Exception, SystemExit) as error:  # whatever user code raises is theirs to read in one line
-        if "can't allocate memory" in str(error):  # torch's way to say MemoryError: not a mistake in the request
-            raise MemoryError(str(error)) from error
+        if is_out_of_memory(error):  # not a mistake in the request
+            raise
         raise RequestError(f"{context} {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 

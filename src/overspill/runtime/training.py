@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core import Device, Graph, Phase
-from overspill.core.errors import OverspillError, RequestError, StoreError
+from overspill.core.errors import OverspillError, RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
@@ -305,18 +305,12 @@ def _prepare(training: Training, device: str) -> tuple[TrainingStep, tuple[Tenso
         step, batch = TrainingStep(job), job.make_batch(training.batch)
         if device != "cpu":
             step, batch = step.to(device), tuple(t.to(device) for t in batch)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             what = next(iter(str(error).splitlines()), type(error).__name__)
             raise StoreError(f"the model and its batch alone do not fit in memory: {what}") from None
         raise
     return step, batch
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is torch's or Python's way to say that memory ran out."""
-    signs = ("can't allocate memory", "std::bad_alloc", "can't start new thread")
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
