@@ -77,7 +77,7 @@ def omnimalloc_peak(trace: Trace) -> tuple[int | None, float]:
 def measure(name: str, trace: Trace, limits: Limits, *, alone: bool) -> Row:
     """Place one trace with both."""
     problem = Problem.of(trace)
-    packing, seconds = timed(lambda: Portfolio()._pack(problem, limits))
+    packing, seconds = timed(lambda: Portfolio().pack(problem, limits))
     solution, whole = timed(lambda: Portfolio().solve(trace, limits))
     bound = problem.lower_bound_bytes
     assert packing.offsets is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from overspill.core import Layout, Trace
@@ -74,7 +74,15 @@ class Solver(ABC):
 
     @abstractmethod
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        """Offsets for the blocks of `problem`, which are valid, and a proven bound."""
+        """Offsets for the blocks of `problem`, which are valid, and a proven bound; all in units of the problem."""
+
+    def pack(self, problem: Problem, limits: Limits) -> Packing:
+        """What the solver finds for `problem`: nothing depends on the unit, so a layout scales with the sizes."""
+        unit = problem.unit_bytes
+        capacity = None if limits.capacity_bytes is None else limits.capacity_bytes // unit
+        found = self._pack(problem.in_units(), replace(limits, capacity_bytes=capacity))
+        offsets = None if found.offsets is None else found.offsets * unit
+        return Packing(offsets, found.bound_bytes * unit, found.blame)
 
     def solve(self, trace: Trace, limits: Limits | None = None) -> Solution:
         """A validated layout of `trace`; each of its spaces is packed by itself, and may take the whole capacity.
@@ -92,7 +100,7 @@ class Solver(ABC):
         for space in trace.spaces:
             problem = Problem.of(trace, space)
             self._refuse(problem)
-            packing = self._pack(problem, limits)
+            packing = self.pack(problem, limits)
             bound += max(packing.bound_bytes, problem.lower_bound_bytes)
             blame += [int(problem.index[b]) for b in packing.blame]
             if packing.offsets is None:

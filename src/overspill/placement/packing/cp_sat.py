@@ -14,7 +14,7 @@ from overspill.core.errors import RequestError
 from . import cp_sat_process
 from .base import Limits, Packing, Solver
 from .greedy import largest_first
-from .pieces import Pieces, common_unit
+from .pieces import Pieces
 from .problem import ANYWHERE, Integers, Problem
 
 
@@ -40,26 +40,25 @@ class CpSat(Solver):
         target = bound if capacity is None else capacity
         if problem.peak_bytes(incumbent) <= target or target < bound:
             return Packing(incumbent, bound)
-        unit = common_unit(problem)
-        answer = _ask(self._request(problem, limits, incumbent, unit))
-        bound = max(bound, answer["bound"] * unit)
+        answer = _ask(self._request(problem, limits, incumbent))
+        bound = max(bound, answer["bound"])
         if answer["offsets"] is None:
             return Packing(incumbent, bound)
-        return Packing(np.array(answer["offsets"], dtype=np.int64) * unit, bound)
+        return Packing(np.array(answer["offsets"], dtype=np.int64), bound)
 
-    def _request(self, problem: Problem, limits: Limits, incumbent: Integers, unit: int) -> cp_sat_process.Request:
+    def _request(self, problem: Problem, limits: Limits, incumbent: Integers) -> cp_sat_process.Request:
         pieces = Pieces.of(problem)
         capacity = problem.peak_bytes(incumbent) if limits.capacity_bytes is None else limits.capacity_bytes
         return {
             "owner": pieces.owner.tolist(),
             "start": pieces.start.tolist(),
             "end": pieces.end.tolist(),
-            "size": (problem.nbytes // unit).tolist(),
-            "alignment": np.maximum(problem.alignment // unit, 1).tolist(),
-            "pinned": [None if pin == ANYWHERE else pin // unit for pin in problem.pinned.tolist()],
-            "hint": (incumbent // unit).tolist(),
-            "lower_bound": problem.lower_bound_bytes // unit,
-            "capacity": capacity // unit,
+            "size": problem.nbytes.tolist(),
+            "alignment": problem.alignment.tolist(),
+            "pinned": [None if pin == ANYWHERE else pin for pin in problem.pinned.tolist()],
+            "hint": incumbent.tolist(),
+            "lower_bound": problem.lower_bound_bytes,
+            "capacity": capacity,
             "minimise": limits.capacity_bytes is None,
             "seconds": limits.time_limit_seconds,
             "seed": limits.seed,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from overspill.core.errors import RequestError
 
 from .base import Limits, Packing, Solver
-from .pieces import Pieces, common_unit
+from .pieces import Pieces
 from .portfolio import Portfolio
 from .problem import ANYWHERE, Integers, Problem
 
@@ -63,25 +63,21 @@ class _Row:
 
 
 class _Program:
-    """The program in whole units, which keeps its numbers small.
-
-    Columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k.
-    """
+    """Its columns are u, x by block, z by pair, and a whole number k for each block with an alignment: x = alignment * k."""
 
     def __init__(self, problem: Problem, pairs: Sequence[tuple[int, int]], incumbent: Integers) -> None:
         self.problem, self.pairs, self.incumbent = problem, pairs, incumbent
-        self.unit = common_unit(problem)
-        self.size = problem.nbytes // self.unit
-        self.width = problem.peak_bytes(incumbent) // self.unit  # W
-        self.alignment = (problem.alignment // self.unit).tolist()
+        self.size = problem.nbytes
+        self.width = problem.peak_bytes(incumbent)  # W
+        self.alignment = problem.alignment.tolist()
         self.stepped = [i for i, step in enumerate(self.alignment) if step > 1 and problem.pinned[i] == ANYWHERE]
 
-    def solve(self, target_bytes: int, limits: Limits) -> tuple[Integers, int]:
-        """The best offsets found and the proven bound, in bytes."""
+    def solve(self, target: int, limits: Limits) -> tuple[Integers, int]:
+        """The best offsets found and the proven bound."""
         highs = self._load()
         highs.setOptionValue("time_limit", limits.time_limit_seconds)
         highs.setOptionValue("random_seed", limits.seed)
-        highs.setOptionValue("objective_target", float(target_bytes // self.unit))
+        highs.setOptionValue("objective_target", float(target))
         highs.run()
         info = highs.getInfo()
         solved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal  # mip_dual_bound is not set without a pair
@@ -91,7 +87,7 @@ class _Program:
             places = np.array(highs.getSolution().col_value[1 : len(self.size) + 1])
             offsets = min(offsets, self._let_down(places), key=self.problem.peak_bytes)
         proven -= max(UNIT_TOLERANCE, TOLERANCE * proven)
-        bound = ceil(proven) * self.unit if np.isfinite(proven) else 0
+        bound = ceil(proven) if np.isfinite(proven) else 0
         return offsets, min(bound, self.problem.peak_bytes(offsets))
 
     def _load(self) -> highspy.Highs:
@@ -122,8 +118,8 @@ class _Program:
         """Cost, lower and upper bound of every column: (1), (5), (6)."""
         n, pairs, steps = len(self.size), len(self.pairs), len(self.stepped)
         free = self.problem.pinned == ANYWHERE
-        pin = np.where(free, 0, self.problem.pinned // self.unit)
-        lower = np.concatenate([[self.problem.lower_bound_bytes // self.unit], pin, np.zeros(pairs + steps)])
+        pin = np.where(free, 0, self.problem.pinned)
+        lower = np.concatenate([[self.problem.lower_bound_bytes], pin, np.zeros(pairs + steps)])
         upper = np.concatenate([[self.width], np.where(free, self.width, pin), np.ones(pairs), [self.width] * steps])
         return np.concatenate([[1.0], np.zeros(n + pairs + steps)]), lower, upper
 
@@ -139,7 +135,7 @@ class _Program:
 
     def _start(self) -> list[float]:
         """The incumbent as values of the columns."""
-        places = (self.incumbent // self.unit).tolist()
+        places = self.incumbent.tolist()
         over = [float(places[i] > places[j]) for i, j in self.pairs]
         return [self.width, *places, *over, *(places[i] // self.alignment[i] for i in self.stepped)]
 

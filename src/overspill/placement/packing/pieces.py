@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 
@@ -70,10 +69,3 @@ def refuse_clashing_pins(problem: Problem) -> None:
                     "the same bytes while both live; pin them apart"
                 )
         live.insert(at, held)
-
-
-def common_unit(problem: Problem) -> int:
-    """Bytes that all sizes, alignments and pinned addresses of a problem are multiples of."""
-    alignment = np.where(problem.alignment > 1, problem.alignment, 0)
-    pinned = np.where(problem.pinned == ANYWHERE, 0, problem.pinned)
-    return gcd(*problem.nbytes.tolist(), *alignment.tolist(), *pinned.tolist()) or 1

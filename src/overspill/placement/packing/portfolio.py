@@ -32,6 +32,8 @@ SKYLINE_KEYS = (
 """The keys of the skylines, each with the key that decides between equal ones."""
 RESTARTED_BLOCKS, FEWEST_RESTARTS = 100_000, 4
 """How many blocks are placed in restarts by default, all added up: some tenths of a second; and the fewest restarts."""
+BLOCKS_OF_A_RESTART = 100
+"""A restart takes as long as the placing of so many blocks, beside its own."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
 JUMPED_BLOCKS, JUMPED_SHARE = 3000, 0.0001
@@ -146,7 +148,7 @@ class Portfolio(Solver):
         restarts = self.restarts
         exact = len(problem) <= exact_blocks
         if restarts is None and (exact or limits.capacity_bytes is None or limits.capacity_bytes < bound):
-            restarts = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // max(len(problem), 1))
+            restarts = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(problem)))
         for k in count() if restarts is None else range(restarts):
             if best.done:
                 break

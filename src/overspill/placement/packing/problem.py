@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -80,6 +80,22 @@ class Problem:
             gap_first=np.cumsum(_integers([0, *(len(blocks[i].gaps) for i in chosen)])),
             gap_start=np.searchsorted(times, gap_start),
             gap_end=np.searchsorted(times, gap_end),
+        )
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Bytes that all sizes, alignments and pinned addresses are multiples of."""
+        aligned, held = self.alignment[self.alignment > 1], self.pinned[self.pinned != ANYWHERE]
+        return int(np.gcd.reduce(np.concatenate([self.nbytes, aligned, held]))) or 1
+
+    def in_units(self) -> Problem:
+        """The same problem with sizes, alignments and pinned addresses in units of `unit_bytes`."""
+        unit = self.unit_bytes
+        return replace(
+            self,
+            nbytes=self.nbytes // unit,
+            alignment=np.maximum(self.alignment // unit, 1),
+            pinned=np.where(self.pinned == ANYWHERE, ANYWHERE, self.pinned // unit),
         )
 
     @cached_property
