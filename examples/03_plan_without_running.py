@@ -6,7 +6,7 @@ from overspill.runtime.session import Options
 from overspill.runtime.training import Training, preview
 
 job = Training(lambda: load("resnet18", small=True), batch=32, optimizer="momentum")
-for policy in ("in-core", "vdnn-all", "superneurons", "window", "checkpoint", "auto"):
+for policy in ("in-core", "vdnn-all", "superneurons", "auto"):
     budget = 0.7 if policy == "auto" else "24GiB"
     plan = preview(job, Options(budget=budget, policy=policy, device="rtx4090"))
     print(
