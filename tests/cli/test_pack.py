@@ -110,9 +110,9 @@ def test_where_there_is_no_layout_the_solvers_proof_is_told(overspill: Overspill
 
 def test_the_solver_gets_the_limits(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Limits] = []
-    pack = FirstFit._pack
+    pack = FirstFit.pack
     monkeypatch.setattr(
-        FirstFit, "_pack", lambda self, problem, limits: given.append(limits) or pack(self, problem, limits)
+        FirstFit, "pack", lambda self, problem, limits: given.append(limits) or pack(self, problem, limits)
     )
     overspill("pack blocks.csv --capacity 20000 --time-limit 0.5 --seed 7")
     overspill("pack blocks.csv")
