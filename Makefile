@@ -38,22 +38,21 @@ accuracy: $(DEFINITIONS)/.ready
 definitions: $(DEFINITIONS)/.ready
 
 $(DEFINITIONS)/.ready: $(READY)
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --target $(DEFINITIONS)/torchvision \
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(DEFINITIONS)/torchvision \
 	  torchvision==0.28.0 pillow==13.0.0
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps --target $(DEFINITIONS)/transformers \
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(DEFINITIONS)/transformers \
 	  transformers==4.51.3 tokenizers==0.21.4 huggingface_hub==0.36.2 requests==2.34.2 urllib3==2.8.0 idna==3.20 \
 	  certifi==2026.10.18 charset_normalizer==3.5.2
 	touch $@
 
 install: $(READY)
 
-# The constraints hold for the build of the native core too, each in the name that one or the other pip reads. Python
-# compiles what it imports; to compile all that comes with torch and transformers takes a minute.
+# The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
 $(READY): export PIP_CONSTRAINT = constraints.txt
 $(READY): export PIP_BUILD_CONSTRAINT = constraints.txt
 $(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e ".[dev,bert]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
 	touch $@
 
 clean:
