@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from overspill.core.errors import is_out_of_memory
+
 PLANNED = (("resnet50", 32, 0.45), ("vgg16", 16, 0.60), ("gpt2", 4, 0.60))
 DECODER = "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=128"
 PLAIN = """
@@ -43,7 +45,8 @@ def trained_where_plain_training_fails(
     program = [sys.executable, "-c", PLAIN.format(model=model, batch=batch, optimizer=optimizer)]
     limited = run(program, limit_bytes)
     assert limited.returncode != 0
-    plain = run(program)  # nothing but the limit is different
+    assert is_out_of_memory(RuntimeError(limited.stderr)), limited.stderr
+    plain = run(program)
     assert plain.returncode == 0, plain.stderr
     assert result["losses"] == json.loads(plain.stdout)
     assert 0.98 * result["planned_peak_bytes"] <= result["measured_peak_bytes"] <= result["planned_peak_bytes"]

@@ -117,7 +117,9 @@ def test_the_numbers_of_ops_and_what_they_are_called_stay() -> None:
     assert [tensor.id for tensor in after.tensors] == list(range(len(after.tensors)))
 
 
-@pytest.mark.parametrize("name", ["alexnet", "resnet18", "googlenet"])
+@pytest.mark.parametrize(
+    "name", ["alexnet", "resnet18", "googlenet", pytest.param("resnet32-cifar", marks=pytest.mark.long)]
+)
 def test_every_policy_has_a_valid_schedule_of_a_networks_layers(name: str) -> None:
     plain = step_graph(Training(lambda: models.load(name, small=True), 4), TITAN_X)
     graph = with_algorithms(as_layers(plain), TITAN_X)
