@@ -83,7 +83,7 @@ class Decoder {
     Decoded decode(std::span<const Seconds> dearer, std::span<const std::uint8_t> first) const {
         Decoded plan;
         plan.looks = candidates_.size();
-        plan.chosen = Choice(candidates_, steps_, budget_, dearer).made(first, plan.looks);
+        plan.chosen = Choice(candidates_, steps_, budget_, dearer, first).made(plan.looks);
         Flags made(candidates_.trips().size(), 0);
         for (const Index c : plan.chosen) {
             const Index trip = candidates_[c].trip;
@@ -102,12 +102,31 @@ class Decoder {
         return plan;
     }
 
+    // The candidates that are the same parts of the same trips as those that were `chosen` in another decoder.
+    Flags as_chosen(const Decoder& other, std::span<const Index> chosen) const {
+        Pairs before;
+        for (const Index c : chosen)
+            if (other.candidates_[c].trip >= 0) before.emplace_back(other.candidates_.tensor_of(c), c);
+        const Lists by_tensor(static_cast<Index>(graph_->nbytes.size()), before);
+        Flags found(static_cast<std::size_t>(candidates_.size()), 0);
+        for (Index c = 0; c < candidates_.size() && candidates_[c].trip >= 0; ++c)
+            for (const Index o : by_tensor[candidates_.tensor_of(c)])
+                if (candidates_[c].part == other.candidates_[o].part && ends(c) == other.ends(o)) found[c] = 1;
+        return found;
+    }
+
   private:
     std::shared_ptr<const Graph> graph_;
     Link link_;
     Bytes budget_;
     Steps steps_;
     Candidates candidates_;
+
+    // The ops at the ends of the gap of a trip, which are the same in every program; -1 beyond the last step.
+    std::pair<Index, Index> ends(Index candidate) const {
+        const Trip& trip = candidates_.trips()[candidates_[candidate].trip];
+        return {steps_.op[trip.start], trip.end < steps_.length() ? steps_.op[trip.end] : -1};
+    }
 
     // The seconds and bytes of the steps with the algorithms chosen, of several for an op the slowest.
     void take_slower(const std::vector<Index>& chosen, std::vector<Seconds>& seconds, std::vector<Bytes>& live) const {

@@ -38,7 +38,9 @@ class Over {
         }
     }
 
-    std::int64_t within(Span span) const { return before(span.end) - before(span.start); }
+    std::int64_t within(Span span) {
+        return next(span.start) < span.end ? before(span.end) - before(span.start) : 0;
+    }
 
   private:
     std::vector<Bytes> excess_;       // of steps that are over the budget

@@ -69,26 +69,28 @@ class LeastFirst {
     }
 };
 
-// One choice among candidates within a budget; candidates cost `dearer` seconds more.
+// One choice among candidates within a budget, of which those `first` are taken before all others; candidates cost
+// `dearer` seconds more.
 class Choice {
   public:
-    Choice(const Candidates& among, const Steps& steps, Bytes budget, std::span<const Seconds> dearer)
+    Choice(const Candidates& among, const Steps& steps, Bytes budget, std::span<const Seconds> dearer,
+           std::span<const std::uint8_t> first)
         : among_(among),
           steps_(steps),
           budget_(budget),
           dearer_(dearer),
           open_(static_cast<std::size_t>(among.size()), 1),
-          over_(steps.ticks, excess(steps, budget)),
+          over_(steps.ticks, excess(first)),
           room_out_(steps.in_forward),
           room_back_(steps.in_backward) {
         out_.reserve(static_cast<std::size_t>(among.size()));
         for (const Candidate& candidate : among.all()) out_.push_back(candidate.out);
+        for (Index i = 0; i < among_.size(); ++i)
+            if (first[i]) mark(i);
     }
 
-    // The candidates taken, those that are `first` before all others. `looks`: how often one was looked at.
-    std::vector<Index> made(std::span<const std::uint8_t> first, std::int64_t& looks) {
-        for (Index i = 0; i < among_.size(); ++i)
-            if (first[i]) take(i);
+    // The candidates taken. `looks`: how often one was looked at.
+    std::vector<Index> made(std::int64_t& looks) {
         // A score only grows while others are taken, but where a copy serves several trips: one that has not grown since
         // it was looked at is the least.
         LeastFirst queue;
@@ -125,14 +127,27 @@ class Choice {
     Seconds room_out_, room_back_;
     std::vector<Index> taken_;
 
-    static std::vector<Bytes> excess(const Steps& steps, Bytes budget) {
-        std::vector<Bytes> found = steps.live;
-        for (Bytes& bytes : found) bytes -= budget;
+    // By how much each step is over the budget when those `first` are taken.
+    std::vector<Bytes> excess(std::span<const std::uint8_t> first) const {
+        std::vector<Bytes> change(steps_.live.size() + 1, 0);
+        for (Index i = 0; i < among_.size(); ++i)
+            if (first[i]) relieve(among_[i], change);
+        std::vector<Bytes> found = steps_.live;
+        Bytes away = 0;
+        for (std::size_t i = 0; i < found.size(); ++i) found[i] += (away += change[i]) - budget_;
         return found;
     }
 
+    // By how much the bytes on the device change at each step where a candidate is taken.
+    static void relieve(const Candidate& c, std::vector<Bytes>& change) {
+        for (const Span& span : c.spans) {
+            change[span.start] -= c.nbytes;
+            change[span.end] += c.nbytes;
+        }
+    }
+
     // The cost per byte and time relieved; infinite where nothing is.
-    Seconds score(Index index) const {
+    Seconds score(Index index) {
         const Candidate& c = among_[index];
         const std::int64_t time = over_.within(c.spans[0]) + (c.spans[1].end ? over_.within(c.spans[1]) : 0);
         const double area = static_cast<double>(c.nbytes) * static_cast<double>(time);
@@ -143,8 +158,13 @@ class Choice {
     }
 
     void take(Index index) {
+        for (const Span& span : among_[index].spans) over_.relieve(span, among_[index].nbytes, steps_.ticks);
+        mark(index);
+    }
+
+    // Counts a candidate as taken.
+    void mark(Index index) {
         const Candidate& c = among_[index];
-        for (const Span& span : c.spans) over_.relieve(span, c.nbytes, steps_.ticks);
         open_[index] = 0;
         room_out_ -= out_[index];
         room_back_ -= c.back;
@@ -156,11 +176,7 @@ class Choice {
     // Gives back, dearest first, what later choices made superfluous.
     void prune() {
         std::vector<Bytes> change(steps_.live.size() + 1, 0);
-        for (const Index index : taken_)
-            for (const Span& span : among_[index].spans) {
-                change[span.start] -= among_[index].nbytes;
-                change[span.end] += among_[index].nbytes;
-            }
+        for (const Index index : taken_) relieve(among_[index], change);
         std::vector<Bytes> room(steps_.live.size());
         Bytes away = 0;
         for (std::size_t i = 0; i < room.size(); ++i) room[i] = budget_ - steps_.live[i] - (away += change[i]);

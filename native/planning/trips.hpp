@@ -47,12 +47,16 @@ struct Span {
     Index start = 0, end = 0;
 };
 
+// The parts of a trip: while its tensor can be away without a stall, would still be leaving, would already be arriving.
+enum class Part : std::uint8_t { kAway, kLeaving, kArriving };
+
 // A way to have `nbytes` less on the device during the spans: a part of a trip, or (trip < 0) a slower algorithm.
 struct Candidate {
     std::array<Span, 2> spans;
     Bytes nbytes;
     Seconds cost, out, back;
     Index trip, slower;
+    Part part{};
 };
 
 // When each step starts if none waits, and at last when the program ends.
@@ -181,17 +185,17 @@ class Candidates {
                 leaving = {Span{first, gone}, Span{}};
                 arriving = {Span{needed, last}, Span{}};
             }
-            offer(away, trip.nbytes, disturbed, out, back, t);
-            offer(leaving, trip.nbytes, disturbed + out, 0, 0, t);
-            offer(arriving, trip.nbytes, disturbed + back, 0, 0, t);
+            offer(Part::kAway, away, trip.nbytes, disturbed, out, back, t);
+            offer(Part::kLeaving, leaving, trip.nbytes, disturbed + out, 0, 0, t);
+            offer(Part::kArriving, arriving, trip.nbytes, disturbed + back, 0, 0, t);
         }
     }
 
-    void offer(std::array<Span, 2> spans, Bytes nbytes, Seconds cost, Seconds out, Seconds back, Index trip) {
+    void offer(Part part, std::array<Span, 2> spans, Bytes nbytes, Seconds cost, Seconds out, Seconds back, Index trip) {
         if (spans[0].start >= spans[0].end) std::swap(spans[0], spans[1]);
         if (spans[0].start >= spans[0].end) return;
         if (spans[1].start >= spans[1].end) spans[1] = Span{};
-        all_.push_back({spans, nbytes, cost + kByteCost * static_cast<double>(nbytes), out, back, trip, -1});
+        all_.push_back({spans, nbytes, cost + kByteCost * static_cast<double>(nbytes), out, back, trip, -1, part});
     }
 };
 

@@ -26,7 +26,7 @@ NEAR = 1.01
 """Up to this factor of the ops' own time, a plan is measured against one that only moves."""
 FEW_OPS = 40
 """A step of no more ops is planned within all budgets that matter, so that a larger one is never slower."""
-PATIENCE = 10
+PATIENCE = 7
 """How many times as long as the search of `auto` that of `auto:thorough` may take."""
 
 
@@ -84,13 +84,13 @@ class Auto(Policy):
 
 
 class ThoroughAuto(Auto):
-    """`auto` with a search that takes ten times as long, and gives a plan that is never slower.
+    """`auto` with a search that takes seven times as long, and gives a plan that is never slower.
 
     A step of few ops is planned as `auto` plans it, for all its peaks.
     """
 
     name = "auto:thorough"
-    summary = "auto with ten times the search: seconds more to plan, for steps that are faster where memory is tight"
+    summary = "auto with seven times the search: seconds more to plan, for steps that are faster where memory is tight"
     patience = PATIENCE
 
 

@@ -35,6 +35,10 @@ class Decision:
         """Whether the same tensors are recomputed, as often."""
         return self.recompute == other.recompute and self.fleeting == other.fleeting
 
+    def steers_like(self, other: Decision) -> bool:
+        """Whether what moves and what is slower is chosen by the same costs."""
+        return self.dearer is other.dearer and self.away is other.away
+
     def recomputing(self, recompute: frozenset[int]) -> Decision:
         """This with other tensors recomputed; those that were fleeting stay so."""
         return replace(self, recompute=recompute, fleeting=self.fleeting & recompute)

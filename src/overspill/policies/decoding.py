@@ -92,6 +92,10 @@ class Decoder:
         there = gaps[np.minimum(np.searchsorted(gaps, keys), gaps.size - 1)] == keys
         return np.append(there, np.False_)[self.trip_of]
 
+    def as_chosen(self, other: Decoder, plan: Decoded) -> Flags:
+        """The candidates that are the same parts of the same trips as those that a plan of another decoder takes."""
+        return self._native.as_chosen(other._native, plan.chosen)
+
     def schedule(self, plan: Decoded, program: Program, policy: str, budget_bytes: int) -> Schedule:
         """The schedule of a plan that this has made for `program`."""
         algorithms = dict(program.algorithms)

@@ -31,8 +31,10 @@ MOST_FORCED = 250
 """With more trips than these that a step without room for the tensor forces, the relaxation is large and no help."""
 REPAIRS = 3
 """How often a plan that waits for transfers is made again with other transfers."""
-EFFORT = 4_000_000
-"""How often candidates are looked at in all attempts, so that planning takes about a second on one core."""
+EFFORT = 7_000_000
+"""How often candidates are looked at in all attempts, so that planning takes up to two seconds on one core."""
+HINT = 0.43
+"""The share of this that the relaxation takes, and that a whole step, which is planned three times, goes without."""
 LOOKS_PER_OP = 3
 """What an attempt costs beside for each op of the graph, in looks at candidates, and at the least."""
 LEAST_LOOKS = 600
@@ -40,7 +42,7 @@ ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
 STEERING = 0.05
 """To one other change of a plan, how many steer what moves and what takes slower algorithms."""
-MORE_EFFORT = 6_000_000
+MORE_EFFORT = 9_000_000
 MOST_OPS = 500
 """Where that leaves effort, or a step has no more ops than these, a second search goes on from the best plan …"""
 MORE_ATTEMPTS_EACH = 160
@@ -49,6 +51,8 @@ MORE_STEERING = 0.3
 ATTEMPTS_IF_BRIEF = 8
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
+KEEPING = 0.9
+"""How often, where another thing is recomputed, what moves stays as it is but for what that makes necessary."""
 TEMPERATURE = 0.001
 """The share of the ops' own time that a change may cost at first, on average; it falls to none (simulated annealing)."""
 
@@ -128,6 +132,8 @@ class Search:
         unhinted = gap_keys(self.program, ())
         yield frozenset(), unhinted
         hinted = not self.brief and self._has_room
+        if hinted or self.graph.whole_step:
+            self.effort += int(HINT * EFFORT)
         relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds) if hinted else None
         for share in SHARES:
             if relaxation is None or (relaxed := relaxation.solve(share)) is None:
@@ -195,7 +201,9 @@ class Search:
         current = best
         while self.effort < effort and self.attempts < first + most and best.seconds > aim:
             left = min((effort - self.effort) / (effort - begun), 1 - (self.attempts - first) / most)
-            attempt = self._attempt(changes.of(current.decision, current.lost), current)
+            decision = changes.of(current.decision, current.lost)
+            keeps = decision.steers_like(current.decision) and random.random() < KEEPING
+            attempt = self._attempt(decision, current, current if keeps else None)
             if attempt is None:
                 continue
             if attempt.seconds <= current.seconds + warm * left**2 * random.exponential():
@@ -213,8 +221,11 @@ class Search:
         large = [u for u in by_op.values() if sum(self.graph.tensors[t].nbytes for t in u) >= least]
         return [frozenset(unit) for unit in large or by_op.values()]
 
-    def _attempt(self, decision: Decision, near: Attempt | None = None) -> Attempt | None:
-        """The plan that a decision leads to; None where it does not fit. `near` may have the same program."""
+    def _attempt(self, decision: Decision, near: Attempt | None = None, kept: Attempt | None = None) -> Attempt | None:
+        """The plan that a decision leads to; None where it does not fit. `near` may have the same program.
+
+        The trips of `kept` are made but for those that are superfluous, others only where these leave too little room.
+        """
         self.attempts += 1
         if near is not None and near.decision.same_program(decision):
             decoder: Decoder | None = near.decoder
@@ -222,7 +233,8 @@ class Search:
             decoder = self.decoders.fitting(decision.recompute, decision.fleeting)
         if decoder is None:
             return None
-        plan = decoder.decode(decision.dearer[decoder.keys], decoder.among(decision.away))
+        first = decoder.as_chosen(kept.decoder, kept.plan) if kept else decoder.among(decision.away)
+        plan = decoder.decode(decision.dearer[decoder.keys], first)
         self.effort += plan.looks + LOOKS_PER_OP * len(self.graph.ops) + LEAST_LOOKS
         lost = self.nowhere.copy()
         lost[decoder.keys] = plan.lost
