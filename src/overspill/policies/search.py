@@ -35,6 +35,9 @@ EFFORT = 7_000_000
 """How often candidates are looked at in all attempts, so that planning takes up to two seconds on one core."""
 HINT = 0.43
 """The share of this that the relaxation takes, and that a whole step, which is planned three times, goes without."""
+LONG_STEP = 1000
+LESS = 0.2
+"""The share that steps of more ops go without, for which an attempt takes longer than the looks that it counts."""
 LOOKS_PER_OP = 3
 """What an attempt costs beside for each op of the graph, in looks at candidates, and at the least."""
 LEAST_LOOKS = 600
@@ -134,6 +137,8 @@ class Search:
         hinted = not self.brief and self._has_room
         if hinted or self.graph.whole_step:
             self.effort += int(HINT * EFFORT)
+        elif len(self.graph.ops) > LONG_STEP:
+            self.effort += int(LESS * EFFORT)
         relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds) if hinted else None
         for share in SHARES:
             if relaxation is None or (relaxed := relaxation.solve(share)) is None:
