@@ -142,15 +142,12 @@ nb::tuple decode(const Decoder& decoder, const Column<double>& dearer, const Col
                           array_of(std::move(plan.issue)), array_of(std::move(plan.lost)));
 }
 
-nb::ndarray<nb::numpy, bool> as_chosen(const Decoder& decoder, const Decoder& other, const Column<std::int32_t>& chosen) {
+nb::ndarray<nb::numpy, std::uint8_t> as_chosen(const Decoder& decoder, const Decoder& other,
+                                               const Column<std::int32_t>& chosen) {
     const std::span<const Index> before{chosen.data(), chosen.shape(0)};
     if (std::any_of(before.begin(), before.end(), [&](Index c) { return c < 0 || c >= other.candidates().size(); }))
         throw nb::value_error("a number that no candidate of the other decoder has");
-    const Flags found = decoder.as_chosen(other, before);
-    auto* kept = new bool[found.size()];
-    std::copy(found.begin(), found.end(), kept);
-    const nb::capsule owner(kept, [](void* p) noexcept { delete[] static_cast<bool*>(p); });
-    return nb::ndarray<nb::numpy, bool>(kept, {found.size()}, owner);
+    return array_of(decoder.as_chosen(other, before));
 }
 
 }  // namespace

@@ -91,8 +91,8 @@ class Choice {
 
     // The candidates taken. `looks`: how often one was looked at.
     std::vector<Index> made(std::int64_t& looks) {
-        // A score only grows while others are taken, but where a copy serves several trips: one that has not grown since
-        // it was looked at is the least.
+        // A score only grows while others are taken, but for those that become cheaper: one that has not grown since it
+        // was looked at is the least.
         LeastFirst queue;
         for (Index i = 0; i < among_.size(); ++i)
             if (open_[i]) queue.add(score(i), i);
@@ -106,11 +106,8 @@ class Choice {
                 continue;
             }
             queue.raise(kNever);
-            const bool copies = out_[index] > 0;
             take(index);
-            if (!copies) continue;
-            for (const Index other : among_.of_tensor(among_.tensor_of(index)))
-                if (open_[other]) queue.push(score(other), other);
+            for (const Index other : cheaper_) queue.push(score(other), other);
         }
         prune();
         return std::move(taken_);
@@ -126,6 +123,7 @@ class Choice {
     Over over_;
     Seconds room_out_, room_back_;
     std::vector<Index> taken_;
+    std::vector<Index> cheaper_;  // open candidates that the last one taken has made cheaper
 
     // By how much each step is over the budget when those `first` are taken.
     std::vector<Bytes> excess(std::span<const std::uint8_t> first) const {
@@ -162,15 +160,17 @@ class Choice {
         mark(index);
     }
 
-    // Counts a candidate as taken.
+    // Counts a candidate as taken. Whichever part of a trip it is, one copy in the store serves every trip of its tensor.
     void mark(Index index) {
         const Candidate& c = among_[index];
         open_[index] = 0;
         room_out_ -= out_[index];
         room_back_ -= c.back;
-        if (c.trip >= 0)
-            for (const Index other : among_.of_tensor(among_.tensor_of(index))) out_[other] = 0.0;
         taken_.push_back(index);
+        cheaper_.clear();
+        if (c.trip < 0) return;
+        for (const Index other : among_.of_tensor(among_.tensor_of(index)))
+            if (std::exchange(out_[other], 0.0) > 0 && open_[other]) cheaper_.push_back(other);
     }
 
     // Gives back, dearest first, what later choices made superfluous.

@@ -94,7 +94,7 @@ class Decoder:
 
     def as_chosen(self, other: Decoder, plan: Decoded) -> Flags:
         """The candidates that are the same parts of the same trips as those that a plan of another decoder takes."""
-        return self._native.as_chosen(other._native, plan.chosen)
+        return self._native.as_chosen(other._native, plan.chosen).view(np.bool_)
 
     def schedule(self, plan: Decoded, program: Program, policy: str, budget_bytes: int) -> Schedule:
         """The schedule of a plan that this has made for `program`."""
