@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -21,11 +22,19 @@ struct Decoded {
     std::int64_t looks = 0;  // how often a candidate was looked at: what the choice took
     Seconds seconds = 0;
     Bytes moved_bytes = 0;
+    Bytes peak_bytes = 0;
     std::vector<Index> chosen;          // candidates, in the order in which they were taken
     std::vector<Index> trips;           // those made
+    Flags copied;                       // of each trip made: whether its tensor is sent, and not in the store already
     std::vector<Index> release, issue;  // of each trip made
-    std::vector<Seconds> lost;          // by candidate: what its tensor waited, or what its op's algorithm took longer
+    std::vector<Seconds> lost;          // by tensor what compute waited for it, then by op what its algorithm took longer
+
+    // What is to be made small.
+    std::pair<Seconds, Bytes> cost() const { return {seconds, moved_bytes}; }
 };
+
+// Stands for the gap of a trip in every program of a graph: for its tensor and the ops at its ends.
+using Key = std::int64_t;
 
 // The streams of simulate/clock.py: compute, and a copy stream each way.
 class Streams {
@@ -77,13 +86,19 @@ class Decoder {
           candidates_(*graph_, program, steps_, link) {}
 
     const Candidates& candidates() const { return candidates_; }
-    const std::vector<Index>& ops() const { return steps_.op; }
 
-    // The plan that takes the candidates `first` before all others, where candidates cost `dearer` seconds more.
-    Decoded decode(std::span<const Seconds> dearer, std::span<const std::uint8_t> first) const {
+    // How many there are of what may be dearer: tensors, then ops.
+    Index whats() const { return graph_->tensors() + graph_->ops(); }
+
+    // The plan that takes the candidates `first` before all others, where trips of a tensor and then slower algorithms of
+    // an op cost `dearer` seconds more.
+    Decoded decode(std::span<const Seconds> dearer, const Flags& first) const {
         Decoded plan;
         plan.looks = candidates_.size();
-        plan.chosen = Choice(candidates_, steps_, budget_, dearer, first).made(plan.looks);
+        std::vector<Seconds> cost;
+        cost.reserve(static_cast<std::size_t>(candidates_.size()));
+        for (Index c = 0; c < candidates_.size(); ++c) cost.push_back(candidates_[c].cost + dearer[what(c)]);
+        plan.chosen = Choice(candidates_, steps_, budget_, cost, first).made(plan.looks);
         Flags made(candidates_.trips().size(), 0);
         for (const Index c : plan.chosen) {
             const Index trip = candidates_[c].trip;
@@ -96,22 +111,43 @@ class Decoder {
         take_slower(plan.chosen, seconds, live);
         const Clock clock(seconds);
         Timing timing(candidates_.trips(), plan.trips, link_, clock, std::move(live), budget_);
-        run(plan, timing, seconds);
+        plan.peak_bytes = timing.peak();
+        plan.copied = std::move(timing.copied);
         plan.release = std::move(timing.release);
         plan.issue = std::move(timing.issue);
+        plan.lost.assign(graph_->nbytes.size() + graph_->forward.size(), 0);
+        plan.seconds = run(plan, seconds, link_, plan.lost);
+        for (Index i = 0; i < static_cast<Index>(plan.trips.size()); ++i)
+            if (plan.copied[i]) plan.moved_bytes += trip(plan, i).nbytes;
         return plan;
     }
 
-    // The candidates that are the same parts of the same trips as those that were `chosen` in another decoder.
-    Flags as_chosen(const Decoder& other, std::span<const Index> chosen) const {
-        Pairs before;
-        for (const Index c : chosen)
-            if (other.candidates_[c].trip >= 0) before.emplace_back(other.candidates_.tensor_of(c), c);
-        const Lists by_tensor(static_cast<Index>(graph_->nbytes.size()), before);
+    // How long the step takes with another link.
+    Seconds seconds_on(const Link& link, const Decoded& plan) const {
+        std::vector<Seconds> seconds = steps_.seconds, lost(plan.lost.size());
+        std::vector<Bytes> live = steps_.live;
+        take_slower(plan.chosen, seconds, live);
+        return run(plan, seconds, link, lost);
+    }
+
+    // The candidates that are parts of trips in these gaps, of which the keys are in order.
+    Flags among(std::span<const Key> gaps) const {
+        Flags found(static_cast<std::size_t>(candidates_.size()), 0);
+        if (gaps.empty()) return found;
+        for (Index c = 0; c < candidates_.size() && candidates_[c].trip >= 0; ++c)
+            found[c] = std::ranges::binary_search(gaps, key(c));
+        return found;
+    }
+
+    // The candidates that are the same parts of the same trips as those that a plan of another decoder takes.
+    Flags as_chosen(const Decoder& other, const Decoded& plan) const {
+        std::vector<std::pair<Key, Part>> before;
+        for (const Index c : plan.chosen)
+            if (other.candidates_[c].trip >= 0) before.emplace_back(other.key(c), other.candidates_[c].part);
+        std::ranges::sort(before);
         Flags found(static_cast<std::size_t>(candidates_.size()), 0);
         for (Index c = 0; c < candidates_.size() && candidates_[c].trip >= 0; ++c)
-            for (const Index o : by_tensor[candidates_.tensor_of(c)])
-                if (candidates_[c].part == other.candidates_[o].part && ends(c) == other.ends(o)) found[c] = 1;
+            found[c] = std::ranges::binary_search(before, std::pair(key(c), candidates_[c].part));
         return found;
     }
 
@@ -122,11 +158,20 @@ class Decoder {
     Steps steps_;
     Candidates candidates_;
 
-    // The ops at the ends of the gap of a trip, which are the same in every program; -1 beyond the last step.
-    std::pair<Index, Index> ends(Index candidate) const {
-        const Trip& trip = candidates_.trips()[candidates_[candidate].trip];
-        return {steps_.op[trip.start], trip.end < steps_.length() ? steps_.op[trip.end] : -1};
+    // What a candidate is of: a tensor's number, or the number of tensors and an op's.
+    Index what(Index candidate) const {
+        if (candidates_[candidate].trip >= 0) return candidates_.tensor_of(candidate);
+        return graph_->tensors() + candidates_.slower()[candidates_[candidate].slower].op;
     }
+
+    // As `gap_keys` of src/overspill/policies/decoding.py.
+    Key key(Index candidate) const {
+        const Trip& trip = candidates_.trips()[candidates_[candidate].trip];
+        const Key last = trip.end < steps_.length() ? steps_.op[trip.end] : -1;
+        return (static_cast<Key>(trip.tensor) << 42) + (static_cast<Key>(steps_.op[trip.start]) << 21) + last;
+    }
+
+    const Trip& trip(const Decoded& plan, Index made) const { return candidates_.trips()[plan.trips[made]]; }
 
     // The seconds and bytes of the steps with the algorithms chosen, of several for an op the slowest.
     void take_slower(const std::vector<Index>& chosen, std::vector<Seconds>& seconds, std::vector<Bytes>& live) const {
@@ -147,42 +192,37 @@ class Decoder {
         }
     }
 
-    // Puts the plan on the clock.
-    void run(Decoded& plan, const Timing& timing, const std::vector<Seconds>& seconds) const {
+    // Puts the plan on the clock, where steps take `seconds`; says how long it takes, and what is `lost`.
+    Seconds run(const Decoded& plan, const std::vector<Seconds>& seconds, const Link& link,
+                std::vector<Seconds>& lost) const {
         const Index length = steps_.length();
+        const auto of = [&](Index i) -> const Trip& { return trip(plan, i); };
+        std::vector<Index> order(plan.trips.size());
+        std::iota(order.begin(), order.end(), 0);
+        std::ranges::sort(order, {}, [&](Index i) { return std::pair(of(i).start, of(i).tensor); });
         Pairs copying, releasing, coming, arriving;
-        for (const Index i : timing.by_start()) {
-            if (timing.copied(i)) copying.emplace_back(timing.of(i).copy, i);
-            releasing.emplace_back(timing.release[i], i);
-            coming.emplace_back(timing.issue[i], i);
-            arriving.emplace_back(timing.of(i).end, i);
+        for (const Index i : order) {
+            if (plan.copied[i]) copying.emplace_back(of(i).copy, i);
+            releasing.emplace_back(plan.release[i], i);
+            coming.emplace_back(plan.issue[i], i);
+            arriving.emplace_back(of(i).end, i);
         }
-        std::stable_sort(coming.begin(), coming.end(), [&](const auto& a, const auto& b) {
-            return timing.of(a.second).end < timing.of(b.second).end;
-        });
+        std::ranges::stable_sort(coming, {}, [&](const auto& one) { return of(one.second).end; });
         const Lists offloads(length + 1, copying), releases(length + 1, releasing), prefetches(length + 1, coming),
             arrivals(length + 1, arriving);
         std::vector<Seconds> left(plan.trips.size(), 0), there(plan.trips.size(), 0);
-        std::vector<Seconds> lost_of_tensor(graph_->nbytes.size(), 0), lost_of_op(graph_->forward.size(), 0);
-        Streams streams(link_);
+        Streams streams(link);
         for (Index position = 0; position <= length; ++position) {
-            for (const Index i : offloads[position]) {
-                left[i] = streams.offload(timing.of(i).nbytes);
-                plan.moved_bytes += timing.of(i).nbytes;
-            }
+            for (const Index i : offloads[position]) left[i] = streams.offload(of(i).nbytes);
             for (const Index i : releases[position])
-                if (timing.copied(i)) lost_of_tensor[timing.of(i).tensor] += streams.wait(left[i]);
-            for (const Index i : prefetches[position]) there[i] = streams.prefetch(timing.of(i).nbytes);
-            for (const Index i : arrivals[position]) lost_of_tensor[timing.of(i).tensor] += streams.wait(there[i]);
+                if (plan.copied[i]) lost[of(i).tensor] += streams.wait(left[i]);
+            for (const Index i : prefetches[position]) there[i] = streams.prefetch(of(i).nbytes);
+            for (const Index i : arrivals[position]) lost[of(i).tensor] += streams.wait(there[i]);
             if (position == length) break;
             streams.compute(seconds[position]);
-            lost_of_op[steps_.op[position]] += seconds[position] - steps_.seconds[position];
+            lost[graph_->tensors() + steps_.op[position]] += seconds[position] - steps_.seconds[position];
         }
-        plan.seconds = streams.now();
-        plan.lost.reserve(static_cast<std::size_t>(candidates_.size()));
-        for (Index c = 0; c < candidates_.size(); ++c)
-            plan.lost.push_back(candidates_[c].trip >= 0 ? lost_of_tensor[candidates_.tensor_of(c)]
-                                                         : lost_of_op[candidates_.slower()[candidates_[c].slower].op]);
+        return streams.now();
     }
 };
 

@@ -2,17 +2,20 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <optional>
-#include <span>
 #include <utility>
 #include <vector>
 
+#include "changes.hpp"
 #include "decoder.hpp"
+#include "planner.hpp"
 #include "program.hpp"
+#include "walk.hpp"
 
 namespace nb = nanobind;
 
@@ -21,6 +24,10 @@ namespace {
 
 template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Array = nb::ndarray<nb::numpy, T>;
+
+constexpr auto kNew = nb::rv_policy::move;  // a property that is made anew, and no part of its owner
 
 template <typename T>
 std::vector<T> vector_of(const Column<T>& column) {
@@ -29,12 +36,24 @@ std::vector<T> vector_of(const Column<T>& column) {
 
 Flags flags_of(const Column<bool>& column) { return {column.data(), column.data() + column.shape(0)}; }
 
+void must(bool holds, const char* what) {
+    if (!holds) throw nb::value_error(what);
+}
+
 // A numpy array that owns `values`.
 template <typename T>
-nb::ndarray<nb::numpy, T> array_of(std::vector<T>&& values) {
+Array<T> array_of(std::vector<T> values) {
     auto* kept = new std::vector<T>(std::move(values));
     const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    return nb::ndarray<nb::numpy, T>(kept->data(), {kept->size()}, owner);
+    return Array<T>(kept->data(), {kept->size()}, owner);
+}
+
+// The tensors, or candidates, that have the flag.
+Array<Index> those(const Flags& flags) {
+    std::vector<Index> found;
+    for (std::size_t i = 0; i < flags.size(); ++i)
+        if (flags[i]) found.push_back(static_cast<Index>(i));
+    return array_of(std::move(found));
 }
 
 Lists lists_of(const nb::object& owner, const char* name) {
@@ -46,108 +65,101 @@ Lists lists_of(const nb::object& owner, const char* name) {
     return lists;
 }
 
-// A graph, a device's link and a budget: makes decoders for programs that recompute one thing or another.
-class Planner {
-  public:
-    Planner(const nb::object& graph, const Column<double>& seconds, const Column<bool>& forward,
-            const Column<bool>& leaves, const Column<std::int32_t>& chosen, const Column<std::int32_t>& least,
-            bool whole, const nb::object& device, Bytes budget)
-        : budget_(budget),
-          link_{nb::cast<double>(device.attr("transfer_latency_seconds")),
-                nb::cast<double>(device.attr("offload_bytes_per_second")),
-                nb::cast<double>(device.attr("prefetch_bytes_per_second")), nb::cast<bool>(device.attr("full_duplex")),
-                nb::cast<double>(device.attr("transfer_compute_share"))} {
-        auto made = std::make_shared<Graph>();
-        const nb::object ops = graph.attr("ops");
-        made->reads = lists_of(ops, "reads");
-        made->writes = lists_of(ops, "writes");
-        made->recompute_reads = lists_of(ops, "recompute_reads");
-        made->recompute_writes = lists_of(ops, "recompute_writes");
-        for (const nb::handle op : ops) {
-            made->workspace.push_back(nb::cast<Bytes>(op.attr("workspace_bytes")));
-            std::vector<Algorithm>& algorithms = made->algorithms.emplace_back();
-            for (const nb::handle one : op.attr("algorithms"))
-                algorithms.push_back({nb::cast<Bytes>(one.attr("workspace_bytes")), nb::cast<double>(one.attr("slowdown"))});
-        }
-        for (const nb::handle tensor : graph.attr("tensors")) {
-            made->nbytes.push_back(nb::cast<Bytes>(tensor.attr("nbytes")));
-            made->persistent.push_back(nb::cast<bool>(tensor.attr("persistent")));
-            made->movable.push_back(nb::cast<bool>(tensor.attr("movable")));
-        }
-        made->output.assign(made->nbytes.size(), 0);
-        for (const nb::handle tensor : graph.attr("outputs")) made->output[nb::cast<std::size_t>(tensor)] = 1;
-        made->forward = flags_of(forward);
-        made->leaves = flags_of(leaves);
-        made->seconds = vector_of(seconds);
-        made->chosen = vector_of(chosen);
-        made->least = vector_of(least);
-        made->whole = whole;
-        const std::size_t op_count = made->workspace.size();
-        if (made->forward.size() != op_count || made->seconds.size() != op_count || made->chosen.size() != op_count ||
-            made->least.size() != op_count || made->leaves.size() != made->nbytes.size())
-            throw nb::value_error("the columns differ in length");
-        made->derive();
-        graph_ = std::move(made);
-    }
-
-    // A decoder of the program that recomputes `dropped`, which become those for which there is room where they are made
-    // again; nothing where no program fits.
-    std::optional<std::pair<Decoder, Flags>> fitting(Flags dropped, const Flags& fleeting) const {
-        while (true) {
-            const Program program(*graph_, dropped, fleeting);
-            const std::vector<Bytes> alone = program.alone();
-            Flags around(alone.size() + 2, 0);
-            bool over = false;
-            for (std::size_t i = 0; i < alone.size(); ++i) {
-                if (alone[i] <= budget_) continue;
-                over = true;
-                around[i ? i - 1 : 0] = around[i] = around[i + 1] = 1;
-            }
-            if (!over) return std::pair(Decoder(graph_, program, link_, budget_), std::move(dropped));
-            if (std::none_of(dropped.begin(), dropped.end(), [](auto flag) { return flag != 0; })) return std::nullopt;
-            bool crowded = false;
-            Flags fewer = dropped;
-            for (const Gap& gap : program.gaps) {
-                if (!gap.remade || !around[gap.end] || !dropped[gap.tensor]) continue;
-                fewer[gap.tensor] = 0;
-                crowded = true;
-            }
-            dropped = crowded ? fewer : Flags(dropped.size(), 0);
-        }
-    }
-
-  private:
-    std::shared_ptr<const Graph> graph_;
-    Bytes budget_;
-    Link link_;
-};
-
-nb::object fitting(const Planner& planner, const Column<bool>& dropped, const Column<bool>& fleeting) {
-    auto found = planner.fitting(flags_of(dropped), flags_of(fleeting));
-    if (!found) return nb::none();
-    std::vector<Index> kept;
-    for (std::size_t t = 0; t < found->second.size(); ++t)
-        if (found->second[t]) kept.push_back(static_cast<Index>(t));
-    return nb::make_tuple(std::move(found->first), array_of(std::move(kept)));
+Link link_of(const nb::object& device) {
+    return {nb::cast<double>(device.attr("transfer_latency_seconds")),
+            nb::cast<double>(device.attr("offload_bytes_per_second")),
+            nb::cast<double>(device.attr("prefetch_bytes_per_second")), nb::cast<bool>(device.attr("full_duplex")),
+            nb::cast<double>(device.attr("transfer_compute_share"))};
 }
 
-nb::tuple decode(const Decoder& decoder, const Column<double>& dearer, const Column<bool>& first) {
-    const auto count = static_cast<std::size_t>(decoder.candidates().size());
-    if (dearer.shape(0) != count || first.shape(0) != count)
-        throw nb::value_error("there must be one value a candidate");
-    Decoded plan = decoder.decode({dearer.data(), dearer.shape(0)},
-                                  {reinterpret_cast<const std::uint8_t*>(first.data()), first.shape(0)});
-    return nb::make_tuple(plan.looks, plan.seconds, plan.moved_bytes, array_of(std::move(plan.chosen)),
-                          array_of(std::move(plan.trips)), array_of(std::move(plan.release)),
-                          array_of(std::move(plan.issue)), array_of(std::move(plan.lost)));
+void make_graph(Graph* at, const nb::object& graph, const Column<double>& seconds, const Column<bool>& forward,
+                const Column<bool>& leaves, const Column<std::int32_t>& least, bool whole) {
+    Graph made;
+    const nb::object ops = graph.attr("ops");
+    made.reads = lists_of(ops, "reads");
+    made.writes = lists_of(ops, "writes");
+    made.recompute_reads = lists_of(ops, "recompute_reads");
+    made.recompute_writes = lists_of(ops, "recompute_writes");
+    for (const nb::handle op : ops) {
+        made.workspace.push_back(nb::cast<Bytes>(op.attr("workspace_bytes")));
+        std::vector<Algorithm>& algorithms = made.algorithms.emplace_back();
+        for (const nb::handle one : op.attr("algorithms"))
+            algorithms.push_back({nb::cast<Bytes>(one.attr("workspace_bytes")), nb::cast<double>(one.attr("slowdown"))});
+    }
+    for (const nb::handle tensor : graph.attr("tensors")) {
+        made.nbytes.push_back(nb::cast<Bytes>(tensor.attr("nbytes")));
+        made.persistent.push_back(nb::cast<bool>(tensor.attr("persistent")));
+        made.movable.push_back(nb::cast<bool>(tensor.attr("movable")));
+    }
+    made.output.assign(made.nbytes.size(), 0);
+    for (const nb::handle tensor : graph.attr("outputs")) made.output[nb::cast<std::size_t>(tensor)] = 1;
+    made.forward = flags_of(forward);
+    made.leaves = flags_of(leaves);
+    made.seconds = vector_of(seconds);
+    made.least = vector_of(least);
+    made.whole = whole;
+    const std::size_t op_count = made.workspace.size();
+    must(made.forward.size() == op_count && made.seconds.size() == op_count && made.least.size() == op_count &&
+             made.leaves.size() == made.nbytes.size(),
+         "the columns differ in length");
+    made.derive();
+    new (at) Graph(std::move(made));
 }
 
-nb::ndarray<nb::numpy, std::uint8_t> as_chosen(const Decoder& decoder, const Decoder& other,
-                                               const Column<std::int32_t>& chosen) {
-    const std::span<const Index> before{chosen.data(), chosen.shape(0)};
-    if (std::any_of(before.begin(), before.end(), [&](Index c) { return c < 0 || c >= other.candidates().size(); }))
-        throw nb::value_error("a number that no candidate of the other decoder has");
-    return array_of(decoder.as_chosen(other, before));
+void make_planner(Planner* at, const Graph& graph, const Column<std::int32_t>& chosen, const nb::object& device,
+                  Bytes budget) {
+    auto with_algorithms = std::make_shared<Graph>(graph);
+    with_algorithms->chosen = vector_of(chosen);
+    must(with_algorithms->chosen.size() == graph.workspace.size(), "there must be one algorithm an op");
+    new (at) Planner(std::move(with_algorithms), link_of(device), budget);
+}
+
+nb::object fitting(const Planner& planner, const Column<bool>& recompute, const Column<bool>& fleeting) {
+    Flags dropped = flags_of(recompute);
+    const auto tensors = static_cast<std::size_t>(planner.graph().tensors());
+    must(dropped.size() == tensors && fleeting.shape(0) == tensors, "there must be one flag a tensor");
+    auto decoder = planner.fitting(dropped, flags_of(fleeting));
+    if (!decoder) return nb::none();
+    return nb::make_tuple(std::move(decoder), those(dropped));
+}
+
+Decoded decode(const Decoder& decoder, const Column<double>& dearer, const Column<bool>& first) {
+    must(dearer.shape(0) == static_cast<std::size_t>(decoder.whats()), "there must be one value a tensor and an op");
+    must(first.shape(0) == static_cast<std::size_t>(decoder.candidates().size()), "there must be one flag a candidate");
+    return decoder.decode({dearer.data(), dearer.shape(0)}, flags_of(first));
+}
+
+Array<Index> as_chosen(const Decoder& decoder, const Decoder& other, const Decoded& plan) {
+    must(std::ranges::all_of(plan.chosen, [&](Index c) { return c < other.candidates().size(); }),
+         "no plan of the other decoder");
+    return those(decoder.as_chosen(other, plan));
+}
+
+void make_units(Units* at, std::vector<std::vector<Index>> tensors, std::vector<std::vector<Index>> alike,
+                std::vector<Index> near, const Column<double>& most_dearer) {
+    new (at) Units{std::move(tensors), std::move(alike), std::move(near), vector_of(most_dearer)};
+}
+
+void make_walk(Walk* at, const Planner& planner, const Units& units) {
+    must(units.near.size() == static_cast<std::size_t>(planner.graph().tensors()) &&
+             units.most_dearer.size() == units.near.size() + static_cast<std::size_t>(planner.graph().ops()) &&
+             units.alike.size() == units.tensors.size(),
+         "units of another graph");
+    new (at) Walk(planner, units);
+}
+
+void begin(Walk& walk, const Column<bool>& recompute, const Column<Key>& away) {
+    must(recompute.shape(0) == walk.tensors(), "there must be one flag a tensor");
+    walk.begin(flags_of(recompute), vector_of(away));
+}
+
+void go_on(Walk& walk, std::int64_t most, std::int64_t until, double steering, Seconds warm, Seconds aim) {
+    must(walk.best() != nullptr, "the walk has not begun");
+    const nb::gil_scoped_release released;
+    walk.go_on(most, until, steering, warm, aim, [] {
+        const nb::gil_scoped_acquire held;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    });
 }
 
 }  // namespace
@@ -155,11 +167,23 @@ nb::ndarray<nb::numpy, std::uint8_t> as_chosen(const Decoder& decoder, const Dec
 
 NB_MODULE(_planning, module) {
     using namespace overspill::planning;
-    module.doc() = "The native part of overspill.policies.decoding.";
+    module.doc() = "The native part of overspill.policies.search.";
+    nb::class_<Decoded>(module, "Decoded")
+        .def_ro("looks", &Decoded::looks)
+        .def_ro("seconds", &Decoded::seconds)
+        .def_ro("moved_bytes", &Decoded::moved_bytes)
+        .def_ro("peak_bytes", &Decoded::peak_bytes)
+        .def_prop_ro("chosen", [](const Decoded& self) { return array_of(self.chosen); }, kNew)
+        .def_prop_ro("trips", [](const Decoded& self) { return array_of(self.trips); }, kNew)
+        .def_prop_ro("release", [](const Decoded& self) { return array_of(self.release); }, kNew)
+        .def_prop_ro("issue", [](const Decoded& self) { return array_of(self.issue); }, kNew)
+        .def_prop_ro("lost", [](const Decoded& self) { return array_of(self.lost); }, kNew);
     nb::class_<Decoder>(module, "Decoder")
         .def("__len__", [](const Decoder& self) { return self.candidates().size(); })
         .def("decode", &decode, nb::arg("dearer"), nb::arg("first"))
-        .def("as_chosen", &as_chosen, nb::arg("other"), nb::arg("chosen"))
+        .def("among", [](const Decoder& self, const Column<Key>& gaps) { return those(self.among(vector_of(gaps))); },
+             nb::arg("gaps"))
+        .def("as_chosen", &as_chosen, nb::arg("other"), nb::arg("plan"))
         .def("trip_of",
              [](const Decoder& self) {
                  std::vector<Index> found;
@@ -172,17 +196,31 @@ NB_MODULE(_planning, module) {
                  for (const Trip& t : self.candidates().trips()) found.insert(found.end(), {t.tensor, t.start, t.end, t.copy});
                  return array_of(std::move(found));
              })
-        .def("slower",
-             [](const Decoder& self) {
-                 std::vector<Index> found;
-                 for (const Slower& s : self.candidates().slower()) found.insert(found.end(), {s.op, s.number});
-                 return array_of(std::move(found));
-             })
-        .def("ops", [](const Decoder& self) { return array_of(std::vector<Index>(self.ops())); });
+        .def("slower", [](const Decoder& self) {
+            std::vector<Index> found;
+            for (const Slower& s : self.candidates().slower()) found.insert(found.end(), {s.op, s.number});
+            return array_of(std::move(found));
+        });
+    nb::class_<Graph>(module, "Graph")
+        .def("__init__", &make_graph, nb::arg("graph"), nb::arg("seconds"), nb::arg("forward"), nb::arg("leaves"),
+             nb::arg("least"), nb::arg("whole"));
     nb::class_<Planner>(module, "Planner")
-        .def(nb::init<const nb::object&, const Column<double>&, const Column<bool>&, const Column<bool>&,
-                      const Column<std::int32_t>&, const Column<std::int32_t>&, bool, const nb::object&, Bytes>(),
-             nb::arg("graph"), nb::arg("seconds"), nb::arg("forward"), nb::arg("leaves"), nb::arg("chosen"),
-             nb::arg("least"), nb::arg("whole"), nb::arg("device"), nb::arg("budget"))
-        .def("fitting", &fitting, nb::arg("dropped"), nb::arg("fleeting"));
+        .def("__init__", &make_planner, nb::arg("graph"), nb::arg("chosen"), nb::arg("device"), nb::arg("budget"))
+        .def("fitting", &fitting, nb::arg("recompute"), nb::arg("fleeting"));
+    nb::class_<Units>(module, "Units")
+        .def("__init__", &make_units, nb::arg("tensors"), nb::arg("alike"), nb::arg("near"), nb::arg("most_dearer"));
+    nb::class_<Attempt>(module, "Attempt")
+        .def_prop_ro("recompute", [](const Attempt& self) { return those(self.decision.recompute); }, kNew)
+        .def_prop_ro("fleeting", [](const Attempt& self) { return those(self.decision.fleeting); }, kNew)
+        .def_ro("decoder", &Attempt::decoder)
+        .def_ro("plan", &Attempt::plan)
+        .def("seconds_on",
+             [](const Attempt& self, const nb::object& device) { return self.decoder->seconds_on(link_of(device), self.plan); },
+             nb::arg("device"));
+    nb::class_<Walk>(module, "Walk")
+        .def("__init__", &make_walk, nb::arg("planner"), nb::arg("units"))
+        .def_rw("effort", &Walk::effort)
+        .def_prop_ro("best", &Walk::best)
+        .def("begin", &begin, nb::arg("recompute"), nb::arg("away"))
+        .def("go_on", &go_on, nb::arg("most"), nb::arg("until"), nb::arg("steering"), nb::arg("warm"), nb::arg("aim"));
 }

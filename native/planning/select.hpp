@@ -69,16 +69,14 @@ class LeastFirst {
     }
 };
 
-// One choice among candidates within a budget, of which those `first` are taken before all others; candidates cost
-// `dearer` seconds more.
+// One choice among candidates of this `cost` within a budget, of which those `first` are taken before all others.
 class Choice {
   public:
-    Choice(const Candidates& among, const Steps& steps, Bytes budget, std::span<const Seconds> dearer,
-           std::span<const std::uint8_t> first)
+    Choice(const Candidates& among, const Steps& steps, Bytes budget, std::span<const Seconds> cost, const Flags& first)
         : among_(among),
           steps_(steps),
           budget_(budget),
-          dearer_(dearer),
+          cost_(cost),
           open_(static_cast<std::size_t>(among.size()), 1),
           over_(steps.ticks, excess(first)),
           room_out_(steps.in_forward),
@@ -117,7 +115,7 @@ class Choice {
     const Candidates& among_;
     const Steps& steps_;
     Bytes budget_;
-    std::span<const Seconds> dearer_;
+    std::span<const Seconds> cost_;
     std::vector<Seconds> out_;
     Flags open_;
     Over over_;
@@ -126,7 +124,7 @@ class Choice {
     std::vector<Index> cheaper_;  // open candidates that the last one taken has made cheaper
 
     // By how much each step is over the budget when those `first` are taken.
-    std::vector<Bytes> excess(std::span<const std::uint8_t> first) const {
+    std::vector<Bytes> excess(const Flags& first) const {
         std::vector<Bytes> change(steps_.live.size() + 1, 0);
         for (Index i = 0; i < among_.size(); ++i)
             if (first[i]) relieve(among_[i], change);
@@ -152,7 +150,7 @@ class Choice {
         if (!(area > 0)) return kNever;
         const Seconds exposed = std::max(out_[index] - std::max(0.0, room_out_), 0.0) +
                                 std::max(c.back - std::max(0.0, room_back_), 0.0);
-        return (c.cost + dearer_[index] + exposed) / area;
+        return (cost_[index] + exposed) / area;
     }
 
     void take(Index index) {
@@ -180,7 +178,7 @@ class Choice {
         std::vector<Bytes> room(steps_.live.size());
         Bytes away = 0;
         for (std::size_t i = 0; i < room.size(); ++i) room[i] = budget_ - steps_.live[i] - (away += change[i]);
-        const auto price = [&](Index i) { return among_[i].cost + dearer_[i] + among_[i].back; };
+        const auto price = [&](Index i) { return cost_[i] + among_[i].back; };
         std::vector<Index> order = taken_;
         std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return price(a) > price(b); });
         Flags gone(static_cast<std::size_t>(among_.size()), 0);

@@ -18,6 +18,7 @@ using Pairs = std::vector<std::pair<Index, Index>>;
 // The trips that a plan makes: which send their tensor to the store, and before which steps each is released and issued.
 class Timing {
   public:
+    Flags copied;                       // of each trip made: whether its tensor is sent, and not in the store already
     std::vector<Index> release, issue;  // of each trip made
 
     // `live` are the bytes on the device at each step if no trip were made, `clock` tells when each step starts.
@@ -38,18 +39,8 @@ class Timing {
         find_issues();
     }
 
-    Index count() const { return static_cast<Index>(made_.size()); }
-    const Trip& of(Index i) const { return trips_[made_[i]]; }
-    bool copied(Index i) const { return copied_[i] != 0; }
-
-    // The trips made, by their tensors' last use before and by their next.
-    std::vector<Index> by_start() const {
-        return ordered([](const Trip& trip) { return std::pair(trip.start, trip.tensor); });
-    }
-
-    std::vector<Index> by_end() const {
-        return ordered([](const Trip& trip) { return std::pair(trip.end, trip.tensor); });
-    }
+    // The most bytes on the device at a step.
+    Bytes peak() const { return live_.empty() ? 0 : *std::ranges::max_element(live_); }
 
   private:
     static constexpr double kIssueMargin = 1.2;  // timing.py's ISSUE_MARGIN
@@ -60,8 +51,9 @@ class Timing {
     const Clock& clock_;
     std::vector<Bytes> live_;
     Bytes budget_;
-    Flags copied_;
 
+    Index count() const { return static_cast<Index>(made_.size()); }
+    const Trip& of(Index i) const { return trips_[made_[i]]; }
     Index length() const { return static_cast<Index>(live_.size()); }
 
     void add(Index from, Index to, Bytes nbytes) {
@@ -78,7 +70,7 @@ class Timing {
 
     // One copy in the store serves the trips of a tensor until it is written again; one that wraps finds it there.
     void find_copies() {
-        copied_.assign(made_.size(), 0);
+        copied.assign(made_.size(), 0);
         const std::vector<Index> order = ordered([](const Trip& trip) { return std::pair(trip.tensor, trip.start); });
         for (std::size_t i = 0; i < order.size();) {
             std::size_t end = i;
@@ -87,7 +79,7 @@ class Timing {
                 if (of(order[end]).wraps()) stored = 0;
             for (; i < end; ++i) {
                 if (of(order[i]).version <= stored) continue;
-                copied_[order[i]] = 1;
+                copied[order[i]] = 1;
                 stored = of(order[i]).version;
             }
         }
@@ -97,8 +89,8 @@ class Timing {
     void find_releases() {
         release.assign(made_.size(), 0);
         Pairs copies;
-        for (const Index i : by_start()) {
-            if (copied(i))
+        for (const Index i : ordered([](const Trip& trip) { return std::pair(trip.start, trip.tensor); })) {
+            if (copied[i])
                 copies.emplace_back(of(i).copy, i);
             else
                 release[i] = of(i).start + 1;
@@ -136,7 +128,7 @@ class Timing {
     // Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need.
     void find_issues() {
         issue.assign(made_.size(), 0);
-        const std::vector<Index> order = by_end();
+        const std::vector<Index> order = ordered([](const Trip& trip) { return std::pair(trip.end, trip.tensor); });
         std::vector<Index> wanted(made_.size());
         Seconds next = kNever;
         for (auto i = order.rbegin(); i != order.rend(); ++i) {

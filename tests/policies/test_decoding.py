@@ -1,4 +1,4 @@
-"""The native decoder gives the plan of its plain twin: the same choice, schedule and times."""
+"""The native decoder and walk give the plans of their plain twins: the same choices, schedules and times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from tests.simulate.graphs import DEVICE, Build, devices, networks
 from overspill.core import Algorithm, Device, Graph, Phase, TensorKind
 from overspill.costs import op_seconds
 from overspill.policies import twin
+from overspill.policies._planning import Planner, Walk
+from overspill.policies._planning import Units as NativeUnits
 from overspill.policies.algorithms import memory_optimal
-from overspill.policies.decoding import Decoders, gap_keys
+from overspill.policies.decoding import Flags, flags, gap_keys, native_graph, planner_of, schedule_of
 from overspill.policies.floor import algorithms_within, floor_of
 from overspill.policies.program import Program
-from overspill.policies.select import Candidate
+from overspill.policies.trips import candidates
+from overspill.policies.units import Units, by_op
+from overspill.policies.walk import Walk as TwinWalk
 from overspill.simulate import check, simulate
 
 
@@ -43,62 +47,79 @@ def within(graph: Graph, share: float) -> tuple[Program, int]:
     return program.with_algorithms(algorithms_within(program, budget)), budget
 
 
+def planner(program: Program, device: Device, budget: int) -> Planner:
+    seconds = op_seconds(program.graph, device)
+    return planner_of(native_graph(program.graph, seconds), program, device, budget)
+
+
+def remade(graph: Graph) -> list[int]:
+    return [t for op in graph.ops for t in op.recompute_writes if not graph.tensors[t].persistent]
+
+
+def chosen_flags(numbers: list[int], count: int) -> Flags:
+    found = np.zeros(count, dtype=bool)
+    found[numbers] = True
+    return found
+
+
 @given(steps(), devices(), st.floats(0, 1), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_the_native_decoder_gives_what_its_twin_gives(graph: Graph, device: Device, share: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     program, budget, seconds = *within(graph, share), op_seconds(graph, device)
-    made = [t.id for t in graph.tensors if t.id in graph.producer]
-    recompute = frozenset(t for t in made if random.random() < 0.4 and t in _remade(graph))
-    fleeting = frozenset(t for t in recompute if random.random() < 0.5)
+    recompute = [t for t in remade(graph) if random.random() < 0.4]
+    fleeting = [t for t in recompute if random.random() < 0.5]
 
-    found = Decoders(program, device, seconds, budget).fitting(recompute, fleeting)
+    found = planner(program, device, budget).fitting(flags(recompute, graph), flags(fleeting, graph))
     expected = twin.fitting(program, recompute, fleeting, budget)
     assert found is not None
     assert expected is not None
-    among = twin.candidates(expected, device, seconds)
-    assert len(found) == len(among)
+    decoder, (other, left) = found[0], expected
+    assert found[1].tolist() == sorted(left)
+    among = candidates(other, device, seconds)
+    assert len(decoder) == len(among)
     away = [c.gap for c in among if c.gap is not None and random.random() < 0.2]
-    first = found.among(gap_keys(expected, away))
-    ends = {expected.ends(gap) for gap in away}
-    assert first.tolist() == [c.gap is not None and expected.ends(c.gap) in ends for c in among]
+    ends = {other.ends(gap) for gap in away}
+    first = [number for number, c in enumerate(among) if c.gap is not None and other.ends(c.gap) in ends]
+    assert decoder.among(gap_keys(other, away)).tolist() == first
 
-    dearer = random.random(len(among)) * (random.random(len(among)) < 0.5) * 0.01
-    plan = found.decode(dearer, first)
-    plain = twin.decode(expected, device, seconds, budget, dearer, first)
+    whats = len(graph.tensors) + len(graph.ops)
+    dearer = random.random(whats) * (random.random(whats) < 0.5) * 0.01
+    plan = decoder.decode(dearer, chosen_flags(first, len(among)))
+    plain = twin.decode(other, device, seconds, budget, dearer, chosen_flags(first, len(among)))
     assert plan.chosen.tolist() == plain.chosen
-    schedule = found.schedule(plan, expected, "twin", budget)
+    schedule = schedule_of(decoder, plan, other, "twin", budget)
     assert schedule == plain.schedule
     assert plan.seconds == plain.seconds == simulate(graph, schedule, device, seconds).step_seconds
-    assert plan.lost.tolist() == pytest.approx(plain.lost, rel=1e-9, abs=1e-15)
+    assert plan.moved_bytes == plain.moved_bytes
+    assert plan.peak_bytes == check(graph, schedule).peak_bytes
+    assert plan.lost.tolist() == pytest.approx(plain.lost.tolist(), rel=1e-9, abs=1e-15)
 
 
 def test_a_part_of_a_trip_makes_the_rest_of_it_cheaper() -> None:
-    """The wait for one tensor to come back is taken first; then its copy is paid for, and another tensor is dearer."""
+    """The wait for one tensor to come back is taken first; then its copy is paid for, and that of another is not."""
     build = Build()
     image = build.tensor(8192, TensorKind.INPUT, persistent=True)
-    one, other = build.tensor(20_000), build.tensor(20_000)
+    one, other = build.tensor(20_000), build.tensor(21_000)
     gradients = [build.tensor(4, TensorKind.GRADIENT) for _ in range(6)]
     build.op([image], [one])
     build.op([one], [other])
     build.op([image], gradients[:1], Phase.BACKWARD, flops=25 * 10**6)
     build.op(gradients[:1], gradients[1:2], Phase.BACKWARD, flops=10**6, workspace_bytes=15_000)
     build.op(gradients[1:2], gradients[2:3], Phase.BACKWARD, flops=30 * 10**6)
-    build.op(gradients[2:3], gradients[3:4], Phase.BACKWARD, flops=15 * 10**6, workspace_bytes=15_000)
+    build.op([gradients[2], other], gradients[3:4], Phase.BACKWARD, flops=15 * 10**6, workspace_bytes=15_000)
     build.op([gradients[3], one], gradients[4:5], Phase.BACKWARD)
     build.op([gradients[4], other], gradients[5:6], Phase.BACKWARD)
     graph = build.graph()
-    program, budget = Program(graph), 8192 + 2 * 20_000 + 8
+    program, budget = Program(graph), 8192 + 41_000 + 8
 
-    found = Decoders(program, DEVICE, op_seconds(graph, DEVICE), budget).fitting((), ())
+    found = planner(program, DEVICE, budget).fitting(flags((), graph), flags((), graph))
     assert found is not None
-    among = twin.candidates(program, DEVICE, op_seconds(graph, DEVICE))
+    among = candidates(program, DEVICE, op_seconds(graph, DEVICE))
     parts = {(c.gap.tensor, c.spans): number for number, c in enumerate(among) if c.gap}
-    away, arriving = parts[one, ((3, 5),)], parts[one, ((5, 6),)]
-    dearer = np.zeros(len(among))
-    dearer[[away, parts[other, ((5, 7),)]]] = 0.005
-    plan = found.decode(dearer, np.zeros(len(among), dtype=bool))
-    assert plan.chosen.tolist() == [arriving, away]
+    assert (other, ((3, 4),)) in parts
+    plan = found[0].decode(np.zeros(len(graph.tensors) + len(graph.ops)), np.zeros(len(among), dtype=bool))
+    assert plan.chosen.tolist() == [parts[one, ((5, 6),)], parts[one, ((3, 5),)]]
 
 
 @given(steps(), devices(), st.floats(0, 1), st.integers(0, 2**32))
@@ -106,36 +127,54 @@ def test_a_part_of_a_trip_makes_the_rest_of_it_cheaper() -> None:
 def test_what_a_plan_chose_is_found_in_another_program(graph: Graph, device: Device, share: float, seed: int) -> None:
     random = np.random.default_rng(seed)
     program, budget, seconds = *within(graph, share), op_seconds(graph, device)
-    decoders = Decoders(program, device, seconds, budget)
-    before = decoders.fitting((), ())
-    assert before is not None
-    plan = before.decode(np.zeros(len(before)), before.among(gap_keys(program, ())))
+    making, nothing = planner(program, device, budget), np.zeros(len(graph.tensors) + len(graph.ops))
+    fits = making.fitting(flags((), graph), flags((), graph))
+    assert fits is not None
+    before = fits[0]
+    plan = before.decode(nothing, np.zeros(len(before), dtype=bool))
 
-    trips = [c for c in plan.chosen.tolist() if before.trip_of[c] >= 0]
-    assert np.flatnonzero(before.as_chosen(before, plan)).tolist() == sorted(trips)
+    trips = [c for c in plan.chosen.tolist() if before.trip_of()[c] >= 0]
+    assert before.as_chosen(before, plan).tolist() == sorted(trips)
 
-    other = decoders.fitting([t for t in _remade(graph) if random.random() < 0.4], ())
-    assert other is not None
-    remade = twin.fitting(program, other.recompute, (), budget)
-    assert remade is not None
-    among = twin.candidates(program, device, seconds)
-    chosen = {_part(program, among[c]) for c in trips}
-    kept = [
-        c for c, one in enumerate(twin.candidates(remade, device, seconds)) if one.gap and _part(remade, one) in chosen
-    ]
-    assert np.flatnonzero(other.as_chosen(before, plan)).tolist() == kept
-    again = other.decode(np.zeros(len(other)), other.as_chosen(before, plan))
-    check(graph, other.schedule(again, remade, "again", budget))
-
-
-def _part(program: Program, candidate: Candidate) -> tuple[tuple[int, int, int], str]:
-    """A trip by its tensor and the ops at its ends, and the part of it that a candidate is."""
-    assert candidate.gap is not None
-    if candidate.offload_seconds or candidate.prefetch_seconds:
-        return program.ends(candidate.gap), "away"
-    leaving = candidate.spans[0][0] == candidate.gap.start + 1
-    return program.ends(candidate.gap), "leaving" if leaving else "arriving"
+    recompute = [t for t in remade(graph) if random.random() < 0.4]
+    found, expected = (
+        making.fitting(flags(recompute, graph), flags((), graph)),
+        twin.fitting(program, recompute, (), budget),
+    )
+    assert found is not None
+    assert expected is not None
+    decoder, (other, _) = found[0], expected
+    among = candidates(program, device, seconds)
+    chosen = {(program.ends(gap), c.part) for c in (among[i] for i in trips) if (gap := c.gap)}
+    now = candidates(other, device, seconds)
+    kept = [i for i, c in enumerate(now) if c.gap and (other.ends(c.gap), c.part) in chosen]
+    assert decoder.as_chosen(before, plan).tolist() == kept
+    again = decoder.decode(nothing, chosen_flags(kept, len(now)))
+    check(graph, schedule_of(decoder, again, other, "again", budget))
 
 
-def _remade(graph: Graph) -> set[int]:
-    return {t for op in graph.ops for t in op.recompute_writes}
+@given(steps(), devices(), st.floats(0, 0.5), st.sampled_from([0.05, 3.0]))
+@settings(max_examples=30, deadline=None)
+def test_the_native_walk_goes_where_its_twin_goes(graph: Graph, device: Device, share: float, steering: float) -> None:
+    program, budget, seconds = *within(graph, share), op_seconds(graph, device)
+    units = Units(graph, device, seconds, tuple(by_op(graph, remade(graph))))
+    native = Walk(
+        planner(program, device, budget),
+        NativeUnits([sorted(unit) for unit in units.tensors], units.alike, units.near, units.most_dearer),
+    )
+    plain = TwinWalk(program, device, seconds, budget, units)
+    gaps = [gap for gap in program.gaps if gap.end - gap.start > 2]
+    for recompute, away in (((), ()), (remade(graph)[::2], ()), ((), gaps[::3])):
+        native.begin(flags(recompute, graph), gap_keys(program, away))
+        plain.begin(recompute, gap_keys(program, away))
+    native.go_on(30, 1 << 60, steering, 0.01 * sum(seconds), 0.0)
+    plain.go_on(30, steering, 0.01 * sum(seconds), 0.0)
+    assert native.best is not None
+    assert plain.best is not None
+    assert (native.best.plan.seconds, native.best.plan.moved_bytes) == plain.best.plan.cost
+    assert native.best.recompute.tolist() == sorted(plain.best.decision.recompute)
+    assert native.best.fleeting.tolist() == sorted(plain.best.decision.fleeting)
+    schedule = schedule_of(native.best.decoder, native.best.plan, plain.best.program, "twin", budget)
+    assert schedule == plain.best.plan.schedule
+    faster = replace(device, offload_bytes_per_second=3e6, prefetch_bytes_per_second=2e5)
+    assert native.best.seconds_on(faster) == simulate(graph, schedule, faster, seconds).step_seconds

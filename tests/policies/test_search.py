@@ -15,10 +15,12 @@ from overspill.core import Algorithm, Device, Graph
 from overspill.costs import op_seconds
 from overspill.policies import search
 from overspill.policies.changes import Changes, Decision
-from overspill.policies.floor import algorithms_within, floor_of
+from overspill.policies.floor import floor_of
 from overspill.policies.planning import unmanaged_peak
 from overspill.policies.program import Program
-from overspill.policies.search import Attempt, Search
+from overspill.policies.randoms import Random
+from overspill.policies.search import Attempt, Ground, Search
+from overspill.policies.units import Units
 
 
 def searched(graph: Graph, device: Device, share: float, patience: int = 0, **constants: Any) -> Attempt:
@@ -26,11 +28,10 @@ def searched(graph: Graph, device: Device, share: float, patience: int = 0, **co
     program = Program(graph)
     floor = floor_of(program).nbytes
     budget = floor + int(share * (unmanaged_peak(graph, device) - floor))
-    program = program.with_algorithms(algorithms_within(program, budget))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(search, name, value)
-        return Search(program, device, budget, op_seconds(graph, device), patience=patience).best()
+        return Search(Ground(program, op_seconds(graph, device)), device, budget, patience=patience).best()
 
 
 @given(networks(), devices(), st.sampled_from([0.0, 0.1, 0.5]))
@@ -48,8 +49,8 @@ def test_steering_makes_slower_algorithms_dearer_as_well() -> None:
     decision = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
 
     def dearest(share: float) -> float:
-        units, seconds = [frozenset(op.writes) for op in graph.ops[:3]], [1.0] * len(graph.ops)
-        changes = Changes(graph, DEVICE, units, seconds, share, np.random.default_rng(0))
+        units = Units(graph, DEVICE, [1.0] * len(graph.ops), tuple(frozenset(op.writes) for op in graph.ops[:3]))
+        changes = Changes(units, share, Random(0))
         return max(changes.of(decision, nothing).dearer[len(graph.tensors)] for _ in range(2000))
 
     assert dearest(0.0) == 0.0
@@ -60,9 +61,9 @@ def test_units_alike_are_of_as_many_bytes_by_the_same_kind_of_op_and_change_toge
     graph = network([Layer(size) for size in (100_000, 200_000, 100_000, 100_000, 100_000)])
     graph = replace(graph, ops=tuple(replace(op, name="pool" if op.id == 3 else "conv") for op in graph.ops))
     made = [graph.ops[i].writes[0] for i in range(5)]
-    units = [frozenset({t}) for t in made]
-    changes = Changes(graph, DEVICE, units, [1.0] * len(graph.ops), 0.05, np.random.default_rng(0))
-    assert changes.alike == [[0, 2, 4], [1], [0, 2, 4], [3], [0, 2, 4]]
+    units = Units(graph, DEVICE, [1.0] * len(graph.ops), tuple(frozenset({t}) for t in made))
+    changes = Changes(units, 0.05, Random(0))
+    assert units.alike == [[0, 2, 4], [1], [0, 2, 4], [3], [0, 2, 4]]
     nothing = np.zeros(len(graph.tensors) + len(graph.ops))
     kept = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
     reached = {changes._alike(kept, nothing).recompute for _ in range(500)}

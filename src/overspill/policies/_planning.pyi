@@ -1,47 +1,113 @@
-"""The native part of `decoding.py` (native/planning/)."""
+"""The native part of `search.py` (native/planning/)."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.core import Device, Graph
+from overspill.core import Device
+from overspill.core import Graph as CoreGraph
+
+class Decoded:
+    """A plan: the step takes `seconds`, moves `moved_bytes` to the store and has `peak_bytes` at most on the device.
+
+    `chosen` are the candidates taken, `trips` those made, each released and issued before the steps that `release` and
+    `issue` name. `lost` are seconds: by tensor those that compute waited for it, then by op those that it took longer.
+    `looks` is how often a candidate was looked at.
+    """
+
+    looks: int
+    seconds: float
+    moved_bytes: int
+    peak_bytes: int
+    chosen: NDArray[np.int32]
+    trips: NDArray[np.int32]
+    release: NDArray[np.int32]
+    issue: NDArray[np.int32]
+    lost: NDArray[np.float64]
 
 class Decoder:
-    """A program under a budget, to be planned many times; see `overspill.policies.decoding.Decoder`."""
+    """A program under a budget, to be planned many times with other priorities of the candidates."""
 
-    def __len__(self) -> int: ...
-    def decode(
-        self, dearer: NDArray[np.float64], first: NDArray[np.bool_]
-    ) -> tuple[
-        int,
-        float,
-        int,
-        NDArray[np.int32],
-        NDArray[np.int32],
-        NDArray[np.int32],
-        NDArray[np.int32],
-        NDArray[np.float64],
-    ]: ...
-    def as_chosen(self, other: Decoder, chosen: NDArray[np.int32]) -> NDArray[np.uint8]: ...
-    def trip_of(self) -> NDArray[np.int32]: ...
-    def trips(self) -> NDArray[np.int32]: ...
-    def slower(self) -> NDArray[np.int32]: ...
-    def ops(self) -> NDArray[np.int32]: ...
+    def __len__(self) -> int:
+        """How many candidates there are."""
+    def decode(self, dearer: NDArray[np.float64], first: NDArray[np.bool_]) -> Decoded:
+        """The plan that takes candidates `first` before all others.
 
-class Planner:
-    """A graph, a device's link and a budget: makes decoders for programs that recompute one thing or another."""
+        `dearer` are seconds that trips cost more, by tensor, and then slower algorithms, by op.
+        """
+    def among(self, gaps: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The candidates that are parts of trips in these gaps, given by their keys in order."""
+    def as_chosen(self, other: Decoder, plan: Decoded) -> NDArray[np.int32]:
+        """The candidates that are the same parts of the same trips as those that a plan of another decoder takes."""
+    def trip_of(self) -> NDArray[np.int32]:
+        """For each candidate the trip that it is a part of; -1 for a slower algorithm."""
+    def trips(self) -> NDArray[np.int32]:
+        """For each trip its tensor, the steps at the ends of its gap, and that before which its copy may start."""
+    def slower(self) -> NDArray[np.int32]:
+        """For each slower algorithm, which are the last candidates, its op and its number."""
+
+class Graph:
+    """A graph with what its ops take; `leaves`: the tensors that are worth a transfer; `least`: by op its algorithm."""
 
     def __init__(
         self,
-        graph: Graph,
+        graph: CoreGraph,
         seconds: NDArray[np.float64],
         forward: NDArray[np.bool_],
         leaves: NDArray[np.bool_],
-        chosen: NDArray[np.int32],
         least: NDArray[np.int32],
         whole: bool,
-        device: Device,
-        budget: int,
     ) -> None: ...
+
+class Planner:
+    """A graph with algorithms, a device's link and a budget: makes decoders for programs that recompute this or that."""
+
+    def __init__(self, graph: Graph, chosen: NDArray[np.int32], device: Device, budget: int) -> None: ...
     def fitting(
-        self, dropped: NDArray[np.bool_], fleeting: NDArray[np.bool_]
-    ) -> tuple[Decoder, NDArray[np.int32]] | None: ...
+        self, recompute: NDArray[np.bool_], fleeting: NDArray[np.bool_]
+    ) -> tuple[Decoder, NDArray[np.int32]] | None:
+        """A decoder of the program that recomputes these, less those for which there is no room where they are made again.
+
+        With it, what is left of `recompute`. None where no program fits that recomputes some of them.
+        """
+
+class Units:
+    """See `overspill.policies.units.Units`."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Sequence[int]],
+        alike: Sequence[Sequence[int]],
+        near: Sequence[int],
+        most_dearer: NDArray[np.float64],
+    ) -> None: ...
+
+class Attempt:
+    """A plan that fits, and what it recomputes."""
+
+    recompute: NDArray[np.int32]
+    fleeting: NDArray[np.int32]
+    decoder: Decoder
+    plan: Decoded
+
+    def seconds_on(self, device: Device) -> float:
+        """What the step takes on a device with another link."""
+
+class Walk:
+    """The search's walk from plan to plan, which keeps the best; see `overspill.policies.walk.Walk`."""
+
+    effort: int
+    """How often candidates were looked at in all attempts, and what that does not count."""
+
+    def __init__(self, planner: Planner, units: Units) -> None: ...
+    @property
+    def best(self) -> Attempt | None:
+        """The best plan so far."""
+    def begin(self, recompute: NDArray[np.bool_], away: NDArray[np.int64]) -> None:
+        """Try what recomputes these tensors and first makes the trips in these gaps, and repair it."""
+    def go_on(self, most: int, until: int, steering: float, warm: float, aim: float) -> None:
+        """Make `most` attempts near the best plan, or as many as `until` efforts allow, or until one takes `aim` seconds.
+
+        Early changes may cost about `warm` seconds. Control-C ends it.
+        """

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
 from overspill.core import Device, Graph, Schedule
 from overspill.core.errors import InfeasibleBudget
-from overspill.simulate import check
 
 from .algorithms import memory_optimal
 from .assemble import assemble
 from .base import Policy, possible_trips
 from .candidates import fastest
-from .floor import algorithms_within, infeasible
+from .floor import infeasible
 from .lms import LargeModelSupport
 from .order import best_order
 from .program import Program
-from .search import Attempt, Search
+from .search import Attempt, Ground, Search
 from .superneurons import Superneurons
 from .window import Window
 
@@ -69,11 +69,12 @@ class Auto(Policy):
         if least_bytes > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
         if graph.whole_step or len(graph.ops) > FEW_OPS:
-            ours = _search(program, device, budget_bytes, seconds, patience=self.patience)
+            ours = Search(Ground(program, seconds), device, budget_bytes, patience=self.patience).best()
             schedules = [ours.schedule(self.name)]
             rivals = _nearest(graph, ours.seconds, sum(seconds))
         else:
-            schedules = _of_all_peaks(program, device, least_bytes, seconds, self.name)
+            found = _of_all_peaks(Ground(program, seconds), device, least_bytes)
+            schedules = [attempt.schedule(self.name) for attempt in found]
             rivals = [Window(), Superneurons()]
         for rival in rivals:
             with suppress(InfeasibleBudget):
@@ -94,30 +95,13 @@ class ThoroughAuto(Auto):
     patience = PATIENCE
 
 
-def _search(
-    program: Program,
-    device: Device,
-    budget_bytes: int,
-    seconds: tuple[float, ...],
-    *,
-    brief: bool = False,
-    patience: int = 0,
-) -> Attempt:
-    """The fastest plan that is found within a budget, which at least one keeps."""
-    program = program.with_algorithms(algorithms_within(program, budget_bytes))
-    return Search(program, device, budget_bytes, seconds, brief, patience).best()
-
-
-def _of_all_peaks(
-    program: Program, device: Device, least_bytes: int, seconds: tuple[float, ...], policy: str
-) -> list[Schedule]:
+def _of_all_peaks(ground: Ground, device: Device, least_bytes: int) -> Iterator[Attempt]:
     """Plans of ever smaller peaks, from one within less than the step takes to one of the least bytes."""
-    found: list[Schedule] = []
-    budget_bytes = int(program.live_bytes().max()) - 1
+    budget_bytes = int(ground.program.live_bytes().max()) - 1
     while budget_bytes >= least_bytes:
-        found.append(_search(program, device, budget_bytes, seconds, brief=True).schedule(policy))
-        budget_bytes = check(program.graph, found[-1]).peak_bytes - 1
-    return found
+        found = Search(ground, device, budget_bytes, brief=True).best()
+        yield found
+        budget_bytes = found.peak_bytes - 1
 
 
 def _nearest(graph: Graph, took: float, least: float) -> list[Policy]:

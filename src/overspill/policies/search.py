@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from overspill.core import Device, Schedule
 
+from . import _planning
 from .algorithms import memory_optimal
 from .base import possible_trips, saved_gaps
-from .changes import Changes, Decision
 from .checkpoint import dropped_sets
-from .decoding import Decoded, Decoder, Decoders, GapKeys, Seconds, gap_keys
+from .decoding import GapKeys, flags, gap_keys, native_graph, planner_of, schedule_of
+from .floor import algorithms_within
 from .hint import Hinting
 from .program import Program
+from .units import Units, by_op
 
 GOOD_ENOUGH = 1.002
 """A plan within this factor of the ops' own time is not worth another attempt."""
@@ -29,8 +28,6 @@ MOSTLY = 0.5
 """What the relaxation moves by more than this, the plan moves."""
 MOST_FORCED = 250
 """With more trips than these that a step without room for the tensor forces, the relaxation is large and no help."""
-REPAIRS = 3
-"""How often a plan that waits for transfers is made again with other transfers."""
 EFFORT = 7_000_000
 """How often candidates are looked at in all attempts, so that planning takes up to two seconds on one core."""
 HINT = 0.43
@@ -38,9 +35,6 @@ HINT = 0.43
 LONG_STEP = 1000
 LESS = 0.2
 """The share that steps of more ops go without, for which an attempt takes longer than the looks that it counts."""
-LOOKS_PER_OP = 3
-"""What an attempt costs beside for each op of the graph, in looks at candidates, and at the least."""
-LEAST_LOOKS = 600
 ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
 STEERING = 0.05
@@ -54,74 +48,49 @@ MORE_STEERING = 0.3
 ATTEMPTS_IF_BRIEF = 8
 SMALL = 0.001
 """Outputs of an op below this share of the budget are not worth a change of their own."""
-KEEPING = 0.9
-"""How often, where another thing is recomputed, what moves stays as it is but for what that makes necessary."""
 TEMPERATURE = 0.001
 """The share of the ops' own time that a change may cost at first, on average; it falls to none (simulated annealing)."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A plan that fits, and the decision that it comes from; `lost` seconds are counted as `Decision.dearer` is."""
+    """A plan of `program`, with other things recomputed, that fits into a budget."""
 
-    decision: Decision
-    decoder: Decoder
-    plan: Decoded
-    lost: Seconds
+    made: _planning.Attempt
     program: Program
     budget_bytes: int
 
     @property
     def cost(self) -> tuple[float, int]:
         """What is to be made small: seconds, then bytes moved."""
-        return self.plan.cost
+        return self.made.plan.seconds, self.made.plan.moved_bytes
 
     @property
     def seconds(self) -> float:
         """The simulated seconds of a step."""
-        return self.plan.seconds
+        return self.made.plan.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device at a time."""
+        return self.made.plan.peak_bytes
 
     def schedule(self, policy: str) -> Schedule:
         """The schedule of this plan."""
-        chosen = self.decision
-        program = Program(self.program.graph, chosen.recompute, self.program.algorithms, chosen.fleeting)
-        return self.decoder.schedule(self.plan, program, policy, self.budget_bytes)
+        recompute, fleeting = self.made.recompute.tolist(), self.made.fleeting.tolist()
+        program = Program(self.program.graph, recompute, self.program.algorithms, fleeting)
+        return schedule_of(self.made.decoder, self.made.plan, program, policy, self.budget_bytes)
 
 
-@dataclass
-class Search:
-    """The search for the fastest step of `program` within a budget, which at least one plan keeps.
+class Ground:
+    """What the searches for a fast step of `program` share, whatever the budget and the link.
 
-    `brief`: it is one of many, and makes do without the relaxation's hint and with few attempts. `patience`: how many
-    times as long as the second search a third may take.
+    `seconds[i]` is what op `i` takes with its fastest algorithm.
     """
 
-    program: Program
-    device: Device
-    budget_bytes: int
-    seconds: Sequence[float]
-    brief: bool = False
-    patience: int = 0
-    effort: int = field(default=0, init=False)
-    attempts: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.graph = self.program.graph
-        self.decoders = Decoders(self.program, self.device, self.seconds, self.budget_bytes)
-        self.nowhere = np.zeros(len(self.graph.tensors) + len(self.graph.ops))
-
-    def best(self) -> Attempt:
-        """The best attempt; there is always one, for without recomputation the least fits."""
-        best: Attempt | None = None
-        aim = GOOD_ENOUGH * sum(self.seconds)
-        for recompute, away in self._starts():
-            best = self._repaired(best, recompute, away)
-            if best is not None and best.seconds <= aim:
-                break
-        assert best is not None
-        return self._improved(best, aim)
-
-    # -- where to start
+    def __init__(self, program: Program, seconds: Sequence[float]) -> None:
+        self.program, self.graph, self.seconds = program, program.graph, seconds
+        self.native = native_graph(program.graph, seconds)
 
     @cached_property
     def droppable(self) -> list[int]:
@@ -130,15 +99,61 @@ class Search:
         found = (t for t in saved_gaps(self.program) if t in graph.ops[graph.producer[t]].recompute_writes)
         return sorted(found, key=lambda t: (graph.producer[t], t))
 
-    def _starts(self) -> Iterator[tuple[frozenset[int], GapKeys]]:
+    @cached_property
+    def checkpoints(self) -> list[tuple[int, ...]]:
+        """What checkpoints drop, with segments of several sizes."""
+        return list(dropped_sets(self.graph, self.seconds))
+
+    def units(self, device: Device, budget_bytes: int) -> Units:
+        """What is recomputed together: the saved outputs of an op, but not those that are too small to matter."""
+        all_units, least = by_op(self.graph, self.droppable), SMALL * budget_bytes
+        large = [u for u in all_units if sum(self.graph.tensors[t].nbytes for t in u) >= least]
+        return Units(self.graph, device, self.seconds, tuple(large or all_units))
+
+
+class Search:
+    """The search for the fastest step within a budget, which at least one plan keeps, over the link of a device."""
+
+    def __init__(
+        self, ground: Ground, device: Device, budget_bytes: int, *, brief: bool = False, patience: int = 0
+    ) -> None:
+        """`brief`: it is one of many, and makes do without the relaxation's hint and with few attempts.
+
+        `patience`: how many times as long as the second search a third may take.
+        """
+        self.ground, self.device, self.budget_bytes = ground, device, budget_bytes
+        self.brief, self.patience = brief, patience
+        self.graph, self.seconds = ground.graph, ground.seconds
+        self.program = ground.program.with_algorithms(algorithms_within(ground.program, budget_bytes))
+        units = ground.units(device, budget_bytes)
+        self.walk = _planning.Walk(
+            planner_of(ground.native, self.program, device, budget_bytes),
+            _planning.Units([sorted(unit) for unit in units.tensors], units.alike, units.near, units.most_dearer),
+        )
+
+    def best(self) -> Attempt:
+        """The best attempt; there is always one, for without recomputation the least fits."""
+        aim = GOOD_ENOUGH * sum(self.seconds)
+        for recompute, away in self._starts():
+            self.walk.begin(flags(recompute, self.graph), away)
+            if (best := self.walk.best) is not None and best.plan.seconds <= aim:
+                break
+        self._go_on(aim)
+        best = self.walk.best
+        assert best is not None
+        return Attempt(best, self.program, self.budget_bytes)
+
+    # -- where to start
+
+    def _starts(self) -> Iterator[tuple[Sequence[int], GapKeys]]:
         """What to recompute and what to move first: nothing, the relaxation's roundings, what checkpoints drop."""
         unhinted = gap_keys(self.program, ())
-        yield frozenset(), unhinted
+        yield (), unhinted
         hinted = not self.brief and self._has_room
         if hinted or self.graph.whole_step:
-            self.effort += int(HINT * EFFORT)
+            self.walk.effort += int(HINT * EFFORT)
         elif len(self.graph.ops) > LONG_STEP:
-            self.effort += int(LESS * EFFORT)
+            self.walk.effort += int(LESS * EFFORT)
         relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds) if hinted else None
         for share in SHARES:
             if relaxation is None or (relaxed := relaxation.solve(share)) is None:
@@ -146,8 +161,8 @@ class Search:
             away = gap_keys(self.program, (gap for gap, part in relaxed.away.items() if part > MOSTLY))
             for threshold in THRESHOLDS:
                 yield self._rounded(relaxed.recompute, threshold), away
-        for dropped in dropped_sets(self.graph, self.seconds):
-            yield frozenset(dropped), unhinted
+        for dropped in self.ground.checkpoints:
+            yield dropped, unhinted
 
     @property
     def _has_room(self) -> bool:
@@ -162,85 +177,24 @@ class Search:
         )
         return sum(inside) <= MOST_FORCED
 
-    def _rounded(self, recompute: Mapping[int, float], threshold: float) -> frozenset[int]:
+    def _rounded(self, recompute: Mapping[int, float], threshold: float) -> list[int]:
         """The saved tensors whose ops the relaxation runs again by more than `threshold`."""
         producer = self.graph.producer
-        return frozenset(t for t in self.droppable if recompute.get(producer[t], 0.0) > threshold)
-
-    def _repaired(self, best: Attempt | None, recompute: frozenset[int], away: GapKeys) -> Attempt | None:
-        """The better of `best` and several plans, each of which avoids the stalls and slow algorithms of the one before."""
-        decision = Decision(recompute, frozenset(), self.nowhere, away)
-        before: Attempt | None = None
-        for _ in range(REPAIRS):
-            attempt = self._attempt(decision)
-            if attempt is None or (before is not None and attempt.cost >= before.cost):
-                break
-            before = attempt
-            best = attempt if best is None or attempt.cost < best.cost else best
-            if not attempt.lost.any():
-                break
-            decision = Decision(attempt.decision.recompute, frozenset(), decision.dearer + attempt.lost, away)
-        return best
+        return [t for t in self.ground.droppable if recompute.get(producer[t], 0.0) > threshold]
 
     # -- the local search
 
-    def _improved(self, best: Attempt, aim: float) -> Attempt:
-        """The best plan after changes drawn at random; where planning is quick, again from there, with more steering."""
-        best = self._annealed(best, aim, ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH, EFFORT)
+    def _go_on(self, aim: float) -> None:
+        """Changes drawn at random; where planning is quick, again from the best plan, with more steering."""
+        self._anneal(ATTEMPTS_IF_BRIEF if self.brief else ATTEMPTS_EACH, EFFORT, STEERING, aim)
         if self.brief:
-            return best
+            return
         # A whole step is planned three times (`order.py`), which is long enough.
-        if not self.graph.whole_step and (self.effort < EFFORT or len(self.graph.ops) <= MOST_OPS):
-            best = self._annealed(best, aim, MORE_ATTEMPTS_EACH, MORE_EFFORT, MORE_STEERING)
+        if not self.graph.whole_step and (self.walk.effort < EFFORT or len(self.graph.ops) <= MOST_OPS):
+            self._anneal(MORE_ATTEMPTS_EACH, MORE_EFFORT, MORE_STEERING, aim)
         if self.patience:
-            each, effort = self.patience * MORE_ATTEMPTS_EACH, self.patience * MORE_EFFORT
-            best = self._annealed(best, aim, each, effort, MORE_STEERING)
-        return best
+            self._anneal(self.patience * MORE_ATTEMPTS_EACH, self.patience * MORE_EFFORT, MORE_STEERING, aim)
 
-    def _annealed(self, best: Attempt, aim: float, each: int, effort: int, steering: float = STEERING) -> Attempt:
-        """The best plan after changes drawn with a fixed seed, of which early ones may cost a little."""
-        random = np.random.default_rng(0)
-        changes = Changes(self.graph, self.device, self._units, self.seconds, steering, random)
-        begun, first, most = self.effort, self.attempts, each * (1 + len(self.droppable))
-        warm = TEMPERATURE * sum(self.seconds)
-        current = best
-        while self.effort < effort and self.attempts < first + most and best.seconds > aim:
-            left = min((effort - self.effort) / (effort - begun), 1 - (self.attempts - first) / most)
-            decision = changes.of(current.decision, current.lost)
-            keeps = decision.steers_like(current.decision) and random.random() < KEEPING
-            attempt = self._attempt(decision, current, current if keeps else None)
-            if attempt is None:
-                continue
-            if attempt.seconds <= current.seconds + warm * left**2 * random.exponential():
-                current = attempt
-            best = attempt if attempt.cost <= best.cost else best
-        return best
-
-    @property
-    def _units(self) -> list[frozenset[int]]:
-        """What is recomputed together: the saved outputs of an op, but not those that are too small to matter."""
-        by_op: dict[int, list[int]] = defaultdict(list)
-        for tensor in self.droppable:
-            by_op[self.graph.producer[tensor]].append(tensor)
-        least = SMALL * self.budget_bytes
-        large = [u for u in by_op.values() if sum(self.graph.tensors[t].nbytes for t in u) >= least]
-        return [frozenset(unit) for unit in large or by_op.values()]
-
-    def _attempt(self, decision: Decision, near: Attempt | None = None, kept: Attempt | None = None) -> Attempt | None:
-        """The plan that a decision leads to; None where it does not fit. `near` may have the same program.
-
-        The trips of `kept` are made but for those that are superfluous, others only where these leave too little room.
-        """
-        self.attempts += 1
-        if near is not None and near.decision.same_program(decision):
-            decoder: Decoder | None = near.decoder
-        else:
-            decoder = self.decoders.fitting(decision.recompute, decision.fleeting)
-        if decoder is None:
-            return None
-        first = decoder.as_chosen(kept.decoder, kept.plan) if kept else decoder.among(decision.away)
-        plan = decoder.decode(decision.dearer[decoder.keys], first)
-        self.effort += plan.looks + LOOKS_PER_OP * len(self.graph.ops) + LEAST_LOOKS
-        lost = self.nowhere.copy()
-        lost[decoder.keys] = plan.lost
-        return Attempt(decision.recomputing(decoder.recompute), decoder, plan, lost, self.program, self.budget_bytes)
+    def _anneal(self, attempts_each: int, effort: int, steering: float, aim: float) -> None:
+        most = attempts_each * (1 + len(self.ground.droppable))
+        self.walk.go_on(most, effort, steering, TEMPERATURE * sum(self.seconds), aim)

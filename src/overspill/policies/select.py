@@ -25,8 +25,8 @@ LEAST_TICKS = 1000
 class Candidate:
     """A way to have `nbytes` less on the device during `spans`, at most two half-open stretches of steps.
 
-    It costs `cost_seconds` of compute, and seconds on the links each way. Either the trip of a tensor in `gap`, or a
-    part of it, or algorithm number `algorithm` of the op at step `position` in place of the one before.
+    It costs `cost_seconds` of compute, and seconds on the links each way. Either a `part` of the trip of a tensor in
+    `gap`, or algorithm number `algorithm` of the op at step `position` in place of the one before.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -35,6 +35,7 @@ class Candidate:
     offload_seconds: float = 0.0
     prefetch_seconds: float = 0.0
     gap: Gap | None = None
+    part: str = ""
     position: int = 0
     algorithm: int = 0
 

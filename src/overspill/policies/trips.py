@@ -34,11 +34,11 @@ def candidates(program: Program, device: Device, seconds: Sequence[float]) -> li
         needed = int(np.searchsorted(clock, clock[last] - back, side="right")) - 1
         away, leaving, arriving = _parts(first, gone, needed, last, program.length, wraps=gap.wraps)
         if away:
-            found.append(Candidate(away, nbytes, disturbed, out, back, gap))
+            found.append(Candidate(away, nbytes, disturbed, out, back, gap, "away"))
         if leaving:
-            found.append(Candidate(leaving, nbytes, disturbed + out, 0.0, 0.0, gap))
+            found.append(Candidate(leaving, nbytes, disturbed + out, 0.0, 0.0, gap, "leaving"))
         if arriving:
-            found.append(Candidate(arriving, nbytes, disturbed + back, 0.0, 0.0, gap))
+            found.append(Candidate(arriving, nbytes, disturbed + back, 0.0, 0.0, gap, "arriving"))
     for position, step in enumerate(program.steps):
         op, chosen = program.op(step), program.algorithm(step)
         for number, (one, other) in enumerate(pairwise(op.algorithms[chosen:]), start=chosen + 1):

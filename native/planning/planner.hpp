@@ -1,0 +1,56 @@
+// From what is recomputed to a program that fits, and its decoder.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "decoder.hpp"
+#include "program.hpp"
+#include "trips.hpp"
+
+namespace overspill::planning {
+
+// A graph, a device's link and a budget: makes decoders for programs that recompute one thing or another.
+class Planner {
+  public:
+    Planner(std::shared_ptr<const Graph> graph, const Link& link, Bytes budget)
+        : graph_(std::move(graph)), link_(link), budget_(budget) {}
+
+    const Graph& graph() const { return *graph_; }
+
+    // A decoder of the program that recomputes `dropped`, which become those for which there is room where they are made
+    // again; none where no program fits.
+    std::shared_ptr<const Decoder> fitting(Flags& dropped, const Flags& fleeting) const {
+        while (true) {
+            const Program program(*graph_, dropped, fleeting);
+            const std::vector<Bytes> alone = program.alone();
+            Flags around(alone.size() + 2, 0);
+            bool over = false;
+            for (std::size_t i = 0; i < alone.size(); ++i) {
+                if (alone[i] <= budget_) continue;
+                over = true;
+                around[i ? i - 1 : 0] = around[i] = around[i + 1] = 1;
+            }
+            if (!over) return std::make_shared<const Decoder>(graph_, program, link_, budget_);
+            if (std::none_of(dropped.begin(), dropped.end(), [](auto flag) { return flag != 0; })) return nullptr;
+            bool crowded = false;
+            Flags fewer = dropped;
+            for (const Gap& gap : program.gaps) {
+                if (!gap.remade || !around[gap.end] || !dropped[gap.tensor]) continue;
+                fewer[gap.tensor] = 0;
+                crowded = true;
+            }
+            dropped = crowded ? fewer : Flags(dropped.size(), 0);
+        }
+    }
+
+  private:
+    std::shared_ptr<const Graph> graph_;
+    Link link_;
+    Bytes budget_;
+};
+
+}  // namespace overspill::planning
