@@ -87,7 +87,8 @@ class Clock {
 // A program's steps as a plan sees them: how long each is, what is there in it, and how much compute hides transfers.
 struct Steps {
     static constexpr double kTicks = 1e12;         // select.py's TICKS_PER_SECOND
-    static constexpr std::int64_t kNoTime = 1000;  // select.py's LEAST_TICKS
+    static constexpr double kMostTicks = 1e18;     // its MOST_TICKS
+    static constexpr std::int64_t kNoTime = 1000;  // its LEAST_TICKS
 
     std::vector<Index> op;
     std::vector<Seconds> seconds;
@@ -102,8 +103,10 @@ struct Steps {
             op.push_back(program.steps[i].op);
             running.emplace_back(op.back(), i);
             seconds.push_back(graph.seconds_of(op.back(), graph.chosen[op.back()]));
-            ticks.push_back(std::llrint(seconds.back() * kTicks) + kNoTime);
         }
+        const Seconds longest = seconds.empty() ? 0 : *std::ranges::max_element(seconds) * static_cast<double>(length());
+        const double per_second = longest * kTicks > kMostTicks ? kMostTicks / longest : kTicks;
+        for (const Seconds one : seconds) ticks.push_back(std::llrint(one * per_second) + kNoTime);
         of_op = Lists(graph.ops(), running);
         in_forward = std::accumulate(seconds.begin(), seconds.begin() + program.end_of_forward, 0.0);
         in_backward = std::accumulate(seconds.begin() + program.end_of_forward, seconds.end(), 0.0);

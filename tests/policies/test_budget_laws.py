@@ -1,4 +1,4 @@
-"""More memory never makes a policy's step longer; nor does a faster link, where its choice is among fixed schedules."""
+"""More memory never makes a policy's step longer; nor does a faster link, where the paper does not follow the clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overspill.policies.program import Program
 from overspill.simulate import simulate
 
 EXAMPLES = settings(max_examples=25, deadline=None)
-BY_THE_CLOCK = {"auto", "dymem", "vdnn-dynamic"}  # where a transfer is awaited follows from the rates
+BY_THE_CLOCK = {"dymem", "vdnn-dynamic"}  # where a transfer is awaited follows from the rates
 BUDGETED = sorted(name for name, policy in POLICIES.items() if policy.plans_for_budget)
 
 
@@ -49,14 +49,17 @@ def test_a_larger_budget_is_never_slower(name: str, graph: Graph, device: Device
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - BY_THE_CLOCK))
 @given(
-    graph=networks(), device=devices(max_share=0.0), share=st.floats(0, 1.1), factor=st.sampled_from([1.1, 2.0, 10.0])
-)
+    graph=networks(), device=devices(max_share=0.0), share=st.floats(0, 1.1),
+    factors=st.sampled_from([(1.1, 1.1), (2.0, 2.0), (10.0, 10.0), (1.0, 3.0), (5.0, 1.0)]),
+)  # fmt: skip
 @EXAMPLES
-def test_a_faster_link_is_never_slower(name: str, graph: Graph, device: Device, share: float, factor: float) -> None:
+def test_a_faster_link_is_never_slower(
+    name: str, graph: Graph, device: Device, share: float, factors: tuple[float, float]
+) -> None:
     budget = between(graph, share) if POLICIES[name].plans_for_budget else None
     faster = replace(
         device,
-        offload_bytes_per_second=factor * device.offload_bytes_per_second,
-        prefetch_bytes_per_second=factor * device.prefetch_bytes_per_second,
+        offload_bytes_per_second=factors[0] * device.offload_bytes_per_second,
+        prefetch_bytes_per_second=factors[1] * device.prefetch_bytes_per_second,
     )
     assert step_seconds(name, graph, faster, budget) <= step_seconds(name, graph, device, budget) * (1 + 1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil, floor, log, sqrt
 from typing import ClassVar
 
 from overspill.core import Device, Graph, Schedule
@@ -12,20 +13,22 @@ from overspill.core.errors import InfeasibleBudget
 
 from .algorithms import memory_optimal
 from .assemble import assemble
-from .base import Policy, possible_trips
+from .base import Policy, may_move, possible_trips
 from .candidates import fastest
 from .floor import infeasible
 from .lms import LargeModelSupport
 from .order import best_order
 from .program import Program
-from .search import Attempt, Ground, Search
+from .search import GOOD_ENOUGH, Attempt, Ground, Search
 from .superneurons import Superneurons
 from .window import Window
 
 NEAR = 1.01
 """Up to this factor of the ops' own time, a plan is measured against one that only moves."""
-FEW_OPS = 40
-"""A step of no more ops is planned within all budgets that matter, so that a larger one is never slower."""
+FEW_OPS = 48
+"""A step of no more ops is planned for all budgets and links that matter, so that none is slower than one that has less."""
+LINK_FACTOR = 4
+"""How much faster than the one before each of these links is."""
 PATIENCE = 7
 """How many times as long as the search of `auto` that of `auto:thorough` may take."""
 
@@ -41,9 +44,11 @@ class Auto(Policy):
     moves (`search.py`, `changes.py`). The fastest of that and of the papers' policies that come nearest is taken, of
     equals the one that moves less.
 
-    A search within one budget may miss what it finds within a smaller one. Where ops are few, no budget is searched for
-    its own sake: the first search is within one byte less than the step takes unmanaged, each next within one byte less
-    than the plan before it takes, down to the floor; whatever the budget, its plan is the fastest of these that fits.
+    A search within one budget may miss what it finds within a smaller one, and one for a fast link what it finds for a
+    slow one. Where ops are few, none is for the sake of the budget or the link that there are: the first search is within
+    one byte less than the step takes unmanaged, each next within one byte less than the plan before it takes, down to
+    the floor, and all of them for a ladder of links up to the next above the device's own. Whatever the budget and the
+    link, the plan is the one of these that fits and is the fastest with that link.
     """
 
     name = "auto"
@@ -70,12 +75,14 @@ class Auto(Policy):
             raise infeasible(least, budget_bytes, self.name)
         if graph.whole_step or len(graph.ops) > FEW_OPS:
             ours = Search(Ground(program, seconds), device, budget_bytes, patience=self.patience).best()
-            schedules = [ours.schedule(self.name)]
             rivals = _nearest(graph, ours.seconds, sum(seconds))
         else:
-            found = _of_all_peaks(Ground(program, seconds), device, least_bytes)
-            schedules = [attempt.schedule(self.name) for attempt in found]
+            ground = Ground(program, seconds)
+            found = (a for link in _links(ground, device) for a in _of_all_peaks(ground, link, least_bytes))
+            fitting = (attempt for attempt in found if attempt.peak_bytes <= budget_bytes)
+            ours = min(fitting, key=lambda attempt: attempt.cost_on(device))
             rivals = [Window(), Superneurons()]
+        schedules = [ours.schedule(self.name)]
         for rival in rivals:
             with suppress(InfeasibleBudget):
                 schedules.append(rival._plan(graph, device, budget_bytes, seconds))
@@ -93,6 +100,23 @@ class ThoroughAuto(Auto):
     name = "auto:thorough"
     summary = "auto with seven times the search: seconds more to plan, for steps that are faster where memory is tight"
     patience = PATIENCE
+
+
+def _links(ground: Ground, device: Device) -> Iterator[Device]:
+    """The device with each link that matters to the step, as fast one way as the other, up to the next above its own.
+
+    Which rates there are depends on the step alone, so what is planned for a link is planned for every faster one too.
+    The slowest moves one tensor while all ops run, the fastest all tensors in a time that is not worth an attempt.
+    """
+    sizes = [t.nbytes for t in ground.graph.tensors if may_move(t)] or [1]
+    longest = sum(ground.seconds) or 1.0
+    slowest = floor(log(min(sizes) / longest, LINK_FACTOR))
+    fastest = ceil(log(sum(sizes) / ((GOOD_ENOUGH - 1.0) * longest), LINK_FACTOR))
+    own = sqrt(device.offload_bytes_per_second * device.prefetch_bytes_per_second)
+    next_above = floor(log(own, LINK_FACTOR)) + 1
+    for power in range(slowest, max(slowest, min(fastest, next_above)) + 1):
+        rate = float(LINK_FACTOR) ** power
+        yield replace(device, offload_bytes_per_second=rate, prefetch_bytes_per_second=rate)
 
 
 def _of_all_peaks(ground: Ground, device: Device, least_bytes: int) -> Iterator[Attempt]:

@@ -65,6 +65,10 @@ class Attempt:
         """What is to be made small: seconds, then bytes moved."""
         return self.made.plan.seconds, self.made.plan.moved_bytes
 
+    def cost_on(self, device: Device) -> tuple[float, int]:
+        """The same on a device with another link."""
+        return self.made.seconds_on(device), self.made.plan.moved_bytes
+
     @property
     def seconds(self) -> float:
         """The simulated seconds of a step."""

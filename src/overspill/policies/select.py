@@ -16,7 +16,8 @@ from .program import Gap, Positions
 BYTE_COST_SECONDS = 1e-15
 """Breaks ties between free moves towards fewer bytes."""
 TICKS_PER_SECOND = 1e12
-"""Times relieved are counted in whole ticks, so that sums of them are exact."""
+MOST_TICKS = 1e18
+"""Times relieved are counted in whole ticks, so that sums of them are exact; in fewer where all steps would have more."""
 LEAST_TICKS = 1000
 """A step of no time still counts as a place where the budget is exceeded."""
 
@@ -46,7 +47,9 @@ class Choices:
     def __init__(self, candidates: Sequence[Candidate], seconds: NDArray[np.float64], end_of_forward: int) -> None:
         """`seconds` are those of the program's steps; forward ends before step `end_of_forward`."""
         self.candidates = candidates
-        self.ticks = np.rint(seconds * TICKS_PER_SECOND).astype(np.int64) + LEAST_TICKS
+        longest = len(seconds) * seconds.max(initial=0.0)
+        per_second = MOST_TICKS / longest if longest * TICKS_PER_SECOND > MOST_TICKS else TICKS_PER_SECOND
+        self.ticks = np.rint(seconds * per_second).astype(np.int64) + LEAST_TICKS
         self.room_out = sum(seconds[:end_of_forward].tolist())
         self.room_back = sum(seconds[end_of_forward:].tolist())
         spans = [(*c.spans, *([(0, 0)] * (2 - len(c.spans)))) for c in candidates]
