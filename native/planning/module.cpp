@@ -219,7 +219,7 @@ NB_MODULE(_planning, module) {
              nb::arg("device"));
     nb::class_<Walk>(module, "Walk")
         .def("__init__", &make_walk, nb::arg("planner"), nb::arg("units"))
-        .def_rw("effort", &Walk::effort)
+        .def_rw("looks", &Walk::looks)
         .def_prop_ro("best", &Walk::best)
         .def("begin", &begin, nb::arg("recompute"), nb::arg("away"))
         .def("go_on", &go_on, nb::arg("most"), nb::arg("until"), nb::arg("steering"), nb::arg("warm"), nb::arg("aim"));

@@ -23,7 +23,7 @@ struct Attempt {
 
 class Walk {
   public:
-    std::int64_t effort = 0;  // how often candidates were looked at, and what that does not count
+    std::int64_t looks = 0;  // how often candidates were looked at in all attempts, which is what takes time
 
     Walk(Planner planner, Units units) : planner_(std::move(planner)), units_(std::move(units)) {}
 
@@ -52,17 +52,17 @@ class Walk {
     }
 
     // From the best plan on by changes drawn with a fixed seed, of which early ones may cost up to about `warm` seconds:
-    // `most` attempts, or as many as there are before the effort is spent or a plan takes `aim` seconds. `alive` is called
+    // `most` attempts, or as many as there are before `looks` are `until` or a plan takes `aim` seconds. `alive` is called
     // before each.
     template <typename Alive>
     void go_on(std::int64_t most, std::int64_t until, double steering, Seconds warm, Seconds aim, Alive alive) {
         Random random(0);
         Changes changes(units_, steering, random);
-        const std::int64_t begun = effort;
+        const std::int64_t begun = looks;
         Made current = best_;
-        for (std::int64_t made = 0; made < most && effort < until && best_->plan.seconds > aim; ++made) {
+        for (std::int64_t made = 0; made < most && looks < until && best_->plan.seconds > aim; ++made) {
             alive();
-            const double left = std::min(static_cast<double>(until - effort) / static_cast<double>(until - begun),
+            const double left = std::min(static_cast<double>(until - looks) / static_cast<double>(until - begun),
                                          1 - static_cast<double>(made) / static_cast<double>(most));
             Decision decision = changes.of(current->decision, current->plan.lost);
             const bool keeps = decision.steers_like(current->decision) && random.uniform() < kKeeping;
@@ -76,10 +76,8 @@ class Walk {
   private:
     using Made = std::shared_ptr<const Attempt>;
 
-    static constexpr int kRepairs = 3;                // walk.py's REPAIRS
-    static constexpr double kKeeping = 0.9;           // its KEEPING
-    static constexpr std::int64_t kLooksPerOp = 3;    // its LOOKS_PER_OP
-    static constexpr std::int64_t kLeastLooks = 600;  // its LEAST_LOOKS
+    static constexpr int kRepairs = 3;       // walk.py's REPAIRS
+    static constexpr double kKeeping = 0.9;  // its KEEPING
 
     Planner planner_;
     Units units_;
@@ -97,7 +95,7 @@ class Walk {
         decision.tidy();
         const Flags first = keeps ? decoder->as_chosen(*near->decoder, near->plan) : decoder->among(*decision.away);
         Decoded plan = decoder->decode(*decision.dearer, first);
-        effort += plan.looks + kLooksPerOp * planner_.graph().ops() + kLeastLooks;
+        looks += plan.looks;
         return std::make_shared<const Attempt>(Attempt{std::move(decision), std::move(decoder), std::move(plan)});
     }
 };

@@ -97,8 +97,8 @@ class Attempt:
 class Walk:
     """The search's walk from plan to plan, which keeps the best; see `overspill.policies.walk.Walk`."""
 
-    effort: int
-    """How often candidates were looked at in all attempts, and what that does not count."""
+    looks: int
+    """How often candidates were looked at in all attempts, which is what takes time."""
 
     def __init__(self, planner: Planner, units: Units) -> None: ...
     @property
@@ -107,7 +107,7 @@ class Walk:
     def begin(self, recompute: NDArray[np.bool_], away: NDArray[np.int64]) -> None:
         """Try what recomputes these tensors and first makes the trips in these gaps, and repair it."""
     def go_on(self, most: int, until: int, steering: float, warm: float, aim: float) -> None:
-        """Make `most` attempts near the best plan, or as many as `until` efforts allow, or until one takes `aim` seconds.
+        """Make `most` attempts near the best plan, or as many as there are before `looks` are `until`, or one takes `aim` seconds.
 
         Early changes may cost about `warm` seconds. Control-C ends it.
         """

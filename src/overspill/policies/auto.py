@@ -29,7 +29,7 @@ FEW_OPS = 48
 """A step of no more ops is planned for all budgets and links that matter, so that none is slower than one that has less."""
 LINK_FACTOR = 4
 """How much faster than the one before each of these links is."""
-PATIENCE = 7
+PATIENCE = 5
 """How many times as long as the search of `auto` that of `auto:thorough` may take."""
 
 
@@ -92,13 +92,13 @@ class Auto(Policy):
 
 
 class ThoroughAuto(Auto):
-    """`auto` with a search that takes seven times as long, and gives a plan that is never slower.
+    """`auto` with a search that takes five times as long or more, and gives a plan that is never slower.
 
     A step of few ops is planned as `auto` plans it, for all its peaks.
     """
 
     name = "auto:thorough"
-    summary = "auto with seven times the search: seconds more to plan, for steps that are faster where memory is tight"
+    summary = "auto with five times the search: seconds more to plan, for steps that are faster where memory is tight"
     patience = PATIENCE
 
 

@@ -28,21 +28,18 @@ MOSTLY = 0.5
 """What the relaxation moves by more than this, the plan moves."""
 MOST_FORCED = 250
 """With more trips than these that a step without room for the tensor forces, the relaxation is large and no help."""
-EFFORT = 7_000_000
+EFFORT = 3_200_000
 """How often candidates are looked at in all attempts, so that planning takes up to two seconds on one core."""
 HINT = 0.43
 """The share of this that the relaxation takes, and that a whole step, which is planned three times, goes without."""
-LONG_STEP = 1000
-LESS = 0.2
-"""The share that steps of more ops go without, for which an attempt takes longer than the looks that it counts."""
 ATTEMPTS_EACH = 64
 """How many attempts there are at most for each tensor that may be recomputed."""
 STEERING = 0.05
 """To one other change of a plan, how many steer what moves and what takes slower algorithms."""
-MORE_EFFORT = 9_000_000
+MORE_EFFORT = 5_000_000
 MOST_OPS = 500
 """Where that leaves effort, or a step has no more ops than these, a second search goes on from the best plan …"""
-MORE_ATTEMPTS_EACH = 160
+MORE_ATTEMPTS_EACH = 500
 MORE_STEERING = 0.3
 """… with as many attempts, more of which steer."""
 ATTEMPTS_IF_BRIEF = 8
@@ -155,9 +152,7 @@ class Search:
         yield (), unhinted
         hinted = not self.brief and self._has_room
         if hinted or self.graph.whole_step:
-            self.walk.effort += int(HINT * EFFORT)
-        elif len(self.graph.ops) > LONG_STEP:
-            self.walk.effort += int(LESS * EFFORT)
+            self.walk.looks += int(HINT * EFFORT)
         relaxation = Hinting(self.program, self.device, self.budget_bytes, self.seconds) if hinted else None
         for share in SHARES:
             if relaxation is None or (relaxed := relaxation.solve(share)) is None:
@@ -194,7 +189,7 @@ class Search:
         if self.brief:
             return
         # A whole step is planned three times (`order.py`), which is long enough.
-        if not self.graph.whole_step and (self.walk.effort < EFFORT or len(self.graph.ops) <= MOST_OPS):
+        if not self.graph.whole_step and (self.walk.looks < EFFORT or len(self.graph.ops) <= MOST_OPS):
             self._anneal(MORE_ATTEMPTS_EACH, MORE_EFFORT, MORE_STEERING, aim)
         if self.patience:
             self._anneal(self.patience * MORE_ATTEMPTS_EACH, self.patience * MORE_EFFORT, MORE_STEERING, aim)

@@ -25,9 +25,6 @@ REPAIRS = 3
 """How often a plan that waits for transfers is made again with other transfers."""
 KEEPING = 0.9
 """How often, where another thing is recomputed, what moves stays as it is but for what that makes necessary."""
-LOOKS_PER_OP = 3
-"""What an attempt costs beside for each op of the graph, in looks at candidates, and at the least."""
-LEAST_LOOKS = 600
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Walk:
     def go_on(self, most: int, steering: float, warm: float, aim: float) -> None:
         """From the best plan on by `most` changes drawn with a fixed seed, of which early ones may cost about `warm` seconds.
 
-        It ends with a plan that takes `aim` seconds. The native walk counts its effort as well, and may end by that.
+        It ends with a plan that takes `aim` seconds. The native walk counts its looks at candidates as well, and may end by that.
         """
         assert self.best is not None
         random = Random(0)
