@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,10 @@ from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 from overspill.core import Algorithm, Device, Graph
 from overspill.costs import op_seconds
 from overspill.policies import search
+from overspill.policies._planning import Units as NativeUnits
+from overspill.policies._planning import Walk
 from overspill.policies.changes import Changes, Decision
+from overspill.policies.decoding import flags, gap_keys, native_graph, planner_of
 from overspill.policies.floor import floor_of
 from overspill.policies.planning import unmanaged_peak
 from overspill.policies.program import Program
@@ -69,6 +73,39 @@ def test_units_alike_are_of_as_many_bytes_by_the_same_kind_of_op_and_change_toge
     reached = {changes._alike(kept, nothing).recompute for _ in range(500)}
     assert frozenset({made[0], made[2], made[4]}) in reached
     assert frozenset({made[0], made[1]}) not in reached
+
+
+def test_control_c_ends_a_long_search() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    graph = network([Layer(100_000, flops=10**7) for _ in range(30)])
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(Interrupted):
+            searched(graph, DEVICE, 0.1, EFFORT=10**15, ATTEMPTS_EACH=10**9)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_walk_that_has_not_begun_or_is_of_another_graph_is_refused() -> None:
+    graph, other = network([Layer(10_000)] * 2), network([Layer(10_000)] * 3)
+    seconds = op_seconds(graph, DEVICE)
+    planner = planner_of(native_graph(graph, seconds), Program(graph), DEVICE, 1 << 20)
+    units, others = (Units(g, DEVICE, op_seconds(g, DEVICE), ()) for g in (graph, other))
+    walk = Walk(planner, NativeUnits([], [], units.near, units.most_dearer))
+    assert walk.best is None
+    with pytest.raises(ValueError, match="has not begun"):
+        walk.go_on(1, 1, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="one flag a tensor"):
+        walk.begin(flags((), other), gap_keys(Program(graph), ()))
+    with pytest.raises(ValueError, match="another graph"):
+        Walk(planner, NativeUnits([], [], others.near, others.most_dearer))
 
 
 def test_a_patient_search_is_never_slower_and_often_faster() -> None:

@@ -110,11 +110,11 @@ def _links(ground: Ground, device: Device) -> Iterator[Device]:
     """
     sizes = [t.nbytes for t in ground.graph.tensors if may_move(t)] or [1]
     longest = sum(ground.seconds) or 1.0
-    slowest = floor(log(min(sizes) / longest, LINK_FACTOR))
-    fastest = ceil(log(sum(sizes) / ((GOOD_ENOUGH - 1.0) * longest), LINK_FACTOR))
     own = sqrt(device.offload_bytes_per_second * device.prefetch_bytes_per_second)
-    next_above = floor(log(own, LINK_FACTOR)) + 1
-    for power in range(slowest, max(slowest, min(fastest, next_above)) + 1):
+    slowest = floor(log(min(sizes) / longest, LINK_FACTOR))
+    quickest = log(sum(sizes) / ((GOOD_ENOUGH - 1.0) * longest), LINK_FACTOR)
+    next_above = floor(min(log(own, LINK_FACTOR), quickest)) + 1
+    for power in range(slowest, max(slowest, next_above) + 1):
         rate = float(LINK_FACTOR) ** power
         yield replace(device, offload_bytes_per_second=rate, prefetch_bytes_per_second=rate)
 
