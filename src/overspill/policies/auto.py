@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil, floor, log, sqrt
+from math import floor, log, sqrt
 from typing import ClassVar
 
 from overspill.core import Device, Graph, Schedule
