@@ -141,9 +141,15 @@ void make_units(Units* at, std::vector<std::vector<Index>> tensors, std::vector<
 }
 
 void make_walk(Walk* at, const Planner& planner, const Units& units) {
+    const auto below = [](const std::vector<std::vector<Index>>& lists, Index count) {
+        return std::ranges::all_of(lists, [&](const auto& list) {
+            return std::ranges::all_of(list, [&](Index i) { return i >= 0 && i < count; });
+        });
+    };
     must(units.near.size() == static_cast<std::size_t>(planner.graph().tensors()) &&
              units.most_dearer.size() == units.near.size() + static_cast<std::size_t>(planner.graph().ops()) &&
-             units.alike.size() == units.tensors.size(),
+             units.alike.size() == units.tensors.size() && below(units.tensors, planner.graph().tensors()) &&
+             below(units.alike, units.size()),
          "units of another graph");
     new (at) Walk(planner, units);
 }
