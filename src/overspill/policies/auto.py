@@ -41,7 +41,7 @@ class Auto(Policy):
     algorithms that the budget still demands; copies start as early as they can, prefetches as late as they cost no
     time, memory permitting (vDNN §III-B gives the reasons). What a transfer exposes shows only on the clock: from the
     best of these, a local search changes what is recomputed, mostly near the tensors that compute waits for, and what
-    moves (`search.py`, `changes.py`). The fastest of that and of the papers' policies that come nearest is taken, of
+    moves (`search.py`, `walk.py`). The fastest of that and of the papers' policies that come nearest is taken, of
     equals the one that moves less.
 
     A search within one budget may miss what it finds within a smaller one, and one for a fast link what it finds for a
