@@ -41,7 +41,6 @@ struct Units {
     std::vector<std::vector<Index>> tensors;  // by unit
     std::vector<std::vector<Index>> alike;    // by unit
     std::vector<Index> near;                  // by tensor
-    std::vector<Seconds> most_dearer;         // by what
 
     Index size() const { return static_cast<Index>(tensors.size()); }
 };
@@ -49,8 +48,9 @@ struct Units {
 // Decisions near another one: one of several kinds of change, drawn at random.
 class Changes {
   public:
-    Changes(const Units& units, double steering, Random& random)
+    Changes(const Units& units, const std::vector<Seconds>& most_dearer, double steering, Random& random)
         : units_(units),
+          most_dearer_(most_dearer),
           random_(random),
           kinds_{{{0.1, &Changes::toggle},
                   {0.2, &Changes::toggle_near_a_stall},
@@ -91,6 +91,7 @@ class Changes {
     };
 
     const Units& units_;
+    const std::vector<Seconds>& most_dearer_;
     Random& random_;
     std::array<Kind, 8> kinds_;
     double total_ = 0;
@@ -172,7 +173,7 @@ class Changes {
             for (Index left = std::max(some, 1); left > 0; --left) {
                 const Index one = random_.below(static_cast<Index>(dearer.size()));
                 const double share = random_.uniform();
-                dearer[one] = random_.uniform() < 0.7 ? share * units_.most_dearer[one] : 0.0;
+                dearer[one] = random_.uniform() < 0.7 ? share * most_dearer_[one] : 0.0;
             }
         }
         decision.dearer = std::make_shared<const std::vector<Seconds>>(std::move(dearer));

@@ -136,8 +136,8 @@ Array<Index> as_chosen(const Decoder& decoder, const Decoder& other, const Decod
 }
 
 void make_units(Units* at, std::vector<std::vector<Index>> tensors, std::vector<std::vector<Index>> alike,
-                std::vector<Index> near, const Column<double>& most_dearer) {
-    new (at) Units{std::move(tensors), std::move(alike), std::move(near), vector_of(most_dearer)};
+                std::vector<Index> near) {
+    new (at) Units{std::move(tensors), std::move(alike), std::move(near)};
 }
 
 void make_walk(Walk* at, const Planner& planner, const Units& units) {
@@ -147,7 +147,6 @@ void make_walk(Walk* at, const Planner& planner, const Units& units) {
         });
     };
     must(units.near.size() == static_cast<std::size_t>(planner.graph().tensors()) &&
-             units.most_dearer.size() == units.near.size() + static_cast<std::size_t>(planner.graph().ops()) &&
              units.alike.size() == units.tensors.size() && below(units.tensors, planner.graph().tensors()) &&
              below(units.alike, units.size()),
          "units of another graph");
@@ -175,7 +174,6 @@ NB_MODULE(_planning, module) {
     using namespace overspill::planning;
     module.doc() = "The native part of overspill.policies.search.";
     nb::class_<Decoded>(module, "Decoded")
-        .def_ro("looks", &Decoded::looks)
         .def_ro("seconds", &Decoded::seconds)
         .def_ro("moved_bytes", &Decoded::moved_bytes)
         .def_ro("peak_bytes", &Decoded::peak_bytes)
@@ -190,12 +188,6 @@ NB_MODULE(_planning, module) {
         .def("among", [](const Decoder& self, const Column<Key>& gaps) { return those(self.among(vector_of(gaps))); },
              nb::arg("gaps"))
         .def("as_chosen", &as_chosen, nb::arg("other"), nb::arg("plan"))
-        .def("trip_of",
-             [](const Decoder& self) {
-                 std::vector<Index> found;
-                 for (const Candidate& c : self.candidates().all()) found.push_back(c.trip);
-                 return array_of(std::move(found));
-             })
         .def("trips",
              [](const Decoder& self) {
                  std::vector<Index> found;
@@ -214,7 +206,7 @@ NB_MODULE(_planning, module) {
         .def("__init__", &make_planner, nb::arg("graph"), nb::arg("chosen"), nb::arg("device"), nb::arg("budget"))
         .def("fitting", &fitting, nb::arg("recompute"), nb::arg("fleeting"));
     nb::class_<Units>(module, "Units")
-        .def("__init__", &make_units, nb::arg("tensors"), nb::arg("alike"), nb::arg("near"), nb::arg("most_dearer"));
+        .def("__init__", &make_units, nb::arg("tensors"), nb::arg("alike"), nb::arg("near"));
     nb::class_<Attempt>(module, "Attempt")
         .def_prop_ro("recompute", [](const Attempt& self) { return those(self.decision.recompute); }, kNew)
         .def_prop_ro("fleeting", [](const Attempt& self) { return those(self.decision.fleeting); }, kNew)

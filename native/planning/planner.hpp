@@ -21,6 +21,19 @@ class Planner {
 
     const Graph& graph() const { return *graph_; }
 
+    // The most seconds that steering adds to trips of a tensor, by tensor, and then to slower algorithms, by op. Twin of
+    // most_dearer in src/overspill/policies/units.py.
+    std::vector<Seconds> most_dearer() const {
+        std::vector<Seconds> found;
+        for (const Bytes nbytes : graph_->nbytes) found.push_back(link_.offload(nbytes));
+        for (Index op = 0; op < graph_->ops(); ++op) {
+            const std::vector<Algorithm>& menu = graph_->algorithms[op];
+            const auto slowest = std::ranges::max_element(menu, {}, &Algorithm::slowdown);
+            found.push_back(graph_->seconds[op] * ((slowest == menu.end() ? 1.0 : slowest->slowdown) - 1.0));
+        }
+        return found;
+    }
+
     // A decoder of the program that recomputes `dropped`, which become those for which there is room where they are made
     // again; none where no program fits.
     std::shared_ptr<const Decoder> fitting(Flags& dropped, const Flags& fleeting) const {

@@ -25,15 +25,15 @@ class Walk {
   public:
     std::int64_t looks = 0;  // how often candidates were looked at in all attempts, which is what takes time
 
-    Walk(Planner planner, Units units) : planner_(std::move(planner)), units_(std::move(units)) {}
+    Walk(Planner planner, Units units)
+        : planner_(std::move(planner)), units_(std::move(units)), most_dearer_(planner_.most_dearer()) {}
 
     std::shared_ptr<const Attempt> best() const { return best_; }
     std::size_t tensors() const { return units_.near.size(); }
 
     // Where to walk from: several plans, each of which avoids the stalls and slow algorithms of the one before.
     void begin(Flags recompute, std::vector<Key> away) {
-        const std::size_t whats = units_.most_dearer.size();
-        auto dearer = std::make_shared<const std::vector<Seconds>>(whats, 0.0);
+        auto dearer = std::make_shared<const std::vector<Seconds>>(most_dearer_.size(), 0.0);
         Decision decision{std::move(recompute), Flags(units_.near.size(), 0), std::move(dearer),
                           std::make_shared<const std::vector<Key>>(std::move(away))};
         Made before;
@@ -57,7 +57,7 @@ class Walk {
     template <typename Alive>
     void go_on(std::int64_t most, std::int64_t until, double steering, Seconds warm, Seconds aim, Alive alive) {
         Random random(0);
-        Changes changes(units_, steering, random);
+        Changes changes(units_, most_dearer_, steering, random);
         const std::int64_t begun = looks;
         Made current = best_;
         for (std::int64_t made = 0; made < most && looks < until && best_->plan.seconds > aim; ++made) {
@@ -81,6 +81,7 @@ class Walk {
 
     Planner planner_;
     Units units_;
+    std::vector<Seconds> most_dearer_;
     Made best_;
 
     // The plan that a decision leads to; none where it does not fit. `near` may have the same program; where the plan

@@ -15,7 +15,6 @@ from overspill.core import Algorithm, Device, Graph, Phase, TensorKind
 from overspill.costs import op_seconds
 from overspill.policies import twin
 from overspill.policies._planning import Planner, Walk
-from overspill.policies._planning import Units as NativeUnits
 from overspill.policies.algorithms import memory_optimal
 from overspill.policies.decoding import Flags, flags, gap_keys, native_graph, planner_of, schedule_of
 from overspill.policies.floor import algorithms_within, floor_of
@@ -133,18 +132,16 @@ def test_what_a_plan_chose_is_found_in_another_program(graph: Graph, device: Dev
     before = fits[0]
     plan = before.decode(nothing, np.zeros(len(before), dtype=bool))
 
-    trips = [c for c in plan.chosen.tolist() if before.trip_of()[c] >= 0]
+    among = candidates(program, device, seconds)
+    trips = [c for c in plan.chosen.tolist() if among[c].gap]
     assert before.as_chosen(before, plan).tolist() == sorted(trips)
 
     recompute = [t for t in remade(graph) if random.random() < 0.4]
-    found, expected = (
-        making.fitting(flags(recompute, graph), flags((), graph)),
-        twin.fitting(program, recompute, (), budget),
-    )
+    found = making.fitting(flags(recompute, graph), flags((), graph))
+    expected = twin.fitting(program, recompute, (), budget)
     assert found is not None
     assert expected is not None
     decoder, (other, _) = found[0], expected
-    among = candidates(program, device, seconds)
     chosen = {(program.ends(gap), c.part) for c in (among[i] for i in trips) if (gap := c.gap)}
     now = candidates(other, device, seconds)
     kept = [i for i, c in enumerate(now) if c.gap and (other.ends(c.gap), c.part) in chosen]
@@ -157,11 +154,8 @@ def test_what_a_plan_chose_is_found_in_another_program(graph: Graph, device: Dev
 @settings(max_examples=30, deadline=None)
 def test_the_native_walk_goes_where_its_twin_goes(graph: Graph, device: Device, share: float, steering: float) -> None:
     program, budget, seconds = *within(graph, share), op_seconds(graph, device)
-    units = Units(graph, device, seconds, tuple(by_op(graph, remade(graph))))
-    native = Walk(
-        planner(program, device, budget),
-        NativeUnits([sorted(unit) for unit in units.tensors], units.alike, units.near, units.most_dearer),
-    )
+    units = Units(graph, tuple(by_op(graph, remade(graph))))
+    native = Walk(planner(program, device, budget), units.native)
     plain = TwinWalk(program, device, seconds, budget, units)
     gaps = [gap for gap in program.gaps if gap.end - gap.start > 2]
     for recompute, away in (((), ()), (remade(graph)[::2], ()), ((), gaps[::3])):

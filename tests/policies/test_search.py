@@ -15,7 +15,6 @@ from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 from overspill.core import Algorithm, Device, Graph
 from overspill.costs import op_seconds
 from overspill.policies import search
-from overspill.policies._planning import Units as NativeUnits
 from overspill.policies._planning import Walk
 from overspill.policies.changes import Changes, Decision
 from overspill.policies.decoding import flags, gap_keys, native_graph, planner_of
@@ -24,7 +23,7 @@ from overspill.policies.planning import unmanaged_peak
 from overspill.policies.program import Program
 from overspill.policies.randoms import Random
 from overspill.policies.search import Attempt, Ground, Search
-from overspill.policies.units import Units
+from overspill.policies.units import Units, most_dearer
 
 
 def searched(graph: Graph, device: Device, share: float, patience: int = 0, **constants: Any) -> Attempt:
@@ -53,8 +52,8 @@ def test_steering_makes_slower_algorithms_dearer_as_well() -> None:
     decision = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
 
     def dearest(share: float) -> float:
-        units = Units(graph, DEVICE, [1.0] * len(graph.ops), tuple(frozenset(op.writes) for op in graph.ops[:3]))
-        changes = Changes(units, share, Random(0))
+        units = Units(graph, tuple(frozenset(op.writes) for op in graph.ops[:3]))
+        changes = Changes(units, most_dearer(graph, DEVICE, [1.0] * len(graph.ops)), share, Random(0))
         return max(changes.of(decision, nothing).dearer[len(graph.tensors)] for _ in range(2000))
 
     assert dearest(0.0) == 0.0
@@ -65,8 +64,8 @@ def test_units_alike_are_of_as_many_bytes_by_the_same_kind_of_op_and_change_toge
     graph = network([Layer(size) for size in (100_000, 200_000, 100_000, 100_000, 100_000)])
     graph = replace(graph, ops=tuple(replace(op, name="pool" if op.id == 3 else "conv") for op in graph.ops))
     made = [graph.ops[i].writes[0] for i in range(5)]
-    units = Units(graph, DEVICE, [1.0] * len(graph.ops), tuple(frozenset({t}) for t in made))
-    changes = Changes(units, 0.05, Random(0))
+    units = Units(graph, tuple(frozenset({t}) for t in made))
+    changes = Changes(units, most_dearer(graph, DEVICE, [1.0] * len(graph.ops)), 0.05, Random(0))
     assert units.alike == [[0, 2, 4], [1], [0, 2, 4], [3], [0, 2, 4]]
     nothing = np.zeros(len(graph.tensors) + len(graph.ops))
     kept = Decision(frozenset(), frozenset(), nothing, np.array([], dtype=np.int64))
@@ -97,15 +96,14 @@ def test_a_walk_that_has_not_begun_or_is_of_another_graph_is_refused() -> None:
     graph, other = network([Layer(10_000)] * 2), network([Layer(10_000)] * 3)
     seconds = op_seconds(graph, DEVICE)
     planner = planner_of(native_graph(graph, seconds), Program(graph), DEVICE, 1 << 20)
-    units, others = (Units(g, DEVICE, op_seconds(g, DEVICE), ()) for g in (graph, other))
-    walk = Walk(planner, NativeUnits([], [], units.near, units.most_dearer))
+    walk = Walk(planner, Units(graph, ()).native)
     assert walk.best is None
     with pytest.raises(ValueError, match="has not begun"):
         walk.go_on(1, 1, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="one flag a tensor"):
         walk.begin(flags((), other), gap_keys(Program(graph), ()))
     with pytest.raises(ValueError, match="another graph"):
-        Walk(planner, NativeUnits([], [], others.near, others.most_dearer))
+        Walk(planner, Units(other, ()).native)
 
 
 def test_a_patient_search_is_never_slower_and_often_faster() -> None:

@@ -13,10 +13,8 @@ class Decoded:
 
     `chosen` are the candidates taken, `trips` those made, each released and issued before the steps that `release` and
     `issue` name. `lost` are seconds: by tensor those that compute waited for it, then by op those that it took longer.
-    `looks` is how often a candidate was looked at.
     """
 
-    looks: int
     seconds: float
     moved_bytes: int
     peak_bytes: int
@@ -40,8 +38,6 @@ class Decoder:
         """The candidates that are parts of trips in these gaps, given by their keys in order."""
     def as_chosen(self, other: Decoder, plan: Decoded) -> NDArray[np.int32]:
         """The candidates that are the same parts of the same trips as those that a plan of another decoder takes."""
-    def trip_of(self) -> NDArray[np.int32]:
-        """For each candidate the trip that it is a part of; -1 for a slower algorithm."""
     def trips(self) -> NDArray[np.int32]:
         """For each trip its tensor, the steps at the ends of its gap, and that before which its copy may start."""
     def slower(self) -> NDArray[np.int32]:
@@ -80,7 +76,6 @@ class Units:
         tensors: Sequence[Sequence[int]],
         alike: Sequence[Sequence[int]],
         near: Sequence[int],
-        most_dearer: NDArray[np.float64],
     ) -> None: ...
 
 class Attempt:

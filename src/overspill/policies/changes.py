@@ -50,13 +50,13 @@ class Decision:
 class Changes:
     """Decisions near another one: one of several kinds of change, drawn at random.
 
-    `steering`: the share of changes of what moves and what takes slower algorithms, one to all others.
+    `most_dearer` are the most seconds that steering adds (counted as `Decision.dearer` is). `steering`: the share of changes
+    of what moves and what takes slower algorithms, one to all others.
     """
 
-    def __init__(self, units: Units, steering: float, random: Random) -> None:
-        self.units = units.tensors
-        self.alike, self.near, self.most_dearer = units.alike, units.near, units.most_dearer
-        self.random = random
+    def __init__(self, units: Units, most_dearer: Seconds, steering: float, random: Random) -> None:
+        self.units, self.alike, self.near = units.tensors, units.alike, units.near
+        self.most_dearer, self.random = most_dearer, random
         self.kinds: list[tuple[float, Callable[[Decision, Seconds], Decision]]] = [
             (0.1, self._toggled),
             (0.2, self._near_a_stall),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from overspill.core import Device, Schedule
 
@@ -92,6 +92,7 @@ class Ground:
     def __init__(self, program: Program, seconds: Sequence[float]) -> None:
         self.program, self.graph, self.seconds = program, program.graph, seconds
         self.native = native_graph(program.graph, seconds)
+        self._units = cache(partial(Units, program.graph))
 
     @cached_property
     def droppable(self) -> list[int]:
@@ -105,11 +106,11 @@ class Ground:
         """What checkpoints drop, with segments of several sizes."""
         return list(dropped_sets(self.graph, self.seconds))
 
-    def units(self, device: Device, budget_bytes: int) -> Units:
+    def units(self, budget_bytes: int) -> Units:
         """What is recomputed together: the saved outputs of an op, but not those that are too small to matter."""
         all_units, least = by_op(self.graph, self.droppable), SMALL * budget_bytes
         large = [u for u in all_units if sum(self.graph.tensors[t].nbytes for t in u) >= least]
-        return Units(self.graph, device, self.seconds, tuple(large or all_units))
+        return self._units(tuple(large or all_units))
 
 
 class Search:
@@ -126,11 +127,8 @@ class Search:
         self.brief, self.patience = brief, patience
         self.graph, self.seconds = ground.graph, ground.seconds
         self.program = ground.program.with_algorithms(algorithms_within(ground.program, budget_bytes))
-        units = ground.units(device, budget_bytes)
-        self.walk = _planning.Walk(
-            planner_of(ground.native, self.program, device, budget_bytes),
-            _planning.Units([sorted(unit) for unit in units.tensors], units.alike, units.near, units.most_dearer),
-        )
+        planner = planner_of(ground.native, self.program, device, budget_bytes)
+        self.walk = _planning.Walk(planner, ground.units(budget_bytes).native)
 
     def best(self) -> Attempt:
         """The best attempt; there is always one, for without recomputation the least fits."""

@@ -10,29 +10,23 @@ from functools import cached_property
 
 import numpy as np
 
-from overspill.core import Device, Graph, Op
+from overspill.core import Device, Graph
 
+from . import _planning
 from .decoding import Seconds
 
 
 @dataclass(frozen=True)
 class Units:
-    """Tensors that are recomputed together, by unit, in the order in which they are made.
-
-    `seconds[i]` is what op `i` takes with its fastest algorithm.
-    """
+    """Tensors that are recomputed together, by unit, in the order in which they are made."""
 
     graph: Graph
-    device: Device
-    seconds: Sequence[float]
     tensors: tuple[frozenset[int], ...]
 
     @cached_property
-    def most_dearer(self) -> Seconds:
-        """The most seconds that trips of a tensor are made dearer by, by tensor, and behind them slower algorithms, by op."""
-        links = [self.device.offload_seconds(t.nbytes) for t in self.graph.tensors]
-        slower = [self.seconds[op.id] * (_slowest(op) - 1.0) for op in self.graph.ops]
-        return np.array(links + slower)
+    def native(self) -> _planning.Units:
+        """The same for native code."""
+        return _planning.Units([sorted(unit) for unit in self.tensors], self.alike, self.near)
 
     @cached_property
     def alike(self) -> list[list[int]]:
@@ -69,6 +63,11 @@ def by_op(graph: Graph, tensors: Iterable[int]) -> list[frozenset[int]]:
     return [frozenset(found[op]) for op in sorted(found)]
 
 
-def _slowest(op: Op) -> float:
-    """How much longer the slowest algorithm of `op` takes than its fastest."""
-    return max((algorithm.slowdown for algorithm in op.algorithms), default=1.0)
+def most_dearer(graph: Graph, device: Device, seconds: Sequence[float]) -> Seconds:
+    """The most seconds that trips of a tensor are made dearer by, by tensor, and behind them slower algorithms, by op.
+
+    `seconds[i]` is what op `i` takes with its fastest algorithm. Twin of `Planner::most_dearer` in native/planning/.
+    """
+    links = [device.offload_seconds(t.nbytes) for t in graph.tensors]
+    slowest = (max((algorithm.slowdown for algorithm in op.algorithms), default=1.0) for op in graph.ops)
+    return np.array(links + [seconds[op] * (slowdown - 1.0) for op, slowdown in enumerate(slowest)])

@@ -19,7 +19,7 @@ from .program import Program
 from .randoms import Random
 from .trips import candidates
 from .twin import TwinPlan
-from .units import Units
+from .units import Units, most_dearer
 
 REPAIRS = 3
 """How often a plan that waits for transfers is made again with other transfers."""
@@ -43,12 +43,12 @@ class Walk:
         self, program: Program, device: Device, seconds: Sequence[float], budget_bytes: int, units: Units
     ) -> None:
         self.program, self.device, self.seconds, self.budget_bytes = program, device, seconds, budget_bytes
-        self.units = units
+        self.units, self.most_dearer = units, most_dearer(program.graph, device, seconds)
         self.best: Attempt | None = None
 
     def begin(self, recompute: Collection[int], away: GapKeys) -> None:
         """Where to walk from: several plans, each of which avoids the stalls and slow algorithms of the one before."""
-        decision = Decision(frozenset(recompute), frozenset(), np.zeros(len(self.units.most_dearer)), away)
+        decision = Decision(frozenset(recompute), frozenset(), np.zeros(len(self.most_dearer)), away)
         before: Attempt | None = None
         for _ in range(REPAIRS):
             attempt = self._attempt(decision)
@@ -69,7 +69,7 @@ class Walk:
         """
         assert self.best is not None
         random = Random(0)
-        changes = Changes(self.units, steering, random)
+        changes = Changes(self.units, self.most_dearer, steering, random)
         current = self.best
         for made in range(most):
             if self.best.plan.seconds <= aim:
