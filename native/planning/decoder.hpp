@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -24,7 +23,7 @@ struct Decoded {
     Bytes moved_bytes = 0;
     Bytes peak_bytes = 0;
     std::vector<Index> chosen;          // candidates, in the order in which they were taken
-    std::vector<Index> trips;           // those made
+    std::vector<Index> trips;           // those made, in their order
     Flags copied;                       // of each trip made: whether its tensor is sent, and not in the store already
     std::vector<Index> release, issue;  // of each trip made
     std::vector<Seconds> lost;          // by tensor what compute waited for it, then by op what its algorithm took longer
@@ -100,12 +99,10 @@ class Decoder {
         for (Index c = 0; c < candidates_.size(); ++c) cost.push_back(candidates_[c].cost + dearer[what(c)]);
         plan.chosen = Choice(candidates_, steps_, budget_, cost, first).made(plan.looks);
         Flags made(candidates_.trips().size(), 0);
-        for (const Index c : plan.chosen) {
-            const Index trip = candidates_[c].trip;
-            if (trip < 0 || made[trip]) continue;
-            made[trip] = 1;
-            plan.trips.push_back(trip);
-        }
+        for (const Index c : plan.chosen)
+            if (candidates_[c].trip >= 0) made[candidates_[c].trip] = 1;
+        for (Index trip = 0; trip < static_cast<Index>(made.size()); ++trip)
+            if (made[trip]) plan.trips.push_back(trip);
         std::vector<Seconds> seconds = steps_.seconds;
         std::vector<Bytes> live = steps_.live;
         take_slower(plan.chosen, seconds, live);
@@ -141,13 +138,14 @@ class Decoder {
 
     // The candidates that are the same parts of the same trips as those that a plan of another decoder takes.
     Flags as_chosen(const Decoder& other, const Decoded& plan) const {
-        std::vector<std::pair<Key, Part>> before;
-        for (const Index c : plan.chosen)
-            if (other.candidates_[c].trip >= 0) before.emplace_back(other.key(c), other.candidates_[c].part);
-        std::ranges::sort(before);
         Flags found(static_cast<std::size_t>(candidates_.size()), 0);
-        for (Index c = 0; c < candidates_.size() && candidates_[c].trip >= 0; ++c)
-            found[c] = std::ranges::binary_search(before, std::pair(key(c), candidates_[c].part));
+        for (const Index before : plan.chosen) {
+            const Candidate& part = other.candidates_[before];
+            if (part.trip < 0) continue;
+            const Key gap = other.key(before);
+            for (const Index c : candidates_.of_tensor(other.candidates_.tensor_of(before)))
+                if (candidates_[c].part == part.part && key(c) == gap) found[c] = 1;
+        }
         return found;
     }
 
@@ -197,19 +195,16 @@ class Decoder {
                 std::vector<Seconds>& lost) const {
         const Index length = steps_.length();
         const auto of = [&](Index i) -> const Trip& { return trip(plan, i); };
-        std::vector<Index> order(plan.trips.size());
-        std::iota(order.begin(), order.end(), 0);
-        std::ranges::sort(order, {}, [&](Index i) { return std::pair(of(i).start, of(i).tensor); });
-        Pairs copying, releasing, coming, arriving;
-        for (const Index i : order) {
+        Pairs starting, ending, copying, releasing, coming;
+        for (Index i = 0; i < static_cast<Index>(plan.trips.size()); ++i) starting.emplace_back(of(i).start, i);
+        for (const Index i : Lists(length + 1, starting).values) {
             if (plan.copied[i]) copying.emplace_back(of(i).copy, i);
             releasing.emplace_back(plan.release[i], i);
-            coming.emplace_back(plan.issue[i], i);
-            arriving.emplace_back(of(i).end, i);
+            ending.emplace_back(of(i).end, i);
         }
-        std::ranges::stable_sort(coming, {}, [&](const auto& one) { return of(one.second).end; });
-        const Lists offloads(length + 1, copying), releases(length + 1, releasing), prefetches(length + 1, coming),
-            arrivals(length + 1, arriving);
+        const Lists arrivals(length + 1, ending);
+        for (const Index i : arrivals.values) coming.emplace_back(plan.issue[i], i);
+        const Lists offloads(length + 1, copying), releases(length + 1, releasing), prefetches(length + 1, coming);
         std::vector<Seconds> left(plan.trips.size(), 0), there(plan.trips.size(), 0);
         Streams streams(link);
         for (Index position = 0; position <= length; ++position) {

@@ -58,6 +58,7 @@ struct Graph {
     std::vector<Index> least;   // its algorithm of least workspace
     std::vector<Bytes> nbytes;
     Flags persistent, movable, leaves, output;  // leaves: worth a transfer as well
+    Flags forgettable;                          // its producer can make it again
     bool whole = false;                         // one graph runs the whole step
     std::vector<Index> producer, last_use;      // -1: none
 
@@ -87,8 +88,11 @@ struct Graph {
                 if (!persistent[t] && producer[t] < 0) producer[t] = op;
             }
         }
-        for (Index t = 0; t < tensors(); ++t)
+        forgettable.assign(nbytes.size(), 0);
+        for (Index t = 0; t < tensors(); ++t) {
             if (output[t]) last_use[t] = ops();
+            forgettable[t] = producer[t] >= 0 && remakes(producer[t], t);
+        }
     }
 };
 
@@ -129,7 +133,10 @@ class Recomputations {
     const Flags& dropped_;
     const Flags& fleeting_;
     Flags remade_;
-    std::vector<Index> fleeing_;
+    std::vector<Index> fleeing_, pending_;
+
+    // Whether op `now` needs a recomputation of a tensor that it reads.
+    bool missing(Index tensor, Index now) const { return graph_.forgettable[tensor] && gone(tensor, now); }
 
     bool gone(Index tensor, Index now) const {
         if (graph_.persistent[tensor] || remade_[tensor]) return false;
@@ -137,18 +144,18 @@ class Recomputations {
     }
 
     void ensure(Index tensor, Index now, std::vector<Step>& steps) {
-        std::vector<Index> pending{tensor};
-        while (!pending.empty()) {
-            const Index wanted = pending.back();
-            if (!gone(wanted, now) || !graph_.remakes(graph_.producer[wanted], wanted)) {
-                pending.pop_back();
+        if (missing(tensor, now)) pending_.push_back(tensor);
+        while (!pending_.empty()) {
+            const Index wanted = pending_.back();
+            if (!missing(wanted, now)) {
+                pending_.pop_back();
                 continue;
             }
             const Index op = graph_.producer[wanted];
-            const std::size_t before = pending.size();
+            const std::size_t before = pending_.size();
             for (const Index t : graph_.recompute_reads[op])
-                if (gone(t, now) && graph_.remakes(graph_.producer[t], t)) pending.push_back(t);
-            if (pending.size() > before) continue;
+                if (missing(t, now)) pending_.push_back(t);
+            if (pending_.size() > before) continue;
             Step step{op, true, {}};
             for (const Index t : graph_.recompute_writes[op])
                 if (t == wanted || (dropped_[t] && gone(t, now))) step.makes.push_back(t);
@@ -157,7 +164,7 @@ class Recomputations {
                 if (fleeting_[t]) fleeing_.push_back(t);
             }
             steps.push_back(std::move(step));
-            pending.pop_back();
+            pending_.pop_back();
         }
     }
 };
@@ -166,7 +173,7 @@ class Program {
   public:
     std::vector<Step> steps;
     Lists births, written;  // by tensor
-    std::vector<Gap> gaps;
+    std::vector<Gap> gaps;    // those in which a tensor is remade, or may leave
     std::vector<Bytes> live;  // when nothing is away but what is remade, with the algorithms chosen
     Index end_of_forward = 0;
 
@@ -178,11 +185,6 @@ class Program {
     }
 
     Index length() const { return static_cast<Index>(steps.size()); }
-
-    bool may_leave(const Gap& gap) const {
-        const Index away = gap.end - gap.start + (gap.wraps() ? length() : 0);
-        return !gap.remade && away > 1 && graph_.leaves[gap.tensor];
-    }
 
     Index earliest_return(const Gap& gap) const {
         if (gap.wraps()) return 0;
@@ -211,7 +213,7 @@ class Program {
     std::vector<Bytes> alone() const {
         std::vector<Bytes> found = live, change(steps.size() + 2, 0);
         for (const Gap& gap : gaps) {
-            if (!may_leave(gap)) continue;
+            if (gap.remade) continue;
             change[gap.start + 1] -= graph_.nbytes[gap.tensor];
             change[gap.end] += graph_.nbytes[gap.tensor];
             if (gap.wraps()) change[0] -= graph_.nbytes[gap.tensor];
@@ -241,6 +243,9 @@ class Program {
     void find_gaps() {
         using Pairs = std::vector<std::pair<Index, Index>>;
         Pairs touching, writing, making;
+        touching.reserve(graph_.reads.values.size() + graph_.writes.values.size());
+        writing.reserve(graph_.writes.values.size());
+        making.reserve(graph_.writes.values.size());
         std::vector<Index> touched_last(graph_.nbytes.size(), -1);
         Flags born(graph_.nbytes.size(), 0);
         for (Index i = 0; i < length(); ++i) {
@@ -274,9 +279,11 @@ class Program {
             for (std::size_t k = 0; k + 1 < uses.size(); ++k) {
                 const bool remade = !graph_.persistent[t] && births[t].size() > 1 &&
                                     std::ranges::binary_search(births[t].subspan(1), uses[k + 1]);
-                gaps.push_back({t, uses[k], uses[k + 1], remade});
+                if (remade || (graph_.leaves[t] && uses[k + 1] > uses[k] + 1))
+                    gaps.push_back({t, uses[k], uses[k + 1], remade});
             }
-            if (graph_.persistent[t] && !uses.empty()) gaps.push_back({t, uses.back(), uses.front(), false});
+            if (graph_.persistent[t] && graph_.leaves[t] && !uses.empty() && uses.front() + length() > uses.back() + 1)
+                gaps.push_back({t, uses.back(), uses.front(), false});
         }
     }
 

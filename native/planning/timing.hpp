@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -21,19 +20,20 @@ class Timing {
     Flags copied;                       // of each trip made: whether its tensor is sent, and not in the store already
     std::vector<Index> release, issue;  // of each trip made
 
-    // `live` are the bytes on the device at each step if no trip were made, `clock` tells when each step starts.
+    // `made` are in the order of `trips`: by tensor, then by start. `live` are the bytes on the device at each step if no
+    // trip were made, `clock` tells when each step starts.
     Timing(const std::vector<Trip>& trips, const std::vector<Index>& made, const Link& link, const Clock& clock,
            std::vector<Bytes> live, Bytes budget)
         : trips_(trips), made_(made), link_(link), clock_(clock), live_(std::move(live)), budget_(budget) {
+        std::vector<Bytes> change(live_.size() + 1, 0);
         for (Index i = 0; i < count(); ++i) {
             const Trip& trip = of(i);
-            if (trip.wraps()) {
-                add(trip.start + 1, length(), -trip.nbytes);
-                add(0, trip.end, -trip.nbytes);
-            } else {
-                add(trip.start + 1, trip.end, -trip.nbytes);
-            }
+            change[trip.start + 1] -= trip.nbytes;
+            change[trip.end] += trip.nbytes;
+            if (trip.wraps()) change[0] -= trip.nbytes;
         }
+        Bytes away = 0;
+        for (std::size_t i = 0; i < live_.size(); ++i) live_[i] += away += change[i];
         find_copies();
         find_releases();
         find_issues();
@@ -60,27 +60,24 @@ class Timing {
         for (Index i = from; i < to; ++i) live_[i] += nbytes;
     }
 
-    template <typename Key>
-    std::vector<Index> ordered(Key key) const {
-        std::vector<Index> order(made_.size());
-        std::iota(order.begin(), order.end(), 0);
-        std::sort(order.begin(), order.end(), [&](Index a, Index b) { return key(of(a)) < key(of(b)); });
-        return order;
+    // The trips made by one of their steps, those of the same step by tensor.
+    Lists by(Index Trip::*step) const {
+        Pairs found;
+        for (Index i = 0; i < count(); ++i) found.emplace_back(of(i).*step, i);
+        return Lists(length() + 1, found);
     }
 
     // One copy in the store serves the trips of a tensor until it is written again; one that wraps finds it there.
     void find_copies() {
         copied.assign(made_.size(), 0);
-        const std::vector<Index> order = ordered([](const Trip& trip) { return std::pair(trip.tensor, trip.start); });
-        for (std::size_t i = 0; i < order.size();) {
-            std::size_t end = i;
-            Index stored = -1;
-            for (; end < order.size() && of(order[end]).tensor == of(order[i]).tensor; ++end)
-                if (of(order[end]).wraps()) stored = 0;
+        for (Index i = 0; i < count();) {
+            Index end = i, stored = -1;
+            for (; end < count() && of(end).tensor == of(i).tensor; ++end)
+                if (of(end).wraps()) stored = 0;
             for (; i < end; ++i) {
-                if (of(order[i]).version <= stored) continue;
-                copied[order[i]] = 1;
-                stored = of(order[i]).version;
+                if (of(i).version <= stored) continue;
+                copied[i] = 1;
+                stored = of(i).version;
             }
         }
     }
@@ -89,7 +86,7 @@ class Timing {
     void find_releases() {
         release.assign(made_.size(), 0);
         Pairs copies;
-        for (const Index i : ordered([](const Trip& trip) { return std::pair(trip.start, trip.tensor); })) {
+        for (const Index i : by(&Trip::start).values) {
             if (copied[i])
                 copies.emplace_back(of(i).copy, i);
             else
@@ -128,7 +125,7 @@ class Timing {
     // Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need.
     void find_issues() {
         issue.assign(made_.size(), 0);
-        const std::vector<Index> order = ordered([](const Trip& trip) { return std::pair(trip.end, trip.tensor); });
+        const std::vector<Index> order = by(&Trip::end).values;
         std::vector<Index> wanted(made_.size());
         Seconds next = kNever;
         for (auto i = order.rbegin(); i != order.rend(); ++i) {

@@ -120,7 +120,7 @@ class Candidates {
   public:
     Candidates(const Graph& graph, const Program& program, const Steps& steps, const Link& link) {
         for (const Gap& gap : program.gaps)
-            if (program.may_leave(gap))
+            if (!gap.remade)
                 trips_.push_back({gap.tensor, gap.start, gap.end, program.copy_start(gap), program.latest_release(gap),
                                   program.earliest_return(gap), program.version(gap), graph.nbytes[gap.tensor]});
         find_slower(graph, steps);
