@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-BRIEFLY_PLANNED = {"bench", "cli", "estimation", "papers", "report", "runtime", "test_every_policy.py"}
+BRIEFLY_PLANNED = {"bench", "cli", "estimation", "papers", "report", "runtime", "simulate", "test_every_policy.py"}
 
 
 @pytest.fixture(autouse=True)
