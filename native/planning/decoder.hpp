@@ -195,9 +195,8 @@ class Decoder {
                 std::vector<Seconds>& lost) const {
         const Index length = steps_.length();
         const auto of = [&](Index i) -> const Trip& { return trip(plan, i); };
-        Pairs starting, ending, copying, releasing, coming;
-        for (Index i = 0; i < static_cast<Index>(plan.trips.size()); ++i) starting.emplace_back(of(i).start, i);
-        for (const Index i : Lists(length + 1, starting).values) {
+        Pairs ending, copying, releasing, coming;
+        for (const Index i : by(&Trip::start, candidates_.trips(), plan.trips, length)) {
             if (plan.copied[i]) copying.emplace_back(of(i).copy, i);
             releasing.emplace_back(plan.release[i], i);
             ending.emplace_back(of(i).end, i);

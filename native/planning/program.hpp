@@ -42,6 +42,27 @@ struct Lists {
     }
 };
 
+// Bytes that come and go, summed up at the end.
+class ByStep {
+  public:
+    explicit ByStep(std::size_t length) : change_(length + 2, 0) {}
+
+    // So many more at the steps from `first` until before `end`, which is at most one beyond the last.
+    void add(Index first, Index end, Bytes nbytes) {
+        change_[first] += nbytes;
+        change_[end] -= nbytes;
+    }
+
+    // Adds them to what there is at each step.
+    void add_to(std::vector<Bytes>& steps) const {
+        Bytes sum = 0;
+        for (std::size_t i = 0; i < steps.size(); ++i) steps[i] += sum += change_[i];
+    }
+
+  private:
+    std::vector<Bytes> change_;
+};
+
 struct Algorithm {
     Bytes workspace;
     double slowdown;
@@ -58,7 +79,7 @@ struct Graph {
     std::vector<Index> least;   // its algorithm of least workspace
     std::vector<Bytes> nbytes;
     Flags persistent, movable, leaves, output;  // leaves: worth a transfer as well
-    Flags forgettable;                          // its producer can make it again
+    Flags can_remake;                           // its producer can make it again
     bool whole = false;                         // one graph runs the whole step
     std::vector<Index> producer, last_use;      // -1: none
 
@@ -88,10 +109,10 @@ struct Graph {
                 if (!persistent[t] && producer[t] < 0) producer[t] = op;
             }
         }
-        forgettable.assign(nbytes.size(), 0);
+        can_remake.assign(nbytes.size(), 0);
         for (Index t = 0; t < tensors(); ++t) {
             if (output[t]) last_use[t] = ops();
-            forgettable[t] = producer[t] >= 0 && remakes(producer[t], t);
+            can_remake[t] = producer[t] >= 0 && remakes(producer[t], t);
         }
     }
 };
@@ -136,7 +157,7 @@ class Recomputations {
     std::vector<Index> fleeing_, pending_;
 
     // Whether op `now` needs a recomputation of a tensor that it reads.
-    bool missing(Index tensor, Index now) const { return graph_.forgettable[tensor] && gone(tensor, now); }
+    bool missing(Index tensor, Index now) const { return graph_.can_remake[tensor] && gone(tensor, now); }
 
     bool gone(Index tensor, Index now) const {
         if (graph_.persistent[tensor] || remade_[tensor]) return false;
@@ -180,8 +201,7 @@ class Program {
     Program(const Graph& graph, const Flags& dropped, const Flags& fleeting)
         : steps(Recomputations(graph, dropped, fleeting).steps()),
           graph_(graph) {
-        find_gaps();
-        find_live();
+        find_live(find_gaps());
     }
 
     Index length() const { return static_cast<Index>(steps.size()); }
@@ -211,18 +231,17 @@ class Program {
 
     // The bytes at each step with the least workspaces, when all that may leave has left.
     std::vector<Bytes> alone() const {
-        std::vector<Bytes> found = live, change(steps.size() + 2, 0);
+        std::vector<Bytes> found = live;
+        ByStep away(steps.size());
         for (const Gap& gap : gaps) {
             if (gap.remade) continue;
-            change[gap.start + 1] -= graph_.nbytes[gap.tensor];
-            change[gap.end] += graph_.nbytes[gap.tensor];
-            if (gap.wraps()) change[0] -= graph_.nbytes[gap.tensor];
+            away.add(gap.start + 1, gap.wraps() ? length() : gap.end, -graph_.nbytes[gap.tensor]);
+            if (gap.wraps()) away.add(0, gap.end, -graph_.nbytes[gap.tensor]);
         }
-        Bytes away = 0;
+        away.add_to(found);
         for (std::size_t i = 0; i < steps.size(); ++i) {
             const Index op = steps[i].op;
-            away += change[i];
-            found[i] += away - graph_.workspace_of(op, graph_.chosen[op]) + graph_.workspace_of(op, graph_.least[op]);
+            found[i] += graph_.workspace_of(op, graph_.least[op]) - graph_.workspace_of(op, graph_.chosen[op]);
         }
         return found;
     }
@@ -240,7 +259,8 @@ class Program {
         return step.recompute ? std::span<const Index>(step.makes) : graph_.writes[step.op];
     }
 
-    void find_gaps() {
+    // Also says how many bytes are there at each step when nothing is away.
+    ByStep find_gaps() {
         using Pairs = std::vector<std::pair<Index, Index>>;
         Pairs touching, writing, making;
         touching.reserve(graph_.reads.values.size() + graph_.writes.values.size());
@@ -266,15 +286,13 @@ class Program {
         const Lists touches(graph_.tensors(), touching);
         births = Lists(graph_.tensors(), making);
         written = Lists(graph_.tensors(), writing);
-        change_.assign(steps.size() + 2, 0);
+        ByStep there(steps.size());
         for (Index t = 0; t < graph_.tensors(); ++t) {
             const auto uses = touches[t];
-            if (!uses.empty()) {
-                change_[graph_.persistent[t] ? 0 : uses.front()] += graph_.nbytes[t];
-                change_[(graph_.persistent[t] ? length() : uses.back()) + 1] -= graph_.nbytes[t];
-            } else if (graph_.persistent[t]) {
-                change_[0] += graph_.nbytes[t];
-            }
+            if (graph_.persistent[t])
+                there.add(0, length(), graph_.nbytes[t]);
+            else if (!uses.empty())
+                there.add(uses.front(), uses.back() + 1, graph_.nbytes[t]);
             if (graph_.persistent[t] && !graph_.movable[t]) continue;
             for (std::size_t k = 0; k + 1 < uses.size(); ++k) {
                 const bool remade = !graph_.persistent[t] && births[t].size() > 1 &&
@@ -285,27 +303,24 @@ class Program {
             if (graph_.persistent[t] && graph_.leaves[t] && !uses.empty() && uses.front() + length() > uses.back() + 1)
                 gaps.push_back({t, uses.back(), uses.front(), false});
         }
+        return there;
     }
 
-    void find_live() {
+    void find_live(ByStep there) {
         for (const Gap& gap : gaps) {
             if (!gap.remade) continue;
-            change_[gap.start + 1] -= graph_.nbytes[gap.tensor];
-            change_[gap.end] += graph_.nbytes[gap.tensor];
+            there.add(gap.start + 1, gap.end, -graph_.nbytes[gap.tensor]);
         }
-        live.resize(steps.size());
-        Bytes there = 0;
+        live.assign(steps.size(), 0);
+        there.add_to(live);
         for (std::size_t i = 0; i < steps.size(); ++i) {
             const Step& step = steps[i];
-            there += change_[i];
-            live[i] = there + graph_.workspace_of(step.op, graph_.chosen[step.op]);
+            live[i] += graph_.workspace_of(step.op, graph_.chosen[step.op]);
             if (!step.recompute) continue;
             for (const Index t : graph_.recompute_writes[step.op])  // made with the rest, and wanted by nobody
                 if (std::find(step.makes.begin(), step.makes.end(), t) == step.makes.end()) live[i] += graph_.nbytes[t];
         }
     }
-
-    std::vector<Bytes> change_;
 };
 
 }  // namespace overspill::planning

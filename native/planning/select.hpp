@@ -125,21 +125,18 @@ class Choice {
 
     // By how much each step is over the budget when those `first` are taken.
     std::vector<Bytes> excess(const Flags& first) const {
-        std::vector<Bytes> change(steps_.live.size() + 1, 0);
+        ByStep away(steps_.live.size());
         for (Index i = 0; i < among_.size(); ++i)
-            if (first[i]) relieve(among_[i], change);
+            if (first[i]) relieve(among_[i], away);
         std::vector<Bytes> found = steps_.live;
-        Bytes away = 0;
-        for (std::size_t i = 0; i < found.size(); ++i) found[i] += (away += change[i]) - budget_;
+        away.add_to(found);
+        for (Bytes& bytes : found) bytes -= budget_;
         return found;
     }
 
-    // By how much the bytes on the device change at each step where a candidate is taken.
-    static void relieve(const Candidate& c, std::vector<Bytes>& change) {
-        for (const Span& span : c.spans) {
-            change[span.start] -= c.nbytes;
-            change[span.end] += c.nbytes;
-        }
+    // Takes off the device what a candidate takes off.
+    static void relieve(const Candidate& c, ByStep& away) {
+        for (const Span& span : c.spans) away.add(span.start, span.end, -c.nbytes);
     }
 
     // The cost per byte and time relieved; infinite where nothing is.
@@ -173,11 +170,11 @@ class Choice {
 
     // Gives back, dearest first, what later choices made superfluous.
     void prune() {
-        std::vector<Bytes> change(steps_.live.size() + 1, 0);
-        for (const Index index : taken_) relieve(among_[index], change);
-        std::vector<Bytes> room(steps_.live.size());
-        Bytes away = 0;
-        for (std::size_t i = 0; i < room.size(); ++i) room[i] = budget_ - steps_.live[i] - (away += change[i]);
+        ByStep away(steps_.live.size());
+        for (const Index index : taken_) relieve(among_[index], away);
+        std::vector<Bytes> room = steps_.live;
+        away.add_to(room);
+        for (Bytes& bytes : room) bytes = budget_ - bytes;
         const auto price = [&](Index i) { return cost_[i] + among_[i].back; };
         std::vector<Index> order = taken_;
         std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return price(a) > price(b); });

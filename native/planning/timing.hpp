@@ -14,6 +14,14 @@ namespace overspill::planning {
 
 using Pairs = std::vector<std::pair<Index, Index>>;
 
+// Trips made, as numbers of `made`, by one of their steps; of the same step as in `made`.
+inline std::vector<Index> by(Index Trip::*step, const std::vector<Trip>& trips, const std::vector<Index>& made,
+                             Index length) {
+    Pairs found;
+    for (Index i = 0; i < static_cast<Index>(made.size()); ++i) found.emplace_back(trips[made[i]].*step, i);
+    return Lists(length + 1, found).values;
+}
+
 // The trips that a plan makes: which send their tensor to the store, and before which steps each is released and issued.
 class Timing {
   public:
@@ -25,15 +33,13 @@ class Timing {
     Timing(const std::vector<Trip>& trips, const std::vector<Index>& made, const Link& link, const Clock& clock,
            std::vector<Bytes> live, Bytes budget)
         : trips_(trips), made_(made), link_(link), clock_(clock), live_(std::move(live)), budget_(budget) {
-        std::vector<Bytes> change(live_.size() + 1, 0);
+        ByStep away(live_.size());
         for (Index i = 0; i < count(); ++i) {
             const Trip& trip = of(i);
-            change[trip.start + 1] -= trip.nbytes;
-            change[trip.end] += trip.nbytes;
-            if (trip.wraps()) change[0] -= trip.nbytes;
+            away.add(trip.start + 1, trip.wraps() ? length() : trip.end, -trip.nbytes);
+            if (trip.wraps()) away.add(0, trip.end, -trip.nbytes);
         }
-        Bytes away = 0;
-        for (std::size_t i = 0; i < live_.size(); ++i) live_[i] += away += change[i];
+        away.add_to(live_);
         find_copies();
         find_releases();
         find_issues();
@@ -60,13 +66,6 @@ class Timing {
         for (Index i = from; i < to; ++i) live_[i] += nbytes;
     }
 
-    // The trips made by one of their steps, those of the same step by tensor.
-    Lists by(Index Trip::*step) const {
-        Pairs found;
-        for (Index i = 0; i < count(); ++i) found.emplace_back(of(i).*step, i);
-        return Lists(length() + 1, found);
-    }
-
     // One copy in the store serves the trips of a tensor until it is written again; one that wraps finds it there.
     void find_copies() {
         copied.assign(made_.size(), 0);
@@ -86,7 +85,7 @@ class Timing {
     void find_releases() {
         release.assign(made_.size(), 0);
         Pairs copies;
-        for (const Index i : by(&Trip::start).values) {
+        for (const Index i : by(&Trip::start, trips_, made_, length())) {
             if (copied[i])
                 copies.emplace_back(of(i).copy, i);
             else
@@ -125,7 +124,7 @@ class Timing {
     // Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need.
     void find_issues() {
         issue.assign(made_.size(), 0);
-        const std::vector<Index> order = by(&Trip::end).values;
+        const std::vector<Index> order = by(&Trip::end, trips_, made_, length());
         std::vector<Index> wanted(made_.size());
         Seconds next = kNever;
         for (auto i = order.rbegin(); i != order.rend(); ++i) {
