@@ -22,7 +22,7 @@ from paired import json_record
 import overspill
 from overspill.core.units import format_bytes
 from overspill.models import load, optimizer_named
-from overspill.runtime.step import TrainStep
+from overspill.runtime.step.train_step import TrainStep
 
 CASES = {"resnet18": 8, "vgg11": 4, "gpt2": 2}
 

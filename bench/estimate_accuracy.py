@@ -26,8 +26,8 @@ from ground_truth import dnnmem, jobs
 from rich.console import Console
 from rich.table import Table
 
-from overspill.capture.eager import record
-from overspill.capture.recorder import Recorder
+from overspill.capture.recording.recorder import Recorder
+from overspill.capture.virtual_gpu.record import record
 from overspill.core.units import format_bytes
 from overspill.costs import capability_of
 from overspill.costs.scratch import Software

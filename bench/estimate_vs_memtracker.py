@@ -22,8 +22,8 @@ from ground_truth import jobs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from overspill.capture.eager import record
-from overspill.capture.fake import FastFakeMode
+from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.capture.virtual_gpu.record import record
 from overspill.core.units import format_bytes
 from overspill.costs.scratch import Software
 from overspill.devices import load_device

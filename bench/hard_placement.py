@@ -23,9 +23,9 @@ from pathlib import Path
 
 from overspill.core import Layout, Trace
 from overspill.placement.packing.base import Limits
-from overspill.placement.packing.exact import Decider, Exact
 from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
+from overspill.placement.packing.solvers.exact import Decider, Exact
 
 
 @dataclass

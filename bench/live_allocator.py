@@ -25,8 +25,8 @@ from allocator_speed import training_events
 from overspill.core import Block, Trace
 from overspill.placement import ALLOCATE, Events, replay
 from overspill.placement.replay import layout_of
-from overspill.runtime.allocator import LiveAllocator
-from overspill.runtime.recorded import ALIGNMENT_BYTES
+from overspill.runtime.live.allocator import LiveAllocator
+from overspill.runtime.live.recorded import ALIGNMENT_BYTES
 
 RUNS = 3
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
-from overspill.policies.planning import Plan
-from overspill.runtime.compile import compile_in
-from overspill.runtime.session import Options, Session
+from overspill.policies.plan import Plan
+from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.session import Options, Session
 
 
 @dataclass(frozen=True)

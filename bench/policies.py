@@ -28,15 +28,15 @@ import torch
 from paired import json_record
 
 from overspill import models
+from overspill.bounds.step_time import lower_bound_seconds
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds, with_algorithms
 from overspill.devices import load_device
+from overspill.planning.algorithms import memory_optimal
+from overspill.planning.floor import floor_of
+from overspill.planning.step_program import Program
 from overspill.policies import POLICIES, policy_named
-from overspill.policies.algorithms import memory_optimal
-from overspill.policies.bound import lower_bound_seconds
-from overspill.policies.floor import floor_of
-from overspill.policies.program import Program
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check, simulate
 

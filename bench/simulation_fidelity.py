@@ -33,12 +33,12 @@ from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies import POLICIES
-from overspill.policies.planning import Plan, unmanaged_peak
+from overspill.policies.plan import Plan, unmanaged_peak
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
-from overspill.runtime.compile import compile_in
-from overspill.runtime.engine import make_engine
-from overspill.runtime.session import Options, Session
-from overspill.runtime.stores import DiskStore, HostStore
+from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.session import Options, Session
+from overspill.runtime.transfer.engine import make_engine
+from overspill.runtime.transfer.stores import DiskStore, HostStore
 from overspill.simulate import simulate
 
 CPU = torch.device("cpu")

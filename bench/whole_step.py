@@ -39,10 +39,10 @@ from overspill.core.units import format_bytes
 from overspill.devices import load_device
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
-from overspill.policies.order import feature_maps_alone
-from overspill.policies.planning import make_plan, unmanaged_peak
-from overspill.runtime.compile import compile_in
-from overspill.runtime.session import Options, Session
+from overspill.planning.order import feature_maps_alone
+from overspill.policies.plan import make_plan, unmanaged_peak
+from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.session import Options, Session
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import Training, step_graph
 

@@ -2,7 +2,7 @@
 
 from overspill.core.units import format_bytes
 from overspill.models import load
-from overspill.runtime.session import Options
+from overspill.runtime.compiled.session import Options
 from overspill.runtime.training import Training, preview
 
 job = Training(lambda: load("resnet18", small=True), batch=32, optimizer="momentum")

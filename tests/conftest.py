@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from overspill.policies import auto, bound, search
+from overspill.bounds import step_time as bound
+from overspill.policies.auto import policy as auto
+from overspill.policies.auto import search
 
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True)

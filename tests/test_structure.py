@@ -17,6 +17,8 @@ ORDER = (
     ("devices", "costs", "models"),
     ("capture",),
     ("simulate",),
+    ("planning",),
+    ("bounds",),
     ("policies",),
     ("placement",),
     ("estimation",),

@@ -6,7 +6,7 @@
 #include <optional>
 #include <unordered_map>
 
-#include "../device.hpp"
+#include "../allocators/device.hpp"
 
 namespace overspill::live {
 

@@ -1,4 +1,4 @@
-// The extension overspill.runtime._live: the live allocator's Python face, and the C functions that PyTorch calls.
+// The extension overspill.runtime.live._live: the live allocator's Python face, and the C functions that PyTorch calls.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -189,7 +189,7 @@ extern "C" {
 NB_MODULE(_live, module) {
     using overspill::live::Core;
     using overspill::live::Unlocked;
-    module.doc() = "The native core of overspill.runtime.allocator.";
+    module.doc() = "The native core of overspill.runtime.live.allocator.";
     nb::class_<Core>(module, "LiveCore")
         .def(nb::init<const std::string&, const std::string&, int, std::optional<overspill::Bytes>, overspill::Bytes,
                       overspill::Bytes, bool>(),

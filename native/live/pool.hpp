@@ -4,7 +4,7 @@
 #include <optional>
 #include <unordered_map>
 
-#include "../caching.hpp"
+#include "../allocators/caching.hpp"
 #include "device.hpp"
 
 namespace overspill::live {

@@ -1,4 +1,4 @@
-// The searches in Python: overspill.placement._packing.ExactSearch and BackjumpSearch.
+// The searches in Python: overspill.placement.packing._packing.ExactSearch and BackjumpSearch.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

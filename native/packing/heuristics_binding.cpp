@@ -1,4 +1,4 @@
-// The heuristic solvers' part of overspill.placement._packing.
+// The heuristic solvers' part of overspill.placement.packing._packing.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -1,4 +1,4 @@
-// The extension overspill.placement._packing: offline solvers of dynamic storage allocation.
+// The extension overspill.placement.packing._packing: offline solvers of dynamic storage allocation.
 
 #include <nanobind/nanobind.h>
 

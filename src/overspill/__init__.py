@@ -20,8 +20,8 @@ from .core.errors import InfeasibleBudget, OverspillError, RequestError, StoreEr
 if TYPE_CHECKING:
     from .devices import load_device
     from .estimation.api import estimate
-    from .runtime.compile import compile  # noqa: A004
-    from .runtime.step import train_step
+    from .runtime.compiled.compile import compile  # noqa: A004
+    from .runtime.step.train_step import train_step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    "compile": "overspill.runtime.compile",
-    "train_step": "overspill.runtime.step",
+    "compile": "overspill.runtime.compiled.compile",
+    "train_step": "overspill.runtime.step.train_step",
     "estimate": "overspill.estimation.api",
     "load_device": "overspill.devices",
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from overspill.capture.virtual_gpu import VirtualGpu
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
 
 
 @pytest.fixture

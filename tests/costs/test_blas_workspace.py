@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.errors import RequestError
-from overspill.costs import (
-    Lifetime,
-    Workspace,
-    addmm_uses_cublaslt,
-    cublas_workspace_bytes,
-    cublaslt_workspace_bytes,
-)
+from overspill.costs import Lifetime, Workspace, addmm_uses_cublaslt, cublas_workspace_bytes, cublaslt_workspace_bytes
 
 MIB = 1 << 20
 USUAL = 8_519_680  # what torch.cuda.memory_snapshot shows, discuss.pytorch.org 178671

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from overspill import models
-from overspill.capture.eager import record
+from overspill.capture.virtual_gpu.record import record
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 from overspill.costs.interval import NOTHING

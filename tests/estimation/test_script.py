@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from overspill.capture.eager import record
-from overspill.capture.recording import Recording
-from overspill.capture.virtual_gpu import VirtualGpu
+from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
+from overspill.capture.virtual_gpu.record import record
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.estimation import programs

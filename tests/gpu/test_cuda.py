@@ -5,10 +5,10 @@ import torch
 
 from overspill.models import load
 from overspill.policies import POLICIES
-from overspill.runtime.engine import make_engine
-from overspill.runtime.session import Options
-from overspill.runtime.stores import make_store
+from overspill.runtime.compiled.session import Options
 from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.transfer.engine import make_engine
+from overspill.runtime.transfer.stores import make_store
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.gpu
 TRAINING = """
 import sys
 import torch
-from overspill.runtime.allocator import LiveAllocator
-from overspill.runtime.planned import PlannedSteps
-from tests.runtime.live import FirstFit
+from overspill.runtime.live.allocator import LiveAllocator
+from overspill.runtime.live.planned_steps import PlannedSteps
+from tests.runtime.live.live import FirstFit
 
 pool = sys.argv[1]
 allocator = LiveAllocator("cuda", pool, main_bytes=256 << 20, chunk_bytes=2 << 20) if pool != "none" else None

@@ -169,7 +169,7 @@ def test_a_small_model_trains_three_steps_with_finite_changing_losses(name: str)
 
 @pytest.mark.parametrize("name", ["googlenet-aux", pytest.param("inception-v3-aux", marks=pytest.mark.long)])
 def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> None:
-    """The others train compiled, in one graph, in tests/runtime/test_exactness.py."""
+    """The others train compiled, in one graph, in tests/runtime/compiled/test_exactness.py."""
     job = load_or_skip(name, small=True)
     step = TrainingStep(job)
     compiled = torch.compile(TrainingStep(job), fullgraph=True, dynamic=False, backend="aot_eager")

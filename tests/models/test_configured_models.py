@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core.errors import RequestError
 from overspill.models import check_name, load
-from overspill.runtime.session import Options
+from overspill.runtime.compiled.session import Options
 from overspill.runtime.training import Training, train, train_plain
 
 TINY = "decoder:width=32,depth=2,heads=4,vocabulary=50,seq_len=8"

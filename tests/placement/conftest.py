@@ -21,7 +21,7 @@ from overspill.placement import (
     TwoEndedConfig,
     allocator_named,
 )
-from overspill.placement.base import Allocator
+from overspill.placement.allocators.base import Allocator
 
 MIB = 1 << 20
 TWINS = {"python": False, "native": True}

@@ -21,7 +21,7 @@ from overspill.placement import (
     minimum_capacity,
     replay,
 )
-from overspill.placement.device import PAGE_BYTES
+from overspill.placement.simulated_device import PAGE_BYTES
 
 MIB = 1 << 20
 Case = Callable[[str, int], tuple[Events, Any, int | None]]

@@ -12,12 +12,12 @@ from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 from overspill.core import Device, Graph, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds, signature
-from overspill.policies import auto
-from overspill.policies.auto import Auto
-from overspill.policies.base import SMALLEST_MOVE_BYTES
-from overspill.policies.floor import floor_of
-from overspill.policies.planning import unmanaged_peak
-from overspill.policies.program import Program
+from overspill.planning.floor import floor_of
+from overspill.planning.gaps import SMALLEST_MOVE_BYTES
+from overspill.planning.step_program import Program
+from overspill.policies.auto import policy as auto
+from overspill.policies.auto.policy import Auto
+from overspill.policies.plan import unmanaged_peak
 from overspill.simulate import check, simulate
 
 EXAMPLES = settings(max_examples=40, deadline=None)

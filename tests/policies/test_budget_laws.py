@@ -13,9 +13,9 @@ from tests.simulate.graphs import devices, networks
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
+from overspill.planning.floor import floor_of
+from overspill.planning.step_program import Program
 from overspill.policies import POLICIES, policy_named
-from overspill.policies.floor import floor_of
-from overspill.policies.program import Program
 from overspill.simulate import simulate
 
 EXAMPLES = settings(max_examples=25, deadline=None)

@@ -11,7 +11,7 @@ from overspill.core import Graph, LayerType
 from overspill.core.errors import RequestError
 from overspill.policies import POLICIES
 from overspill.policies.comparison import BASELINE, compare, in_order
-from overspill.policies.planning import make_plan, unmanaged_peak
+from overspill.policies.plan import make_plan, unmanaged_peak
 
 LIMITLESS = 1 << 40
 

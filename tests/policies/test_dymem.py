@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.policies.test_order import FIG_10, block
+from tests.planning.test_order import FIG_10, block
 from tests.policies.test_vdnn import chain, with_menu
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Algorithm, Device, Graph, LayerType, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
+from overspill.planning.layers import layers_of
+from overspill.planning.order import depth_first
+from overspill.planning.step_program import Program
 from overspill.policies.dymem import UNLIMITED, Dymem, Planner, prefetch_starts
-from overspill.policies.layers import layers_of
-from overspill.policies.order import depth_first
-from overspill.policies.program import Program
 from overspill.simulate import check, simulate
 
 EXAMPLES = settings(max_examples=30, deadline=None)

@@ -10,11 +10,11 @@ from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, Phase, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.planning.floor import floor_of
+from overspill.planning.gaps import SMALLEST_MOVE_BYTES
+from overspill.planning.step_program import Program
 from overspill.policies import NAMED, POLICIES, policy_named
-from overspill.policies.base import SMALLEST_MOVE_BYTES
-from overspill.policies.floor import floor_of
-from overspill.policies.planning import make_plan, unmanaged_peak
-from overspill.policies.program import Program
+from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=30, deadline=None)

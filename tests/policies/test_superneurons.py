@@ -14,10 +14,10 @@ from tests.policies.plans import (
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, LayerType, Phase, Verb
+from overspill.planning.lru import evictions
+from overspill.planning.step_program import Program
 from overspill.policies.base import Policy
-from overspill.policies.lru import evictions
-from overspill.policies.planning import unmanaged_peak
-from overspill.policies.program import Program
+from overspill.policies.plan import unmanaged_peak
 from overspill.policies.superneurons import (
     EXPENSIVE,
     Superneurons,

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tests.policies.plans import floor_bytes, larger_budgets_are_kept_and_never_slower, seconds_of, with_moving_state
 from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
+from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
+from overspill.planning.floor import floor_of
+from overspill.planning.order import early_updates, feature_maps_alone, in_graph_order, reordered
+from overspill.planning.step_program import Program
 from overspill.policies import POLICIES, policy_named
-from overspill.policies.floor import floor_of
-from overspill.policies.order import early_updates, feature_maps_alone, in_graph_order, reordered
-from overspill.policies.planning import make_plan, unmanaged_peak
-from overspill.policies.program import Program
-from overspill.policies.step_bound import whole_step_bound_seconds
+from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=12, deadline=None)

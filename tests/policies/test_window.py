@@ -16,9 +16,9 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, layers, network
 
 from overspill.core import Device, Graph, Phase, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.policies.floor import floor_of
-from overspill.policies.planning import unmanaged_peak
-from overspill.policies.program import Program
+from overspill.planning.floor import floor_of
+from overspill.planning.step_program import Program
+from overspill.policies.plan import unmanaged_peak
 from overspill.policies.window import VariableSequence, Window
 from overspill.simulate import check
 

@@ -6,8 +6,8 @@ from rich.console import Console, RenderableType
 from tests.simulate.graphs import DEVICE, Build
 
 from overspill.core import Graph, Phase, TensorKind
-from overspill.placement.placed import place
-from overspill.policies.planning import Plan, make_plan
+from overspill.placement.place import place
+from overspill.policies.plan import Plan, make_plan
 from overspill.report.plan import peak_of, plan_report
 from overspill.simulate import trace_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from overspill.core import Device, Graph, Instruction, LayerType, Op, Phase, Schedule, Tensor, TensorKind, Verb
-from overspill.policies.base import SMALLEST_MOVE_BYTES
+from overspill.planning.gaps import SMALLEST_MOVE_BYTES
 
 DEVICE = Device(
     name="toy",

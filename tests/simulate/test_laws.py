@@ -14,9 +14,9 @@ from tests.simulate.graphs import DEVICE, devices, networks, recount
 from overspill.core import Device, Graph, Schedule, Stream, Verb
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule
 from overspill.costs import op_seconds
+from overspill.planning.floor import floor_of
+from overspill.planning.step_program import Program
 from overspill.policies import POLICIES
-from overspill.policies.floor import floor_of
-from overspill.policies.program import Program
 from overspill.simulate import check, simulate, trace_of
 
 EXAMPLES = settings(max_examples=30, deadline=None)

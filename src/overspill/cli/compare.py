@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from overspill.core import Device, Graph
-    from overspill.placement.placed import Placed
+    from overspill.placement.place import Placed
     from overspill.policies.comparison import Row
 
 PolicyNames = Annotated[
@@ -131,7 +131,7 @@ def _policy_names(asked: str | None) -> tuple[str, ...]:
 def _placer_names(asked: str | None) -> tuple[str, ...]:
     """The allocators and solvers that the user named, or those that need no time. Raises RequestError for others."""
     from overspill.placement import ALLOCATORS
-    from overspill.placement.placed import check_placer
+    from overspill.placement.place import check_placer
 
     if asked is None:
         return (*ALLOCATORS, "skyline", "portfolio")
@@ -150,7 +150,7 @@ def _named(asked: str, check: Callable[[str], object], none: str) -> tuple[str, 
 
 def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) -> list[tuple[str, Placed]]:
     """Every policy's plan under every placer."""
-    from overspill.placement.placed import place
+    from overspill.placement.place import place
     from overspill.simulate import trace_of
 
     found = []
@@ -164,7 +164,7 @@ def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) 
 
 
 def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
-    from overspill.policies.planning import unmanaged_peak
+    from overspill.policies.plan import unmanaged_peak
 
     if budget is None:
         return device.usable_bytes

@@ -34,7 +34,7 @@ from .common import (
 from .failures import explain
 
 if TYPE_CHECKING:
-    from overspill.policies.planning import Plan
+    from overspill.policies.plan import Plan
 
 
 def plan(
@@ -65,8 +65,8 @@ def plan(
     device = load_device(gpu or "cpu")
     with narrate() as narrator:
         quiet_torch()
-        from overspill.runtime.session import Options
-        from overspill.runtime.step import GradientOptions
+        from overspill.runtime.compiled.session import Options
+        from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training, preview
 
         choice = ModelChoice(model, small, image_size, seq_len)
@@ -87,7 +87,7 @@ def plan(
 
 
 def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None) -> Outcome:
-    from overspill.placement.placed import place_plan
+    from overspill.placement.place import place_plan
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
     peak = peak_of(made)

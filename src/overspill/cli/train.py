@@ -39,7 +39,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from overspill.report.training import Trained
-    from overspill.runtime.session import Options
+    from overspill.runtime.compiled.session import Options
     from overspill.runtime.training import Run, Training
 
 DIFFERS = 1
@@ -105,8 +105,8 @@ def train(
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs import MeasuredTimes
-        from overspill.runtime.session import Options
-        from overspill.runtime.step import GradientOptions
+        from overspill.runtime.compiled.session import Options
+        from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training
 
         gradients = GradientOptions(accumulate, clip_norm, clip_value)
@@ -151,7 +151,7 @@ def _try_store(options: Options, device: str) -> None:
     """Raise RequestError for a store that cannot be opened, before the model is built."""
     import torch
 
-    from overspill.runtime.stores import make_store
+    from overspill.runtime.transfer.stores import make_store
 
     make_store(options.store, torch.device(device), options.store_dir).close()
 

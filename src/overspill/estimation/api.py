@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from overspill import models
-from overspill.capture.eager import record
-from overspill.capture.fake import FastFakeMode
-from overspill.capture.recorder import Recorder
-from overspill.capture.recording import Recording
+from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.capture.recording.recorder import Recorder
+from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.record import record
 from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.models.step import is_criterion
-from overspill.placement.caching_config import CachingConfig
-from overspill.placement.registry import allocator_type
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.allocators.registry import allocator_type
 
 from . import programs
 from .estimate import Estimate

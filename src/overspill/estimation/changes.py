@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from overspill.core.errors import OverspillError
 from overspill.core.units import format_bytes
-from overspill.placement.caching_config import CachingConfig
+from overspill.placement.allocators.caching_config import CachingConfig
 
 if TYPE_CHECKING:
     from .estimate import Estimate

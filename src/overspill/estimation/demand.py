@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from overspill.capture.recording import Recording
+from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import OutOfMemory
 from overspill.costs.scratch import Software, elastic, scratch_bytes

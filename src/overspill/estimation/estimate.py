@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from overspill.capture.recording import Recording
+from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.costs import Interval, context_bytes, kernel_image_bytes
 from overspill.costs.interval import NOTHING

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overspill.capture.recording import Recording
+from overspill.capture.recording.recording import Recording
 from overspill.core import Phase, TensorKind
 from overspill.placement.replay import Replay
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.capture.recorder import Recorder
+from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.models import Job
 from overspill.models.step import loss_in

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overspill.capture.recording import Recording
+from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs.scratch import Software

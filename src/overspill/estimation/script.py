@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from overspill.capture.eager import unsupported
-from overspill.capture.iterations import Enough, Iterations
-from overspill.capture.process_state import kept_process
-from overspill.capture.recording import Recording
-from overspill.capture.script_patches import script_patches
-from overspill.capture.virtual_gpu import VirtualGpu
+from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
+from overspill.capture.virtual_gpu.iterations import Enough, Iterations
+from overspill.capture.virtual_gpu.process_state import kept_process
+from overspill.capture.virtual_gpu.record import unsupported
+from overspill.capture.virtual_gpu.script_patches import script_patches
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_bytes
 

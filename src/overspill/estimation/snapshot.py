@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overspill.capture.recording import Allocation, Recording
+from overspill.capture.recording.recording import Allocation, Recording
 from overspill.placement.snapshot import Origin, Span, write_snapshot
 
 from .peak import category

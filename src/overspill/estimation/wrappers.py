@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from overspill.capture.recorder import Recorder
+from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.costs.nccl import horovod_fusion_bytes
 

@@ -14,11 +14,11 @@ from overspill.core import Layout, Trace
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
-from . import native as native_core
-from .base import SEGMENT_ACTIONS, Gauge, SegmentEvent
-from .device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SMALL_BYTES, round_up
+from .allocators import native as native_core
+from .allocators.base import SEGMENT_ACTIONS, Gauge, SegmentEvent
+from .allocators.registry import allocator_named, allocator_type
 from .events import ALLOCATE, COLUMNS, FREE, Events
-from .registry import allocator_named, allocator_type
+from .simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SMALL_BYTES, round_up
 
 GAUGES = ("requested", "allocated", "reserved")
 FRAGMENTS = ("usable", "spread")

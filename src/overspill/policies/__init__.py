@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from overspill.core.errors import RequestError
 
-from .auto import Auto, ThoroughAuto
+from .auto.policy import Auto, ThoroughAuto
 from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
 from .checkpoint import Checkpoint, CheckpointCost

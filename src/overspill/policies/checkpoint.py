@@ -10,11 +10,11 @@ from math import ceil, sqrt
 import numpy as np
 
 from overspill.core import Device, Graph, Phase, Schedule, TensorKind
+from overspill.planning.assemble import assemble
+from overspill.planning.floor import below, floor_of
+from overspill.planning.step_program import Positions, Program
 
-from .assemble import assemble
 from .base import Policy
-from .floor import below, floor_of
-from .program import Positions, Program
 
 SEGMENTS = (2, 3, 4, 6, 8, 16, 32)
 """`checkpoint-cost` tries segments of the bytes of all feature maps over each of these numbers."""

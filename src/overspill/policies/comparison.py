@@ -12,7 +12,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes
 
 from . import policy_named
-from .planning import Plan, make_plan
+from .plan import Plan, make_plan
 
 BASELINE = "oracle"
 """What slowdowns are relative to: it has all the memory and the fastest algorithms."""

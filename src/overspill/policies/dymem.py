@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from overspill.core import Device, Graph, LayerType, Schedule
+from overspill.planning.algorithms import Choice, fastest_within, memory_optimal
+from overspill.planning.assemble import Transfer, assemble
+from overspill.planning.fastest import fastest
+from overspill.planning.floor import below, peak_of
+from overspill.planning.layers import layers_of, offload_step
+from overspill.planning.order import depth_first, in_graph_order, reordered
+from overspill.planning.step_program import Gap, Positions, Program
+from overspill.planning.timing import releases, where_there_is_room
 
-from .algorithms import Choice, fastest_within, memory_optimal
-from .assemble import Transfer, assemble
 from .base import Policy
-from .candidates import fastest
-from .floor import below, peak_of
-from .layers import layers_of, offload_step
-from .order import depth_first, in_graph_order, reordered
-from .program import Gap, Positions, Program
-from .timing import releases, where_there_is_room
 
 STAYING = frozenset({LayerType.DROPOUT, LayerType.SOFTMAX, LayerType.LOSS, LayerType.LINEAR})
 """Layers whose inputs are not selected for offloading (§3.3.2: "Dropout, Softmax, and FC"); softmax comes with the loss."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from overspill.core import Device, Graph, Schedule, TensorKind
+from overspill.planning.assemble import assemble
+from overspill.planning.step_program import Program
 
-from .assemble import assemble
 from .base import Policy
-from .program import Program
 
 
 class InCore(Policy):

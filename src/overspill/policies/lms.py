@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core import Device, Graph, Schedule
+from overspill.planning.assemble import assemble
+from overspill.planning.fastest import fastest
+from overspill.planning.floor import below
+from overspill.planning.gaps import earliest_return, may_leave
+from overspill.planning.levels import levels
+from overspill.planning.lru import evictions, smallest, trips
+from overspill.planning.step_program import Gap, Positions, Program
 
-from .assemble import assemble
-from .base import Policy, earliest_return, may_leave
-from .candidates import fastest
-from .distance import levels
-from .floor import below
-from .lru import evictions, smallest, trips
-from .program import Gap, Positions, Program
+from .base import Policy
 
 THRESHOLDS = (0.0, 1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 15 / 16)
 """The swapout_thresholds tried, as shares of the graph's depth."""

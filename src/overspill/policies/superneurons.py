@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule
+from overspill.planning.assemble import assemble
+from overspill.planning.fastest import fastest
+from overspill.planning.floor import below, floor_of
+from overspill.planning.gaps import earliest_return, may_leave
+from overspill.planning.lru import evictions, smallest, trips, without
+from overspill.planning.step_program import Gap, Positions, Program
+from overspill.planning.timing import where_there_is_room
 
-from .assemble import assemble
-from .base import Policy, earliest_return, may_leave
-from .candidates import fastest
-from .floor import below, floor_of
-from .lru import evictions, smallest, trips, without
-from .program import Gap, Positions, Program
-from .timing import where_there_is_room
+from .base import Policy
 
 EXPENSIVE = (LayerType.CONV, LayerType.LINEAR)
 """Layers that are not recomputed (§3.4); all others are cheap."""

@@ -6,14 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from overspill.core import Device, Graph, LayerType, Schedule, Verb
+from overspill.planning.algorithms import fastest_within, memory_optimal
+from overspill.planning.assemble import Transfer, assemble
+from overspill.planning.floor import below, peak_of
+from overspill.planning.gaps import earliest_return, latest_release
+from overspill.planning.layers import Layer, backward_order, layers_of, offload_step
+from overspill.planning.step_program import Program
 from overspill.simulate import simulate
 
-from .algorithms import fastest_within, memory_optimal
-from .assemble import Transfer, assemble
-from .base import Policy, earliest_return, latest_release
-from .floor import below, peak_of
-from .layers import Layer, backward_order, layers_of, offload_step
-from .program import Program
+from .base import Policy
 
 Offloading = Callable[[LayerType], bool]
 """Which layers' input feature maps leave."""

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from overspill.core import Device, Graph, Schedule
+from overspill.planning.assemble import Transfer, assemble
+from overspill.planning.fastest import fastest
+from overspill.planning.floor import below
+from overspill.planning.gaps import earliest_return, may_move, possible_trips
+from overspill.planning.lru import evictions, smallest
+from overspill.planning.step_program import Gap, Positions, Program
 
-from .assemble import Transfer, assemble
-from .base import Policy, earliest_return, may_move, possible_trips
-from .candidates import fastest
-from .floor import below
-from .lru import evictions, smallest
-from .program import Gap, Positions, Program
+from .base import Policy
 
 WINDOWS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2, 7 / 4, 2.0, 5 / 2)
 """The schedule-windows tried, as multiples of the peak without transfers; a variable counts at each of its uses."""

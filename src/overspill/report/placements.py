@@ -11,7 +11,7 @@ from rich.text import Text
 
 from overspill.core.units import format_bytes
 from overspill.placement.packing import SOLVERS
-from overspill.placement.placed import Placed
+from overspill.placement.place import Placed
 
 from .listing import listing, percent, whole_columns
 

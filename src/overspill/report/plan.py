@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from overspill.capture.whole_step import NORM
+from overspill.capture.compiled.whole_step import NORM
 from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
 from overspill.core.units import format_bytes, format_seconds
-from overspill.placement.placed import Placed
-from overspill.policies.planning import Plan
+from overspill.placement.place import Placed
+from overspill.policies.plan import Plan
 from overspill.simulate import check
 
 from .listing import format_flops, listing, percent

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from overspill.core.units import format_bytes
-from overspill.placement.device import PAGE_BYTES
+from overspill.placement.simulated_device import PAGE_BYTES
 from overspill.placement.snapshot import SnapshotReplay
 from overspill.placement.snapshot.settings import text_of
 

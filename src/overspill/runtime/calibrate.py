@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from overspill.core import Device
 from overspill.core.units import format_bytes
 
-from .engine import TransferEngine, make_engine
-from .stores import DiskStore, Store
-from .streams import ThreadLane
+from .transfer.engine import TransferEngine, make_engine
+from .transfer.lanes import ThreadLane
+from .transfer.stores import DiskStore, Store
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PRODUCT_SIZES = (256, 512, 1024, 1536)

@@ -10,7 +10,7 @@ from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.devices import load_device, this_cpu
 
-from .allocator import serving
+from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
 """Whose rates stand in for those of a GPU that has no data file; its memory is asked of the driver."""

@@ -23,13 +23,13 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 
-from overspill.capture.compiled import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
-from overspill.capture.joint import JointGraph, StorageKey, storages
-from overspill.capture.whole_step import CapturedStep
+from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
+from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
+from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
-from . import ops
+from .transfer import ops
 
 BATCH_NORM_NO_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"

@@ -19,13 +19,13 @@ from overspill.core.errors import OverspillError, RequestError, StoreError, is_o
 from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
-from overspill.policies.planning import Plan
+from overspill.policies.plan import Plan
 
 from . import batches
-from .allocator import serving
-from .compile import compile_in
-from .session import Options, Session, budget_for, device_for, plan_graph
-from .step import GradientOptions, TrainStep
+from .compiled.compile import compile_in
+from .compiled.session import Options, Session, budget_for, device_for, plan_graph
+from .live.allocator import serving
+from .step.train_step import GradientOptions, TrainStep
 from .tracker import LiveBytes
 
 SEED = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overspill.placement.packing.greedy import Greedy
+from overspill.placement.packing.solvers.greedy import Greedy
 
 
 class FirstFit(Greedy):

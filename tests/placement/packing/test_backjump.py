@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tests.placement.packing.random_traces import traces
 
 from overspill.core import Block, Layout, Trace
-from overspill.placement.packing import backjump, native
-from overspill.placement.packing.backjump import shrinking
-from overspill.placement.packing.backjump_twin import TwinBackjumpSearch
-from overspill.placement.packing.exact_model import ExactModel
-from overspill.placement.packing.portfolio import Portfolio
+from overspill.placement.packing import native
 from overspill.placement.packing.problem import Integers, Problem
+from overspill.placement.packing.solvers import backjump
+from overspill.placement.packing.solvers.backjump import shrinking
+from overspill.placement.packing.solvers.backjump_twin import TwinBackjumpSearch
+from overspill.placement.packing.solvers.exact_model import ExactModel
+from overspill.placement.packing.solvers.portfolio import Portfolio
 
 PATIENT = 1000.0
 plain_traces = traces(count=20, gaps=False, pins=False, alignments=(1,))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from tests.placement.packing.small_problems import optimum
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
-from overspill.placement.packing import cp_sat
 from overspill.placement.packing.base import Limits
-from overspill.placement.packing.cp_sat import CpSat
-
-from .small_problems import optimum
+from overspill.placement.packing.solvers import cp_sat
+from overspill.placement.packing.solvers.cp_sat import CpSat
 
 needs_ortools = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
 RING = ((0, 2, 4), (1, 4, 3), (3, 6, 4), (5, 8, 3), (0, 1, 2), (2, 7, 2))

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.placement.packing.small_problems import instance, optimum, traces
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
-from overspill.placement.packing import exact as exact_module
 from overspill.placement.packing.base import Limits, Solution
-from overspill.placement.packing.exact import Decider, Exact, turn
-from overspill.placement.packing.exact_model import ExactModel
 from overspill.placement.packing.native import AVAILABLE
 from overspill.placement.packing.problem import Problem
-
-from .small_problems import instance, optimum, traces
+from overspill.placement.packing.solvers import exact as exact_module
+from overspill.placement.packing.solvers.exact import Decider, Exact, turn
+from overspill.placement.packing.solvers.exact_model import ExactModel
 
 CAPACITY = 1048576
 needs_native = pytest.mark.skipif(not AVAILABLE, reason="the native modules are not built")

@@ -8,9 +8,9 @@ from tests.placement.packing.random_traces import traces
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
-from overspill.placement.packing.greedy import Greedy
 from overspill.placement.packing.keys import KEYS, conflicts, highest_load
 from overspill.placement.packing.problem import Problem
+from overspill.placement.packing.solvers.greedy import Greedy
 
 
 @pytest.fixture(params=[False, True], ids=["python", "native"])

@@ -9,9 +9,9 @@ from tests.placement.packing.random_traces import traces
 
 from overspill.core import Block, Layout, Trace
 from overspill.placement.packing import native
-from overspill.placement.packing.large_first import layouts, tight
-from overspill.placement.packing.portfolio import Portfolio
 from overspill.placement.packing.problem import Problem
+from overspill.placement.packing.solvers.large_first import layouts, tight
+from overspill.placement.packing.solvers.portfolio import Portfolio
 
 UNIT = 10_000
 

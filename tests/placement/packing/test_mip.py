@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.placement.packing.small_problems import instance, optimum, traces
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
-from overspill.placement.packing import mip
 from overspill.placement.packing.base import Limits
-from overspill.placement.packing.mip import Mip
-
-from .small_problems import instance, optimum, traces
+from overspill.placement.packing.solvers import mip
+from overspill.placement.packing.solvers.mip import Mip
 
 
 @settings(max_examples=60, deadline=None)

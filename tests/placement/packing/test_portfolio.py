@@ -11,8 +11,8 @@ from overspill.core.errors import RequestError
 from overspill.placement.packing import native
 from overspill.placement.packing.base import Limits
 from overspill.placement.packing.bound import bound_bytes
-from overspill.placement.packing.portfolio import Portfolio
 from overspill.placement.packing.problem import Problem
+from overspill.placement.packing.solvers.portfolio import Portfolio
 
 PATIENT = 1000.0
 

@@ -13,7 +13,7 @@ from overspill.core.errors import RequestError
 from overspill.placement.packing.base import Limits
 from overspill.placement.packing.keys import KEYS, maximal_sections
 from overspill.placement.packing.problem import Problem
-from overspill.placement.packing.skyline import Skyline, packer_of, solid
+from overspill.placement.packing.solvers.skyline import Skyline, packer_of, solid
 
 PLAIN = traces(count=30, gaps=False, pins=False)
 

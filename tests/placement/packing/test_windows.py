@@ -9,9 +9,9 @@ from tests.placement.packing.small_problems import optimum, traces
 from overspill.core import Block, Trace
 from overspill.placement.packing import native
 from overspill.placement.packing.bound import bound_bytes
-from overspill.placement.packing.portfolio import Portfolio
 from overspill.placement.packing.problem import Problem
-from overspill.placement.packing.windows import window_bound
+from overspill.placement.packing.solvers.portfolio import Portfolio
+from overspill.placement.packing.solvers.window_bound import window_bound
 
 # (start, end, size) of the large blocks of a stretch of DenseNet-121's forward pass under Dymem's policy, in 3 211 264 bytes
 TIGHT = (

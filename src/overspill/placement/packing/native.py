@@ -9,14 +9,14 @@ from overspill.core.errors import RequestError
 from .problem import Integers
 
 try:
-    from overspill.placement import _packing
+    from . import _packing
 except ImportError:  # the source tree without a build: the Python twins do the same
     AVAILABLE = False
 else:
     AVAILABLE = True
 
 if TYPE_CHECKING:
-    from overspill.placement._packing import BackjumpSearch, ExactSearch, SkylinePacker
+    from ._packing import BackjumpSearch, ExactSearch, SkylinePacker
 
 
 def chosen(native: bool | None) -> bool:

@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from overspill.core.errors import RequestError
 
 from .base import Solver
-from .cp_sat import CpSat
-from .exact import Exact
-from .greedy import Fit, Greedy
-from .mip import Mip
-from .portfolio import Portfolio
-from .skyline import Skyline
+from .solvers.cp_sat import CpSat
+from .solvers.exact import Exact
+from .solvers.greedy import Fit, Greedy
+from .solvers.mip import Mip
+from .solvers.portfolio import Portfolio
+from .solvers.skyline import Skyline
 
 DEFAULT = "portfolio"
 _FITS: tuple[Fit, ...] = ("first", "best")

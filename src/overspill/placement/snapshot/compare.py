@@ -18,9 +18,9 @@ from itertools import chain, islice
 
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
-from overspill.placement.base import SegmentEvent
-from overspill.placement.caching import SMALL_SEGMENT_BYTES
-from overspill.placement.caching_config import CachingConfig
+from overspill.placement.allocators.base import SegmentEvent
+from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES
+from overspill.placement.allocators.caching_config import CachingConfig
 
 from .device import RecordedAllocator, RecordedDevice
 from .read import Entry, Snapshot

@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 
-from overspill.placement.base import SegmentEvent, SegmentView
-from overspill.placement.blocks import Block
-from overspill.placement.caching import SMALL_BYTES, CachingAllocator, round_size
-from overspill.placement.caching_config import CachingConfig
-from overspill.placement.device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SimulatedDevice
-from overspill.placement.expandable import ExpandableSegments
+from overspill.placement.allocators.base import SegmentEvent, SegmentView
+from overspill.placement.allocators.blocks import Block
+from overspill.placement.allocators.caching import SMALL_BYTES, CachingAllocator, round_size
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.allocators.expandable import ExpandableSegments
+from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SimulatedDevice
 
 from .read import Entry
 from .recording import LOSSES

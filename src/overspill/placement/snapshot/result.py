@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overspill.placement.caching_config import CachingConfig
+from overspill.placement.allocators.caching_config import CachingConfig
 
 
 @dataclass(frozen=True)

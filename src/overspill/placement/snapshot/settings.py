@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from overspill.core.errors import RequestError
-from overspill.placement.caching_config import DIVISION_INTERVALS, MIB, CachingConfig
+from overspill.placement.allocators.caching_config import DIVISION_INTERVALS, MIB, CachingConfig
 
 from .read import Snapshot
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from overspill.core.errors import RequestError
-from overspill.placement.base import BlockView, SegmentView
-from overspill.placement.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES, round_size
-from overspill.placement.caching_config import CachingConfig
+from overspill.placement.allocators.base import BlockView, SegmentView
+from overspill.placement.allocators.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES, round_size
+from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
 
 from .ranges import Ranges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overspill.core import Block, Trace
-from overspill.placement.caching import MIN_BLOCK_BYTES
+from overspill.placement.allocators.caching import MIN_BLOCK_BYTES
 
 from .read import Snapshot
 from .recording import recording_of, stream_numbers

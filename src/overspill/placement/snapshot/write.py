@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement.base import NOWHERE, Allocator, SegmentEvent, SegmentView
-from overspill.placement.caching import SMALL_SEGMENT_BYTES, round_size
-from overspill.placement.caching_config import CachingConfig
+from overspill.placement.allocators.base import NOWHERE, Allocator, SegmentEvent, SegmentView
+from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES, round_size
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.allocators.registry import allocator_named
 from overspill.placement.events import ALLOCATE, FREE, Events
-from overspill.placement.registry import allocator_named
 
 from .recording import LOSSES
 from .settings import settings_of

@@ -1,0 +1,381 @@
+"""A step as a fluid: how much of each tensor is away at some of the steps, and what the link and the ops let move.
+
+Time is cut at *markers*, steps at which memory is looked at; elsewhere it may be exceeded. Tensors whose gaps cover
+the same markers are one *group*, of which any part may be away. The columns of a linear program say how much of each
+group is away at each marker, how much moves between two markers, and by how much each step starts later than without a
+wait. What runs again in place of a transfer is left to subclasses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core import Device
+from overspill.planning.algorithms import memory_optimal
+from overspill.planning.step_program import Gap, Positions, Program
+
+from .linear_program import INFINITY, LinearProgram, added, minus
+
+MARKERS = 40
+Terms = list[tuple[int, float]]
+"""Columns with coefficients."""
+Transfers = dict[int, Terms]
+"""Terms by interval: the marker that begins it, or -1 for the time before the step."""
+
+
+@dataclass
+class Group:
+    """Gaps that cover the same markers: `markers` in the order of time, those before the end of the step first.
+
+    They begin in the interval `begins`. `copied`: the way to the store is paid for here, from the interval `since` on.
+    `most` is the column of what may leave over the link. `held` are (column, size) of inputs kept for recomputations.
+    """
+
+    markers: tuple[int, ...]
+    leaves_in_forward: bool
+    returns_in_backward: bool
+    copied: bool
+    wraps: bool
+    begins: int
+    since: int
+    gaps: list[Gap] = field(default_factory=list)
+    held: Terms = field(default_factory=list)
+    size: float = 0.0
+    most: int = -1
+    away: dict[int, int] = field(default_factory=dict)  # marker -> column
+
+
+class Time:
+    """When steps start: after the ops before them, and a delay, a column for each of `positions` and the step's end."""
+
+    def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: Collection[int]) -> None:
+        self.lp = lp
+        self.clock = np.concatenate([[0.0], np.cumsum(durations)])
+        self.delay: dict[int, int] = {}
+        previous = None
+        for position in sorted({0, *positions, len(durations)}):
+            column = self.delay[position] = lp.variable(cost=1.0 if position == len(durations) else 0.0)
+            if previous is not None:
+                lp.row([(column, 1.0), (previous, -1.0)], lower=0.0)
+            previous = column
+
+    def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
+        """The sum of `terms` takes no longer than from the start of step `start`, or its end, to the start of `end`."""
+        ops = self._span(max(0, start + 1 if after else start), end)
+        if sum(value * self.lp.upper[column] for column, value in terms) > ops:
+            self.lp.row([*terms, *self._delay(start, end)], upper=ops)
+
+    def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
+        """The sum of `terms` is spent between the two steps, beside the ops there."""
+        self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
+
+    def _delay(self, start: int, end: int) -> Terms:
+        """Minus the delay between two steps; a start of -1 is before the first."""
+        return [(self.delay[end], -1.0), *([(self.delay[start], 1.0)] if start >= 0 else [])]
+
+    def _span(self, start: int, end: int) -> float:
+        return float(self.clock[end] - self.clock[start])
+
+
+class Fluid(ABC):
+    """The fluid of a program within a budget, to be solved for it and for parts of it.
+
+    Sizes are in shares of the budget, times in shares of the ops' whole time, so that numbers are near one.
+    """
+
+    two_graphs: ClassVar[bool] = True
+    """Whether what leaves in forward does so by its end, and what backward reads comes back after that."""
+    held_pays: ClassVar[bool] = True
+    """Whether the way to the store is paid for by inputs that are held for recomputations."""
+    least_share: ClassVar[float] = 1.0
+    """Of what a budget leaves beside the least that each step needs, the smallest share that `solve` is asked for."""
+
+    def __init__(self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.device = device
+        self.lp = LinearProgram()
+        self.durations = program.durations(seconds)
+        self.op_seconds = seconds
+        self.total = float(self.durations.sum()) or 1.0
+        self.unit = float(max(1, budget_bytes))
+        dropped = [gap for gap in program.gaps if self._may_be_dropped(gap)]
+        self.live = program.live_bytes(dropped) - self._never_there_bytes()
+        self.budget_bytes = budget_bytes
+        self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
+        self.alone = self._least_program().live_bytes([*self.gaps, *dropped]) - self._never_there_bytes()
+        self.over = self.live > self._limits(self.least_share)
+        self.at = self._markers(MARKERS)
+        self.groups: dict[tuple[object, ...], Group] = {}
+        self.held: list[tuple[int, Gap, float]] = []  # columns of inputs kept for recomputations, and their sizes
+        self.whole: set[Gap] = set()  # gaps whose tensors count as away only as a whole
+        self.choices: list[int] = []  # columns of algorithms, which are 0 or 1
+        self.absent: list[int] = []  # columns of such tensors at a marker
+        self.wanted: dict[int, tuple[int, float]] = {}  # marker -> row of its memory, and what it is wanted beside
+        self._build()
+
+    @abstractmethod
+    def _recomputations(self) -> None:
+        """Make the columns of what runs again, and `held`."""
+
+    @abstractmethod
+    def _remade(self, gap: Gap) -> int | None:
+        """The column of the share of a gap's tensor that is away all through it and made again at its end."""
+
+    @abstractmethod
+    def _windows(self) -> Iterable[int]:
+        """Find the rows between single steps; the steps."""
+
+    @abstractmethod
+    def _bind_windows(self) -> None:
+        """Make these rows."""
+
+    @abstractmethod
+    def _spend(self, busy: Transfers) -> None:
+        """Each interval is longer by its recomputations and by what keeps it `busy`: slower algorithms."""
+
+    @abstractmethod
+    def _copied_in(self, tensor: int, gaps: Sequence[Gap]) -> dict[Gap, int | None]:
+        """Those of `gaps` that pay for the way to the store, with the step after which it may begin, if not the gap's."""
+
+    def _least_program(self) -> Program:
+        """The program in which each step takes the least memory."""
+        return Program(self.graph, algorithms=memory_optimal(self.graph))
+
+    def _may_be_away(self, gap: Gap) -> bool:
+        """Whether a tensor may be away in a gap, however small it is: because it moves, or because it is made again."""
+        tensor = self.graph.tensors[gap.tensor]
+        if gap.remade or not (gap.wraps or gap.end - gap.start > 1):
+            return False
+        return tensor.movable or (
+            not tensor.persistent and tensor.id in self.graph.ops[self.graph.producer[tensor.id]].recompute_writes
+        )
+
+    def _may_be_dropped(self, gap: Gap) -> bool:  # noqa: ARG002 - plans drop none
+        """Whether a tensor may be away in a gap at no cost, and need not come back."""
+        return False
+
+    def _never_there_bytes(self) -> int:
+        """Bytes of tensors that the program counts and that may be in the store for good."""
+        return 0
+
+    def _limits(self, share: float) -> Positions:
+        """What each step may have on the device: its least, and a share of what the budget leaves beside that."""
+        limits: Positions = np.maximum(self.alone, self.alone + share * (self.budget_bytes - self.alone)).astype(
+            np.int64
+        )
+        return limits
+
+    def _build(self) -> None:
+        self._recomputations()
+        self.time = Time(self.lp, self.durations / self.total, {*self.at, *self._windows()})
+        self._bind_windows()
+        self._make_groups()
+        leaving: Transfers = defaultdict(list)
+        coming: Transfers = defaultdict(list)
+        for group in self.groups.values():
+            self._flow(group, leaving, coming)
+        self._links(leaving, coming)
+        busy: Transfers = defaultdict(list)
+        for k, p in enumerate(self.at):
+            if self.over[p]:
+                self._memory(k, p, busy)
+        self._spend(busy)
+
+    def optimum(self, share: float = 1.0) -> tuple[float, list[float]] | None:
+        """The least delay and the columns' values, or None where there is no solution; `share` as in `least_share`."""
+        self._within(share)
+        return self.lp.solve()
+
+    def _within(self, share: float) -> None:
+        """Ask of each marker's memory what the budget, or less of it, demands."""
+        limits = self._limits(share)
+        for k, (row, beside) in self.wanted.items():
+            p = self.at[k]
+            self.lp.at_least(row, (self.live[p] - limits[p]) / self.unit - beside)
+
+    def _markers(self, count: int) -> list[int]:
+        """Positions in order: in each of `count` equal spans of time the one with most bytes, and where forward ends."""
+        length = self.program.length
+        ends = np.cumsum(self.durations)
+        slot = np.minimum((ends - self.durations / 2) / self.total * count, count - 1).astype(int)
+        chosen = {0, min(self.program.end_of_forward, length - 1)}
+        for s in np.unique(slot):
+            inside = np.flatnonzero(slot == s)
+            chosen.add(int(inside[np.argmax(self.live[inside])]))
+        if length:
+            chosen.add(int(np.argmax(self.live)))
+        return sorted(chosen)
+
+    def _interval(self, k: int) -> tuple[int, int]:
+        """The steps from marker `k` to the next; -1 is the time before the first step."""
+        if k < 0:
+            return -1, 0
+        return self.at[k], self.at[k + 1] if k + 1 < len(self.at) else self.program.length
+
+    def _interval_of(self, step: int) -> int:
+        """The interval that `step` lies in."""
+        return bisect_right(self.at, step) - 1
+
+    # -- what may be away
+
+    def _covered(self, gap: Gap) -> tuple[int, ...]:
+        first, last = bisect_right(self.at, gap.start), bisect_left(self.at, gap.end)
+        if gap.wraps:
+            return (*range(first, len(self.at)), *range(last))
+        return tuple(range(first, last))
+
+    def _group(self, gap: Gap, written: int | None, *, copied: bool) -> Group | None:
+        markers = self._covered(gap)
+        if not any(self.over[self.at[k]] for k in markers):
+            return None
+        boundary, splits = self.program.end_of_forward, self.two_graphs and not (gap.wraps or self.graph.whole_step)
+        leaves, returns = splits and gap.start < boundary, splits and gap.end >= boundary
+        begins = self._interval_of(gap.start)
+        since = begins if written is None else self._interval_of(written)
+        key = (markers, leaves, returns, copied, gap.wraps, begins, since, gap if gap in self.whole else None)
+        return self.groups.setdefault(key, Group(markers, leaves, returns, copied, gap.wraps, begins, since))
+
+    def _make_groups(self) -> None:
+        tensors = self.graph.tensors
+        by_tensor: dict[int, list[Gap]] = defaultdict(list)
+        for gap in self.gaps:
+            by_tensor[gap.tensor].append(gap)
+        for tensor, gaps in by_tensor.items():
+            copied = self._copied_in(tensor, gaps)
+            for gap in gaps:
+                if (group := self._group(gap, copied.get(gap), copied=gap in copied)) is not None:
+                    group.gaps.append(gap)
+                    group.size += tensors[tensor].nbytes / self.unit
+        for held, gap, size in self.held:
+            copied = self._copied_in(gap.tensor, [gap]) if self.held_pays else {}
+            if (group := self._group(gap, copied.get(gap), copied=gap in copied)) is not None:
+                group.held.append((held, size))
+        for group in self.groups.values():
+            self._limit(group)
+
+    def _limit(self, group: Group) -> None:
+        """What of a group may leave over the link: all but what is recomputed, and what is held for recomputations."""
+        terms = [
+            (again, self.graph.tensors[gap.tensor].nbytes / self.unit)
+            for gap in group.gaps
+            if (again := self._remade(gap)) is not None
+        ]
+        if terms or group.held:
+            group.most = self.lp.variable()
+            held = [(column, -size) for column, size in group.held]
+            self.lp.row([(group.most, 1.0), *added([*terms, *held])], lower=group.size, upper=group.size)
+
+    # -- how it moves
+
+    def _flow(self, group: Group, leaving: Transfers, coming: Transfers) -> None:
+        """Bytes away at each marker: what was away before, more what left, less what came back in between.
+
+        What a gap that wraps has away at the end of one step, it has at the start of the next.
+        """
+        lp, end_of_step = self.lp, len(self.at)
+        at_home = lp.variable(group.size) if group.wraps else -1
+        stops = list(group.markers)
+        if group.wraps:
+            stops.insert(sum(k > group.begins for k in stops), end_of_step)
+        previous, start = None, group.since
+        for k in stops:
+            column = at_home
+            if k != end_of_step:
+                column = group.away[k] = lp.variable(INFINITY if group.most >= 0 else group.size)
+                if group.most >= 0:
+                    lp.row([(column, 1.0), (group.most, -1.0)], upper=0.0)
+            # The end of a step is the start of the next one.
+            self._move(group, range(-1, 0) if k == 0 else range(start, k), previous, column, leaving, coming)
+            previous, start = column, k
+        if previous is not None:
+            coming[-1 if start == end_of_step else start].append((previous, 1.0))
+
+    def _move(
+        self,
+        group: Group,
+        intervals: range,
+        before: int | None,
+        after: int,
+        leaving: Transfers,
+        coming: Transfers,
+    ) -> None:
+        """Between two stops in the intervals given, as much more is away `after` as left less than came back."""
+        boundary = self.program.end_of_forward
+        terms = [(after, 1.0), *minus(before)]
+        for k in intervals:
+            start, end = self._interval(k)
+            if not group.leaves_in_forward or start < boundary:
+                out = self.lp.variable()
+                terms.append((out, -1.0))
+                if group.copied:
+                    leaving[k].append((out, 1.0))
+            if before is not None and (not group.returns_in_backward or end > boundary):
+                back = self.lp.variable()
+                terms.append((back, 1.0))
+                coming[k].append((back, 1.0))
+        self.lp.row(terms, lower=0.0, upper=0.0)
+
+    def _links(self, leaving: Transfers, coming: Transfers) -> None:
+        """In each interval, each direction of the link moves what its rate allows; one that is half duplex, both."""
+        out, back = self._link_times()
+        for k in range(-1, len(self.at)):
+            outward = [(c, out * v) for c, v in leaving.get(k, ())]
+            inward = [(c, back * v) for c, v in coming.get(k, ())]
+            both = [outward, inward] if self.device.full_duplex else [outward + inward]
+            for moved in both:
+                if moved:
+                    start, end = self._interval(k)
+                    self.time.at_most(added(moved), start, end)
+
+    def _link_times(self) -> tuple[float, float]:
+        """Time that the budget's size takes on the link, each way."""
+        device = self.device
+        return (
+            self.unit / device.offload_bytes_per_second / self.total,
+            self.unit / device.prefetch_bytes_per_second / self.total,
+        )
+
+    # -- budget
+
+    def _memory(self, k: int, p: int, busy: Transfers) -> None:
+        """At a marker, what is away and what a smaller workspace saves make up for what is over the budget."""
+        terms: Terms = []
+        constant = 0.0
+        for group in self.groups.values():
+            if k not in group.away:
+                continue
+            away = [(group.away[k], 1.0)]
+            recomputed = group.size if group.most >= 0 else 0.0
+            if group.most >= 0:  # recomputed: size - most
+                away.append((group.most, -1.0))
+            if self.whole.isdisjoint(group.gaps):
+                terms += away
+                constant += recomputed
+            else:
+                column = self.lp.variable(1.0)
+                self.lp.row([(column, -group.size), *away], lower=-recomputed)
+                self.absent.append(column)
+                terms.append((column, group.size))
+        op, chosen = self.program.op(self.program.steps[p]), self.program.algorithm(self.program.steps[p])
+        others = []
+        for algorithm in op.algorithms:
+            saved = op.workspace_of(chosen) - algorithm.workspace_bytes
+            lost = self.op_seconds[op.id] * (algorithm.slowdown - op.slowdown_of(chosen)) / self.total
+            if saved > 0:
+                column = self.lp.variable(1.0)
+                others.append(column)
+                self.choices.append(column)
+                terms.append((column, saved / self.unit))
+                busy[k].append((column, max(0.0, lost)))
+        if others:
+            self.lp.row([(c, 1.0) for c in others], upper=1.0)
+        self.wanted[k] = self.lp.row(terms), constant

@@ -1,0 +1,332 @@
+"""What single steps with little room force: whole tensors that cross the link, or are made again, between two steps.
+
+Beside the least that a step needs, some tensors have no room there: each is away as a whole, and comes back between
+that step and its next use. A *window* is the time from the end of one step to the start of another. In the window
+of such a trip the tensor crosses the link, or an op runs again to make it; what that op reads and had no room at the
+window's first step either, crosses the link or is made in the same window. Where an op runs again between two steps,
+what both of them use is there as well, or leaves after the one and is back before the other.
+
+Transfers of different tensors, or of one tensor in windows that do not overlap, are different transfers, and follow
+one another in each direction of the link; so do runs of different ops, and of one op in such windows, between two steps.
+What has not left before the first step without room for it, and is not made again after that, cannot come back.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from overspill.planning.step_program import Gap
+
+from .fluid import Terms
+from .linear_program import added
+
+if TYPE_CHECKING:
+    from .step_time import Bound
+
+NEIGHBOURS = 8
+"""How many windows' ends are looked at together with one window's start."""
+DEPTH = 12
+"""How many ops in a row a recomputation in a window is followed back."""
+SHORT = 8
+"""In windows of more steps, there is no question of room for recomputations, and they are followed only as long as …"""
+MOST_FOLLOWED = 2000
+"""… there are no more windows of recomputations than these."""
+NEGLIGIBLE = 1e-5
+"""Share of the step below which a transfer is not looked at."""
+
+
+@dataclass(frozen=True)
+class Trip:
+    """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor."""
+
+    gap: Gap
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A transfer of a tensor, `out` or back, or a run of an op, after step `start` and before step `end`.
+
+    It is made to the share `column`, and takes `time`.
+    """
+
+    of: int
+    start: int
+    end: int
+    column: int
+    time: float
+    out: bool = False
+
+
+class Windows:
+    """The rows of the trips that a budget forces in a `Bound`."""
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
+        self.graph, self.program, self.lp = bound.graph, bound.program, bound.lp
+        self.room = bound.budget_bytes - bound.alone
+        self.gaps: dict[int, list[Gap]] = defaultdict(list)
+        for gap in bound.gaps:
+            self.gaps[gap.tensor].append(gap)
+        self.trips = list(self._forced())
+        self.around = [gap for gap in bound.gaps if gap.wraps and any(self._without_room(gap))]
+        self.leaving: list[_Move] = []
+        self.coming: list[_Move] = []
+        self.moved: dict[tuple[int, int, int], int] = {}  # (tensor, start, end) -> column
+        self.again: dict[tuple[int, int, int], int | None] = {}  # (op, start, end) -> column, or None: it cannot
+
+    def bind(self) -> None:
+        """Make the rows."""
+        self.fixed, self.leaves = self._between()
+        for trip in self.trips:
+            self._return(trip)
+            self._departure(trip)
+        for gap in self.around:
+            self._over_the_end(gap)
+        reruns = self._reruns()
+        self._counts(reruns)
+        for terms, start, end in self._in_turn(reruns):
+            self.bound.time.beyond(terms, start, end)
+        both = [self.leaving, self.coming]
+        for moves in both if self.bound.device.full_duplex else [self.leaving + self.coming]:
+            for terms, start, end in self._in_turn(moves):
+                self.bound.time.at_most(terms, start, end, after=True)
+
+    # -- which trips
+
+    def _forced(self) -> Iterable[Trip]:
+        for gap in sorted(self.bound.gaps, key=lambda g: (g.start, g.tensor)):
+            nbytes = self.graph.tensors[gap.tensor].nbytes
+            if gap.wraps or max(self._times(gap.tensor)) < NEGLIGIBLE:
+                continue
+            away = np.flatnonzero(self.room[gap.start + 1 : gap.end] < nbytes)
+            if away.size:
+                yield Trip(gap, gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1]))
+
+    def _times(self, tensor: int) -> tuple[float, float]:
+        """Time that a transfer takes each way."""
+        device, nbytes = self.bound.device, self.graph.tensors[tensor].nbytes
+        return device.offload_seconds(nbytes) / self.bound.total, device.prefetch_seconds(nbytes) / self.bound.total
+
+    def _absent(self, tensor: int, step: int) -> bool:
+        """Whether `tensor`, born before `step`, cannot be on the device then."""
+        touches = self.program.touches[tensor]
+        if self.room[step] >= self.graph.tensors[tensor].nbytes or step in touches:
+            return False
+        dead = step > touches[-1] and not self.graph.tensors[tensor].persistent
+        return dead or any(gap.covers(step) for gap in self.gaps[tensor])
+
+    # -- the way back
+
+    def _return(self, trip: Trip) -> None:
+        tensor, end = trip.gap.tensor, trip.gap.end
+        moved, again = self._get(tensor, trip.last, end, DEPTH)
+        self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+        if again is not None:
+            self.lp.row([(self.bound.remakes[trip.gap], 1.0), (again, -1.0)], lower=0.0)
+
+    def _get(self, tensor: int, start: int, end: int, depth: int) -> tuple[int, int | None]:
+        """Columns: that `tensor` crosses the link in the window, and that the op which makes it runs there."""
+        key = (tensor, start, end)
+        if key not in self.moved:
+            movable = self.graph.tensors[tensor].movable
+            self.moved[key] = self.lp.variable(1.0 if movable else 0.0)
+            if movable:
+                self.coming.append(_Move(*key, self.moved[key], self._times(tensor)[1]))
+        return self.moved[key], self._run_for(tensor, start, end, depth)
+
+    def _run_for(self, tensor: int, start: int, end: int, depth: int) -> int | None:
+        """The column of whether the op that makes `tensor` runs again in the window, or None where it cannot."""
+        op = self.bound.maker(tensor, start)
+        return None if op is None else self._run(op, start, end, depth)
+
+    def _run(self, op: int, start: int, end: int, depth: int) -> int | None:
+        """The column of whether `op` runs again in the window, or None where it cannot."""
+        key = (op, start, end)
+        if key in self.again:
+            return self.again[key]
+        column = self.again[key] = self._making_room(op, start, end)
+        if column is None:
+            return None
+        if depth and (end - start <= SHORT or len(self.again) < MOST_FOLLOWED):
+            for read in dict.fromkeys(self.graph.ops[op].recompute_reads):
+                if self.program.touches[read] and self._absent(read, start):
+                    moved, again = self._get(read, start, end, depth - 1)
+                    by = [(moved, 1.0), *([(again, 1.0)] if again is not None else [])]
+                    self.lp.row([*by, (column, -1.0)], lower=0.0)
+        return column
+
+    # -- room to run again
+
+    def _between(self) -> tuple[list[int], list[list[int]]]:
+        """For each step, bytes that stay on the device until the next, and tensors that could leave in between."""
+        always = sum(t.nbytes for t in self.graph.tensors if t.persistent and not t.movable)
+        fixed = np.full(self.program.length + 1, always)
+        leaves: list[list[int]] = [[] for _ in fixed]
+        for gap in self.program.gaps:
+            if gap.wraps or not self.bound.stays(gap):
+                continue
+            tensor = self.graph.tensors[gap.tensor]
+            if tensor.movable:  # and so used in the next step
+                leaves[gap.start].append(tensor.id)
+            else:
+                fixed[gap.start : gap.end] += tensor.nbytes
+        return [int(nbytes) for nbytes in fixed], leaves
+
+    def _making_room(self, op: int, start: int, end: int) -> int | None:
+        """A column for a run of `op` in a window, with what has to leave for it between two steps."""
+        if end - start > SHORT:
+            return self.lp.variable(1.0)
+        excess = {step: self._excess(op, step) for step in range(start, end)}
+        if any(over <= 0 for over in excess.values()):
+            return self.lp.variable(1.0)
+        runs = [column for step, over in excess.items() if (column := self._run_between(op, step, over)) is not None]
+        if not runs:
+            return None
+        column = self.lp.variable(1.0)
+        self.lp.row([(column, -1.0), *((run, 1.0) for run in runs)], lower=0.0)
+        return column
+
+    def _excess(self, op: int, step: int) -> int:
+        """Bytes by which a run of `op` after `step` is over the budget, if what the next step needs as well stays."""
+        own = self._own(op)
+        there = self.fixed[step] + sum(self.graph.tensors[t].nbytes for t in {*self.leaves[step], *own})
+        algorithms, workspace = self.graph.ops[op].algorithms, self.graph.ops[op].workspace_bytes
+        workspace = min((a.workspace_bytes for a in algorithms), default=workspace)
+        return there + workspace - self.bound.budget_bytes
+
+    def _own(self, op: int) -> set[int]:
+        """Tensors that a recomputation of `op` needs and that are not always there."""
+        reads, writes = self.graph.ops[op].recompute_reads, self.graph.ops[op].recompute_writes
+        tensors = self.graph.tensors
+        return {t for t in (*reads, *writes) if tensors[t].movable}
+
+    def _run_between(self, op: int, step: int, over: int) -> int | None:
+        """The column of a run of `op` right after `step`, for which `over` bytes leave and come back around it."""
+        leave = [t for t in self.leaves[step] if t not in self._own(op)]
+        if sum(self.graph.tensors[t].nbytes for t in leave) < over:
+            return None
+        run = self.lp.variable(1.0)
+        spent = [(run, self.bound.op_seconds[op] / self.bound.total)]
+        made_room = []
+        for tensor in leave:
+            left = self.lp.variable(1.0)
+            key = (tensor, step, step + 1)
+            out, back = self._times(tensor)
+            if key not in self.moved:
+                self.moved[key] = self.lp.variable(1.0)
+                self.coming.append(_Move(*key, self.moved[key], back))
+            self.lp.row([(self.moved[key], 1.0), (left, -1.0)], lower=0.0)
+            made_room.append((left, min(1.0, self.graph.tensors[tensor].nbytes / over)))
+            spent.append((left, back + (out if step in self.program.written[tensor] else 0.0)))
+        self.lp.row([*made_room, (run, -1.0)], lower=0.0)
+        self.bound.time.beyond(spent, step, step + 1)
+        return run
+
+    # -- the way out
+
+    def _departure(self, trip: Trip) -> None:
+        """A tensor that is not made again after it is first away, is in the store before that."""
+        gap = trip.gap
+        written = [step for step in self.program.written[gap.tensor] if step <= gap.start]
+        if not written:  # as it was before the step: the store may have it
+            return
+        again = self._run_for(gap.tensor, trip.first, gap.end, DEPTH)
+        left = self.lp.variable(1.0)
+        self.lp.row([(left, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
+        if again is not None and trip.first != trip.last:  # else it is as for the way back
+            self.lp.row([(self.bound.remakes[gap], 1.0), (again, -1.0)], lower=0.0)
+        self.leaving.append(_Move(gap.tensor, written[-1], trip.first, left, self._times(gap.tensor)[0], out=True))
+
+    # -- over the end of the step
+
+    def _without_room(self, gap: Gap) -> tuple[list[int], list[int]]:
+        """The steps of a gap that wraps which have no room for its tensor: at the end of the step, and at its start."""
+        lacking = [int(p) for p in np.flatnonzero(self.room < self.graph.tensors[gap.tensor].nbytes)]
+        return [p for p in lacking if p > gap.start], [p for p in lacking if p < gap.end]
+
+    def _over_the_end(self, gap: Gap) -> None:
+        """A persistent tensor that has no room comes back in each step, and if it was written goes out in each.
+
+        It may be in the store from one step to the next: then it comes back before its first use, and has left, as it
+        is in the end, by the step's end. Else it comes back by the end, or leaves after the start.
+        """
+        tensor, length = gap.tensor, self.program.length
+        tail, head = self._without_room(gap)
+        back = [(head[-1], gap.end)] if head else [(tail[-1], length), (-1, gap.end)]
+        self._one_of(tensor, back, out=False)
+        if written := self.program.written[tensor]:
+            self._one_of(tensor, [(written[-1], tail[0])] if tail else [(written[-1], length), (-1, head[0])], out=True)
+
+    def _one_of(self, tensor: int, windows: list[tuple[int, int]], *, out: bool) -> None:
+        """The tensor crosses the link in one of `windows`."""
+        moves, time = self.leaving if out else self.coming, self._times(tensor)[0 if out else 1]
+        columns = [self.lp.variable(1.0) for _ in windows]
+        self.lp.row([(column, 1.0) for column in columns], lower=1.0)
+        moves += [_Move(tensor, *w, column, time, out) for w, column in zip(windows, columns, strict=True)]
+
+    # -- all together
+
+    def _reruns(self) -> list[_Move]:
+        """The runs of ops in windows, in order."""
+        seconds, total = self.bound.op_seconds, self.bound.total
+        found = (_Move(*key, c, seconds[key[0]] / total) for key, c in self.again.items() if c is not None)
+        return sorted(found, key=_in_order)
+
+    def _counts(self, reruns: Sequence[_Move]) -> None:
+        """An op runs again at least as often as in windows that do not overlap."""
+        of: dict[int, list[_Move]] = defaultdict(list)
+        for run in reruns:
+            of[run.of].append(run)
+        for op, windows in of.items():
+            runs = self.bound.runs(op, windows[0].start, max(w.end for w in windows))
+            for window in windows:
+                self.lp.row([(runs, 1.0), (window.column, -1.0)], lower=0.0)
+            self.lp.row(
+                [(runs, 1.0), *((window.column, -1.0) for window in _apart(windows, self.program.length))], lower=0.0
+            )
+
+    def _in_turn(self, moves: Iterable[_Move]) -> Iterable[tuple[Terms, int, int]]:
+        """What follows one another between two steps: between the start of one window and the end of another, all there."""
+        moves = sorted(moves, key=_in_order)
+        self._nested(moves)
+        starts = [move.start for move in moves]
+        seen: set[tuple[int, int]] = set()
+        for i, move in enumerate(moves):
+            ends = sorted({m.end for m in moves[i : i + 8 * NEIGHBOURS] if m.end >= move.end})[:NEIGHBOURS]
+            for end in ends:
+                if (move.start, end) not in seen:
+                    seen.add((move.start, end))
+                    there = moves[bisect_left(starts, move.start) : bisect_left(starts, end)]
+                    yield added((m.column, m.time) for m in _apart(there, end)), move.start, end
+
+    def _nested(self, moves: list[_Move]) -> None:
+        """What happens in a window happens in a longer one that starts with it."""
+        before: dict[tuple[int, bool, int], _Move] = {}
+        for move in moves:
+            key = move.of, move.out, move.start
+            if key in before:
+                self.lp.row([(move.column, 1.0), (before[key].column, -1.0)], lower=0.0)
+            before[key] = move
+
+
+def _in_order(move: _Move) -> tuple[int, int]:
+    return move.start, move.end
+
+
+def _apart(moves: Sequence[_Move], end: int) -> list[_Move]:
+    """Of `moves`, which are in the order of their windows, different ones over by step `end`: of the same in windows apart."""
+    free: dict[tuple[int, bool], int] = {}
+    found = []
+    for move in reversed(moves):
+        if move.end <= free.get((move.of, move.out), end):
+            found.append(move)
+            free[move.of, move.out] = move.start
+    return found

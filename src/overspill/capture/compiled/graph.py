@@ -1,0 +1,309 @@
+"""From AOTAutograd's joint graph to the Graph of one whole step: forward, backward, gradients and update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from overspill.capture.layers import LayerNames, op_name
+from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
+
+from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_bytes, storages
+
+BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
+    "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
+)  # fmt: skip
+"""Ops of the step that happen outside the captured graph: what autograd brings and takes, and the optimizer."""
+
+RANDOM_STATE = "random state"
+"""The generator that random ops draw from, a tensor of no bytes that each of them updates."""
+
+CLONES_STORAGE = frozenset({"copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"})
+"""Ops that, when they run, clone all of the storage behind their first argument, whatever view of it that is."""
+
+HANDLE_BYTES = 8
+"""What the runtime leaves in place of an offloaded tensor: the id of its place in the store, one int64."""
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """What the caller passes at one position: its kind and readable name, and whether it may leave the device between uses."""
+
+    kind: TensorKind
+    name: str
+    movable: bool = False
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What else the step has on the device, besides what one captured graph holds, in bytes.
+
+    `accumulates`: gradients of earlier backward passes are still there when the step begins.
+    `elsewhere`: persistent bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries.
+    `rest_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
+    """
+
+    optimizer_state_bytes: int = 0
+    update_bytes: int = 0
+    rest_bytes: int = 0
+    accumulates: bool = False
+    elsewhere: tuple[tuple[TensorKind, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A Graph and the FX nodes behind it: `nodes` by op id, `tensor_of` by storage."""
+
+    graph: Graph
+    joint: JointGraph
+    nodes: dict[int, fx.Node]
+    tensor_of: dict[StorageKey, int] = field(repr=False)
+
+
+def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step") -> Captured:
+    """The Graph of the step around `joint`; `inputs` describes its primals by position."""
+    return CaptureOfStep(joint, inputs, surroundings, name).build()
+
+
+class CaptureOfStep:
+    """Makes the Graph around one joint graph."""
+
+    def __init__(self, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str) -> None:
+        self.joint = joint
+        self.inputs = inputs
+        self.surroundings = surroundings
+        self.name = name
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.nodes: dict[int, fx.Node] = {}
+        self.tensor_of: dict[StorageKey, int] = {}
+        self.layers = LayerNames()
+        self.in_backward = self._touched(joint.backward) | self._output_storages(joint.backward_outputs)
+        self.grads = self._output_storages(joint.backward_outputs)
+        self.returned = self._output_storages(joint.forward_outputs)
+        self.random_state: tuple[int, ...] = ()
+
+    def build(self) -> Captured:
+        """The Graph, and how its ops and tensors belong to the FX graph."""
+        self._add_inputs()
+        if any(is_random(node) for node in (*self.joint.forward, *self.joint.backward)):
+            self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
+        for node in self.joint.forward:
+            self._add_node(node, Phase.FORWARD)
+        self._add_write_back()
+        self._add_tangents()
+        for node in self.joint.backward:
+            self._add_node(node, Phase.BACKWARD)
+        self._add_gradients_and_update()
+        self._add_handles()
+        outputs = tuple(
+            sorted(
+                {self.tensor_of[key] for key in self.returned}
+                - {t.id for t in self.tensors if t.persistent}
+                - self._written_back
+            )
+        )
+        return Captured(
+            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs, self.whole_step),
+            self.joint, self.nodes, self.tensor_of,
+        )  # fmt: skip
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether the captured graph holds all of the step."""
+        return False
+
+    def _add_handles(self) -> None:
+        """Room for the handles that stand in for offloaded tensors where these live on the same device."""
+        on_cpu = any(
+            n.meta["val"].device.type == "cpu"
+            for n in self.joint.primals
+            if isinstance(n.meta.get("val"), torch.Tensor)
+        )
+        if on_cpu and (movable := sum(t.movable for t in self.tensors)):
+            self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
+
+    # -- tensors
+
+    def _add_tensor(self, nbytes: int, kind: TensorKind, name: str, value: Any = None, **flags: bool) -> int:
+        shape = tuple(int(n) for n in value.shape) if value is not None else (nbytes,)
+        dtype = str(value.dtype).removeprefix("torch.") if value is not None else "uint8"
+        self.tensors.append(Tensor(len(self.tensors), nbytes, kind, name, shape, dtype, **flags))
+        return len(self.tensors) - 1
+
+    def _add_inputs(self) -> None:
+        for position, node in enumerate(self.joint.primals):
+            index = getattr(node.meta.get("desc"), "idx", position)
+            known = index is not None and index < len(self.inputs)
+            info = self.inputs[index] if known else InputInfo(TensorKind.INPUT, node.name)
+            self._add_storages(node, info.kind, info.name, persistent=True, movable=info.movable)
+        for node in (n for n in (*self.joint.forward, *self.joint.backward) if n.op == "get_attr"):
+            self._add_storages(node, TensorKind.BUFFER, str(node.target), persistent=True)
+        for kind, nbytes in self.surroundings.elsewhere:
+            if nbytes:
+                self._add_tensor(nbytes, kind, f"{kind} elsewhere", persistent=True)
+        if nbytes := self.surroundings.optimizer_state_bytes:
+            self._add_tensor(nbytes, TensorKind.OPTIMIZER_STATE, "optimizer state", persistent=True)
+
+    def _add_storages(self, node: fx.Node, kind: TensorKind, name: str, **flags: bool) -> None:
+        sizes = storage_bytes(node)
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and (key := value.untyped_storage()._cdata) not in self.tensor_of:
+                self.tensor_of[key] = self._add_tensor(sizes[key], kind, name, value, **flags)
+
+    def _kind(self, key: StorageKey, phase: Phase) -> TensorKind:
+        if key in self.grads and phase is Phase.BACKWARD:
+            return TensorKind.GRADIENT
+        if phase is Phase.FORWARD and key in self.in_backward:
+            return TensorKind.ACTIVATION
+        return TensorKind.TEMPORARY
+
+    def _touched(self, nodes: list[fx.Node]) -> set[StorageKey]:
+        return {
+            key
+            for node in nodes
+            if self.joint.is_op(node)
+            for n in (node, *node.all_input_nodes)
+            for key in storages(n)
+        }
+
+    def _output_storages(self, outputs: list[Any]) -> set[StorageKey]:
+        return {key for n in outputs if isinstance(n, fx.Node) for key in storages(n)}
+
+    # -- ops
+
+    def _add_node(self, node: fx.Node, phase: Phase) -> None:
+        named = self.layers.forward if phase is Phase.FORWARD else self.layers.backward
+        layer, layer_type = named(node)
+        if not self.joint.is_op(node):
+            return
+        reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
+        keys = [key for key in storages(node) if key not in self.tensor_of]
+        sizes = storage_bytes(node)
+        if op_name(node) in CLONES_STORAGE:  # the traced value reaches only as far as the view does
+            whole = sum(storage_bytes(node.args[0]).values())
+            sizes = {key: max(nbytes, whole) for key, nbytes in sizes.items()}
+        values = {
+            v.untyped_storage()._cdata: v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)
+        }
+        for key in keys:
+            movable = key not in self.returned and len(self.joint.roots.get(key, ())) == 1
+            self.tensor_of[key] = self._add_tensor(
+                sizes[key], self._kind(key, phase), node.name, values[key], movable=movable
+            )
+        updated = self._ids({key for arg in mutated_args(node) for key in storages(arg)})
+        if is_random(node):  # each draw updates the generator, so random ops keep their order
+            reads, updated = reads + self.random_state, updated + self.random_state
+        writes = tuple(dict.fromkeys([*(self.tensor_of[key] for key in keys), *updated]))
+        recompute_reads, recompute_writes = self._recomputation(node, phase, reads, writes)
+        self.nodes[len(self.ops)] = node
+        self._add_op(
+            op_name(node), layer, layer_type, phase, reads, writes,
+            flops=_flops(node), moved_bytes=_moved_bytes(node), recomputable=bool(recompute_writes),
+            recompute_reads=recompute_reads, recompute_writes=recompute_writes,
+        )  # fmt: skip
+
+    def _add_op(
+        self,
+        name: str,
+        layer: str,
+        kind: LayerType,
+        phase: Phase,
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        **more: Any,
+    ) -> None:
+        self.ops.append(Op(len(self.ops), name, layer, kind, phase, reads, writes, **more))
+
+    def _ids(self, keys: set[StorageKey]) -> tuple[int, ...]:
+        return tuple(sorted(self.tensor_of[key] for key in keys))
+
+    def _recomputation(
+        self, node: fx.Node, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a recomputation of `node` reads and makes; makes nothing when it may not be recomputed.
+
+        Never what draws random numbers, mutates, or reads an input that the step updates; only aten ops, whose tags
+        can be trusted. Training batch norm is made again from its input alone (see `runtime/lower.py`).
+        """
+        target = node.target
+        aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+        if phase is not Phase.FORWARD or not aten or is_random(node) or mutated_args(node) or not writes:
+            return (), ()
+        if torch.Tag.nondeterministic_bitwise in target.tags:
+            return (), ()
+        if recomputes_without_statistics(node):
+            reads = self._ids({k for a in node.args[:3] if isinstance(a, fx.Node) for k in storages(a)})
+            first_three = {v.untyped_storage()._cdata for v in node.meta["val"][:3]}
+            writes = tuple(self.tensor_of[key] for key in storages(node) if key in first_three)
+        mutated = {self.tensor_of[key] for key in self.joint.mutated_storages if key in self.tensor_of}
+        if mutated & set(reads) or any(len(self.joint.roots.get(key, ())) > 1 for key in storages(node)):
+            return (), ()
+        return reads, writes
+
+    # -- the step around the graph
+
+    def _add_write_back(self) -> None:
+        pairs = self.joint.write_backs
+        self._written_back = {self.tensor_of[k] for value in pairs.values() for k in storages(value)}
+        if pairs:
+            targets = self._ids({k for primal in pairs for k in storages(primal)})
+            reads = tuple(sorted(self._written_back | set(targets)))
+            self._add_op(WRITE_BACK, "", LayerType.UPDATE, Phase.FORWARD, reads, targets)
+
+    def _add_tangents(self) -> None:
+        if nbytes := self.surroundings.rest_bytes:
+            self._add_op(REST, "", LayerType.OTHER, Phase.BACKWARD, (), (), workspace_bytes=nbytes)
+        before = len(self.tensors)
+        for node in self.joint.tangents:
+            self._add_storages(node, TensorKind.GRADIENT, node.name)
+        if new := tuple(range(before, len(self.tensors))):
+            self._add_op(TANGENTS, "", LayerType.OTHER, Phase.BACKWARD, (), new)
+
+    def _add_gradients_and_update(self) -> None:
+        tangents = self._ids({k for n in self.joint.tangents for k in storages(n)})
+        gradients = self._ids({key for key in self.grads if key in self.tensor_of})
+        if not gradients:
+            return
+        kept: tuple[int, ...] = ()
+        if self.surroundings.accumulates:
+            nbytes = sum(self.tensors[t].nbytes for t in gradients)
+            kept = (self._add_tensor(nbytes, TensorKind.GRADIENT, "accumulated gradients", persistent=True),)
+        reads = tuple(dict.fromkeys((*gradients, *tangents, *kept)))
+        self._add_op(GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept)
+        owned = tuple(
+            t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent
+        )
+        self._add_op(
+            UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
+            workspace_bytes=self.surroundings.update_bytes,
+        )  # fmt: skip
+
+
+def recomputes_without_statistics(node: fx.Node) -> bool:
+    """Whether `node` is a training batch norm: its outputs follow from the batch alone, not from the running statistics."""
+    return node.target is BATCH_NORM and node.args[5] is True
+
+
+def _flops(node: fx.Node) -> int:
+    """FLOPs of a node by torch's own formulas; 0 for ops that they leave out as bound by memory."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _moved_bytes(node: fx.Node) -> int:
+    """Bytes that a node reads and writes: each tensor as far as its view reaches, at most its storage."""
+    total = 0
+    for value in tree_leaves([n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]):
+        if isinstance(value, torch.Tensor):
+            total += min(value.numel() * value.element_size(), int(value.untyped_storage().nbytes()))
+    return total

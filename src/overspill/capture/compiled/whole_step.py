@@ -1,0 +1,443 @@
+"""The whole step as one Graph: forward, loss, backward, and what happens to each gradient, down to the update.
+
+AOTAutograd's joint graph is traced from the step as a function of its parameters and buffers. To its FX graph are added:
+the seed of backward, the write-backs of buffers, and behind them, for each gradient, nodes that call what the caller
+gave: `GradientOps`. Parameters, optimizer state and gradients that accumulate are persistent tensors that may move.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_joint_with_descriptors` and its result's
+`_aot_graph_capture`, the descriptors' class names, `fx.traceback.current_meta`, and FakeTensor's exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx import traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from overspill.core import LayerType, Op, Phase, TensorKind, numbered
+from overspill.core.errors import UnsupportedError
+
+from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
+from .joint import JointGraph, storage_bytes, storages
+
+NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
+    "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
+)  # fmt: skip
+"""Ops of the whole step that are not the model's own."""
+CHANGES = "overspill_changes"
+"""Key in a node's meta: the `Change` of what is there afterwards as it was not before, so that it cannot run twice."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one node of the step does to a parameter or a gradient: `op` is UPDATE or REDUCE."""
+
+    op: str
+    layer: str
+
+    def __str__(self) -> str:
+        """For a reader: what was being done."""
+        return f"the {self.op.removeprefix('step.')} of {self.layer or 'a gradient'}"
+
+
+AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE})
+"""Those of them that run where gradients are complete, not when all of backward is over."""
+
+PROCESS_GROUP = "process group"
+"""What each collective updates, a tensor of no bytes: all ranks have to call them in the same order."""
+BUCKET_BYTES = 25 * 2**20
+"""The most that gradients of a bucket add up to, as in DistributedDataParallel (`bucket_cap_mb`)."""
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """One tensor of an optimizer's state as it will be, and its name."""
+
+    name: str
+    value: FakeTensor
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """The update of the parameter at position `parameter` of the inputs: `run(parameter, gradient, scale, *state)`.
+
+    It changes the parameter and the state in place, and takes `workspace_bytes` more while it runs. `scale` is what
+    `GradientOps.clip` returned, or None.
+    """
+
+    parameter: int
+    run: Callable[..., None]
+    state: tuple[StateInfo, ...] = ()
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GradientOps:
+    """What happens to gradients, in this order; what is None does not happen.
+
+    `accumulate(sum, gradient)` adds it to a tensor that stays from one micro-batch to the next; `reduce` and `updates`
+    are left out of all micro-batches but the last. `reduce(*gradients)` averages a bucket of gradients, or of their
+    sums, over processes, in place. `norm(gradient)` is a number that `clip(*norms)`, which needs those of all
+    gradients, turns into the factor that updates scale by.
+    """
+
+    updates: tuple[ParameterUpdate, ...] = ()
+    accumulate: Callable[[Tensor, Tensor], None] | None = None
+    reduce: Callable[..., None] | None = None
+    norm: Callable[[Tensor], Tensor] | None = None
+    clip: Callable[..., Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class CapturedStep(Captured):
+    """A captured whole step; `loss` is the node of its result, `updates` are those whose parameter gets a gradient."""
+
+    loss: fx.Node
+    updates: tuple[ParameterUpdate, ...]
+
+    def moves(self, primal: fx.Node) -> bool:
+        """Whether the input `primal` may leave the device between uses."""
+        return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
+
+
+def capture_step(
+    step: Callable[..., Tensor],
+    module: nn.Module,
+    inputs: Sequence[InputInfo],
+    values: Sequence[FakeTensor],
+    ops: GradientOps,
+    name: str = "step",
+    elsewhere: tuple[tuple[TensorKind, int], ...] = (),
+) -> CapturedStep:
+    """The Graph of one training step, from fake tensors: nothing is computed.
+
+    `step(*values)` returns the scalar loss. `values` are fake tensors of one mode, described by `inputs`: parameters
+    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step. `elsewhere`
+    are bytes that are on the device during the whole step and that no op of it touches, by kind.
+    Raises UnsupportedError for a step that cannot be captured.
+    """
+    joint = _joint(step, module, values)
+    return _Capture(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
+
+
+# -- the joint graph
+
+
+def _joint(step: Callable[..., Tensor], module: nn.Module, values: Sequence[FakeTensor]) -> JointGraph:
+    with ExitStack() as stack, _layers_noted(module), _explained():
+        exported = aot_export_joint_with_descriptors(stack, _Function(step), tuple(values))
+        graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    descs = _output_descs(graph_module.graph)
+    gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
+    forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
+    if not gradients:
+        raise UnsupportedError("no parameter gets a gradient: the loss depends on none that requires one")
+    _seed_backward(graph_module.graph)
+    return JointGraph(graph_module, forward_outputs)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raises UnsupportedError where the step looks at values; a mistake in the model is shown as it is."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        if type(error) is RuntimeError and ".numpy()" not in str(error):
+            raise
+        frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        raise UnsupportedError(
+            f"the step reads values or makes shapes that follow from values{place}, as .item(), numpy(), nonzero() and "
+            "`if` on a tensor do, so that it is no fixed graph; use torch.where and the like, or overspill.compile, "
+            "which plans the graphs between"
+        ) from error
+
+
+_OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+
+
+class _Function(nn.Module):
+    """A plain function as the module without parameters that AOTAutograd asks for."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *values: Tensor) -> Tensor:
+        loss = self._function(*values)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UnsupportedError(f"the loss is {what}; a training step needs a scalar loss (take its mean or sum)")
+        return loss
+
+
+def _output_descs(graph: fx.Graph) -> list[Any]:
+    output = graph.find_nodes(op="output")[0]
+    return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
+
+
+def _loss_node(graph: fx.Graph) -> fx.Node:
+    outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
+    found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
+    if len(found) != 1 or not isinstance(found[0], fx.Node):
+        raise UnsupportedError("the step must return its loss and nothing else")
+    return found[0]
+
+
+def _seed_backward(graph: fx.Graph) -> None:
+    """In place of the loss's gradient as an input: ones, as `loss.backward()` starts from."""
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    loss = _loss_node(graph)
+    for tangent in tangents:
+        if tangent.users:
+            first = next(n for n in graph.nodes if tangent in n.all_input_nodes)
+            with graph.inserting_before(first):
+                seed = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+            seed.meta = {"val": tangent.meta["val"], "partitioner_tag": "is_backward"}
+            tangent.replace_all_uses_with(seed)
+        graph.erase_node(tangent)
+
+
+@contextmanager
+def _layers_noted(module: nn.Module) -> Iterator[None]:
+    """While this lasts, nodes that are traced carry the path and class of the module that is being called."""
+    paths = {id(m): (path, type(m)) for path, m in module.named_modules()}
+    stack: list[dict[str, Any]] = []
+
+    def note(current: dict[str, Any]) -> None:
+        traceback.current_meta["nn_module_stack"] = current
+
+    def before(called: nn.Module, _args: Any) -> None:
+        if id(called) in paths:
+            stack.append({"innermost": paths[id(called)]})
+            note(stack[-1])
+
+    def after(called: nn.Module, _args: Any, _result: Any) -> None:
+        if id(called) in paths:
+            stack.pop()
+            note(stack[-1] if stack else {})
+
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        traceback.current_meta.pop("nn_module_stack", None)
+
+
+# -- the Graph
+
+
+class _Capture(CaptureOfStep):
+    def __init__(
+        self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str, surroundings: Surroundings
+    ) -> None:
+        self.gradient_ops = ops
+        self.sums: dict[int, fx.Node] = {}
+        self.states: dict[int, list[fx.Node]] = {}
+        self.input_nodes = list(joint.primals)
+        self.updates = tuple(u for u in ops.updates if self.input_nodes[u.parameter] in joint.gradients)
+        self.graph = joint.module.graph
+        self.fake_mode: FakeTensorMode = next(n.meta["val"].fake_mode for n in joint.primals)
+        self._add_placeholders(joint, inputs)
+        super().__init__(joint, inputs, surroundings, name)
+
+    def _add_placeholders(self, joint: JointGraph, inputs: list[InputInfo]) -> None:
+        """Inputs of the step that the joint graph does not know: optimizer state, and gradients that accumulate."""
+        for update in self.updates:
+            position, name = update.parameter, inputs[update.parameter].name
+            self.states[position] = [
+                self._placeholder(joint, inputs, f"{name}.{state.name}", TensorKind.OPTIMIZER_STATE, state.value)
+                for state in update.state
+            ]
+        if self.gradient_ops.accumulate is not None:
+            for primal in joint.gradients:
+                position = self.input_nodes.index(primal)
+                with self.fake_mode:
+                    like = torch.empty_like(primal.meta["val"].detach())
+                name = f"{inputs[position].name}.grad"
+                self.sums[position] = self._placeholder(joint, inputs, name, TensorKind.GRADIENT, like)
+
+    def _placeholder(
+        self, joint: JointGraph, inputs: list[InputInfo], name: str, kind: TensorKind, value: Tensor
+    ) -> fx.Node:
+        with self.graph.inserting_after(joint.primals[-1]):
+            node = self.graph.placeholder(name.replace(".", "_"))
+        node.meta = {"val": value}
+        joint.primals.append(node)
+        joint.roots[storages(node)[0]] = [node]
+        inputs.append(InputInfo(kind, name, movable=True))
+        return node
+
+    def build(self) -> CapturedStep:
+        captured = super().build()
+        order = _early(captured.graph.ops)
+        graph = replace(captured.graph, ops=numbered(captured.graph.ops[old] for old in order))
+        nodes = {new: captured.nodes[old] for new, old in enumerate(order) if old in captured.nodes}
+        loss = _loss_node(self.graph)
+        return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, loss, self.updates)
+
+    @property
+    def whole_step(self) -> bool:
+        return True
+
+    def _add_write_back(self) -> None:
+        """The new values of buffers, copied into them where AOTAutograd would do it: behind forward."""
+        self._written_back = set()
+        for primal, value in self.joint.write_backs.items():
+            with self.graph.inserting_after(self._last_node()):
+                copy = self.graph.call_function(torch.ops.aten.copy_.default, (primal, value))
+            copy.meta = {"val": primal.meta["val"]}
+            self._add_node(copy, Phase.FORWARD)
+            self._written_back |= {self.tensor_of[key] for key in storages(value)}
+
+    def _last_node(self) -> fx.Node:
+        return self.graph.find_nodes(op="output")[0].prev
+
+    def _add_gradients_and_update(self) -> None:
+        ops = self.gradient_ops
+        gradients = {self.input_nodes.index(primal): node for primal, node in self.joint.gradients.items()}
+        made = {tensor: op.id for op in self.ops for tensor in op.writes}
+        complete = {p: max(made.get(t, -1) for t in self._behind(node)) for p, node in gradients.items()}
+        gradients = {position: gradients[position] for position in sorted(gradients, key=complete.__getitem__)}
+        if ops.accumulate is not None:
+            for position, node in gradients.items():
+                total = self.sums[position]
+                self._step_op(ACCUMULATE, ops.accumulate, (total, node), Phase.BACKWARD, updates=(total,))
+            gradients = {position: self.sums[position] for position in gradients}
+        if ops.reduce is not None:
+            gradients = {position: self._own(node) for position, node in gradients.items()}
+            self._add_reductions(ops.reduce, gradients.values())
+        scale = self._scale([gradients[update.parameter] for update in self.updates])
+        for update in self.updates:
+            parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
+            self._step_op(
+                UPDATE, update.run, (parameter, gradients[update.parameter], scale, *state), Phase.UPDATE,
+                updates=(parameter, *state), workspace_bytes=update.workspace_bytes, layer=self.inputs[update.parameter].name,
+            )  # fmt: skip
+
+    def _behind(self, node: fx.Node) -> tuple[int, ...]:
+        """The tensors that `node` is a view of."""
+        return self._ids(set(storages(node)))
+
+    def _own(self, gradient: fx.Node) -> fx.Node:
+        """`gradient`, or a copy where it is a tensor of forward or of the caller, so that it may be changed in place."""
+        if all(self.tensors[tensor].kind is TensorKind.GRADIENT for tensor in self._behind(gradient)):
+            return gradient
+        with self.fake_mode:
+            value = gradient.meta["val"].clone()
+        return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
+
+    def _add_reductions(self, reduce: Callable[..., None], gradients: Iterable[fx.Node]) -> None:
+        """One op for each bucket. All of them update the process group, so that no schedule changes their order."""
+        group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
+        distinct = {self._behind(node): node for node in gradients}
+        for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):
+            packed = sum(_nbytes(node) for node in bucket) if len(bucket) > 1 else 0
+            self._step_op(
+                REDUCE, reduce, bucket, Phase.BACKWARD, updates=bucket, workspace_bytes=packed, ordered_by=(group,)
+            )
+
+    def _scale(self, gradients: Sequence[fx.Node]) -> fx.Node | None:
+        norm, clip = self.gradient_ops.norm, self.gradient_ops.clip
+        if norm is None or clip is None or not gradients:
+            return None
+        with self.fake_mode:
+            numbers = [torch.empty((), dtype=n.meta["val"].dtype, device=n.meta["val"].device) for n in gradients]
+            factor = torch.empty_like(numbers[0])
+        norms = [
+            self._step_op(NORM, norm, (node,), Phase.UPDATE, value=number)
+            for node, number in zip(gradients, numbers, strict=True)
+        ]
+        return self._step_op(CLIP, clip, tuple(norms), Phase.UPDATE, value=factor)
+
+    def _step_op(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        args: tuple[fx.Node | None, ...],
+        phase: Phase,
+        *,
+        updates: Sequence[fx.Node] = (),
+        value: Tensor | None = None,
+        workspace_bytes: int = 0,
+        layer: str = "",
+        ordered_by: tuple[int, ...] = (),
+    ) -> fx.Node:
+        """A node that calls `run(*args)`, which changes `updates` in place or makes `value`, and its Op.
+
+        It counts as an update of the tensors `ordered_by`, though it is not given them.
+        """
+        with self.graph.inserting_after(self._last_node()):
+            node = self.graph.call_function(run, args)
+        node.meta = {"val": value}
+        if name in (UPDATE, REDUCE):
+            node.meta[CHANGES] = Change(name, layer)
+        reads = self._ids({key for n in node.all_input_nodes for key in storages(n)}) + ordered_by
+        writes = self._ids({key for n in updates for key in storages(n)}) + ordered_by
+        if value is not None:
+            (key,) = storages(node)
+            self.joint.roots[key] = [node]
+            self.tensor_of[key] = self._add_tensor(value.nbytes, TensorKind.TEMPORARY, node.name, value)
+            writes = (*writes, self.tensor_of[key])
+        self.nodes[len(self.ops)] = node
+        moved = sum(self.tensors[t].nbytes for t in (*reads, *writes))
+        self._add_op(
+            name, layer, LayerType.UPDATE, phase, reads, writes, workspace_bytes=workspace_bytes, moved_bytes=moved
+        )
+        return node
+
+
+def _early(ops: Sequence[Op]) -> list[int]:
+    """The ids of `ops` in an order in which `AT_ONCE` come as soon as they can: behind what completes their gradients."""
+    forward_end = max((op.id for op in ops if op.phase is Phase.FORWARD), default=-1)
+    behind: list[int] = []  # for each op, itself or the one that it stands right behind
+    written: dict[int, int] = {}
+    touched: dict[int, int] = {}
+    for op in ops:
+        place = op.id
+        if op.name in AT_ONCE:
+            before = *(written.get(t, -1) for t in op.reads), *(touched.get(t, -1) for t in op.writes)
+            place = max(forward_end, *before)
+        behind.append(place)
+        written.update(dict.fromkeys(op.writes, place))
+        touched.update((t, max(place, touched.get(t, -1))) for t in (*op.reads, *op.writes))
+    return sorted(range(len(ops)), key=lambda op: (behind[op], op))
+
+
+def _buckets(gradients: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
+    """`gradients`, in the order in which they are complete, in buckets of one dtype and device.
+
+    Many small collectives are slow; but a bucket is packed into a tensor of its own, and keeps what is in it until it
+    is full. So it holds no more than the largest gradient takes anyway.
+    """
+    limit = min(BUCKET_BYTES, max(map(_nbytes, gradients), default=0))
+    filling: dict[Any, list[fx.Node]] = {}
+    for node in gradients:
+        bucket = filling.setdefault((node.meta["val"].dtype, node.meta["val"].device), [])
+        if bucket and sum(map(_nbytes, bucket)) + _nbytes(node) > limit:
+            yield tuple(bucket)
+            bucket.clear()
+        bucket.append(node)
+    yield from (tuple(bucket) for bucket in filling.values())
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(storage_bytes(node).values())

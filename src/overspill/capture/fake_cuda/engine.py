@@ -1,0 +1,70 @@
+"""What autograd's engine does in place on plain tensors, and out of place on tensor subclasses, which fake ones are.
+
+torch/csrc/autograd/input_buffer.cpp, `accumulate`: where gradients meet, the second is added to the first in place if
+nothing else holds that. torch/csrc/autograd/FunctionsManual.cpp, `index_backward`: values go into fresh zeros in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import _engine_run_backward
+
+aten = torch.ops.aten
+_FOLDER = str(Path(__file__).parents[1])
+_ENGINE = _engine_run_backward.__code__
+# References to a tensor, and to its storage, while a dispatched op looks at it that only its caller in C++ holds.
+_ONE_TENSOR, _ONE_STORAGE = 4, 2
+
+
+def in_place(func: Any, args: Any, made_by: Callable[[Tensor], int | None]) -> Any:
+    """The op that the engine would run instead of `func` were its tensors plain, or None.
+
+    `made_by` gives the autograd node that made a tensor: an addition of two that the running node made is part of its
+    own formula.
+    """
+    instead = _IN_PLACE.get(func)
+    if instead is None or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None or not called_by_engine():
+        return None
+    if func is aten.index_put.default:
+        return instead if node.name() == "IndexBackward0" else None
+    old, new = args
+    if not isinstance(old, FakeTensor) or not isinstance(new, FakeTensor) or old.shape != new.shape:
+        return None
+    alone = (
+        old._use_count() == _ONE_TENSOR and torch._C._storage_Use_Count(old.untyped_storage()._cdata) == _ONE_STORAGE
+    )
+    if alone and made_by(old) != node._sequence_nr() and _is_dense(old):
+        return instead
+    return None
+
+
+def called_by_engine() -> bool:
+    """Whether C++ dispatches: no Python of a hook or of a function's own backward lies between it and the engine."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return frame.f_code is _ENGINE
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of `tensor` lie side by side, in some order of dimensions, each once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+_IN_PLACE = {aten.add.Tensor: aten.add_.Tensor, aten.index_put.default: aten.index_put_.default}

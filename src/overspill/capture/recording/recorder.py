@@ -1,0 +1,443 @@
+"""Watches a program's tensors and writes down what a GPU's allocator would see."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overspill.capture.fake_cuda import retarget
+from overspill.capture.fake_cuda.engine import called_by_engine, in_place
+from overspill.capture.fake_cuda.fake import tensors_in
+from overspill.core import Phase, TensorKind
+from overspill.costs.scratch import Scratch
+
+from .recording import Allocation, RecordedOp, Recording
+
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_GEMM = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
+
+
+class _Life:
+    """One allocation while it is being recorded."""
+
+    __slots__ = (
+        "end", "freed_before", "kind", "layer", "name", "nbytes", "node", "op", "outlives", "phase", "scratch", "start", "stream",
+    )  # fmt: skip
+
+    def __init__(self, start: int, nbytes: int, layer: str, phase: Phase, op: int, node: int | None) -> None:
+        self.start, self.end, self.nbytes = start, -1, nbytes
+        self.layer, self.phase, self.op, self.node = layer, phase, op, node
+        self.freed_before = -1  # the position of the op that ran next
+        self.kind: TensorKind | None = None
+        self.name = ""
+        self.stream = 0
+        self.scratch: Scratch | None = None
+        self.outlives = False  # the autograd node that made it: then it is a gradient on its way, not a temporary
+
+
+class Recorder:
+    """Births and deaths of device storages, the ops that touch them, and the layer and phase of each op.
+
+    A storage is on the device when it was made from one that is, or asked for there; `placing` decides for the
+    ops inside it. Everything else belongs to the host and is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._fabricating = False
+        self._lives: list[_Life] = []
+        self._live: dict[int, int] = {}  # storage address -> position in _lives
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._ops: list[RecordedOp] = []
+        self._clock = 0
+        self._placement: bool | None = None  # True: on the device, False: on the host, None: where its inputs are
+        self._communicating = False
+        self.stream = 0  # the CUDA stream that the program is on; 0 is the default one
+        self._starts: list[int] = []
+        self._updating = False
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._boundaries: list[int] = [-1]
+        self._boundary_layers: list[str] = [""]
+        self._parameters: dict[tuple[int, int], str] = {}  # by storage, and where in it
+        self._parameter_elements = 0
+        self._handles: set[tuple[str, int]] = set()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    # What the program asks
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of `tensor` is on the device."""
+        tensor = _local(tensor)
+        return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._live
+
+    def placing(self, *, on_device: bool) -> AbstractContextManager[None]:
+        """What is made inside is on the device, or on the host, whatever it is made from."""
+        return self._while(_placement=on_device)
+
+    def fabricating(self) -> AbstractContextManager[None]:
+        """Tensors that the host makes inside are fake: they take no memory and no time, whatever their size."""
+        return self._while(_fabricating=True)
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """What is made inside are buffers of collectives; floating ones made from nothing are on the device too."""
+        return self._while(_communicating=True)
+
+    @contextmanager
+    def _while(self, **state: bool) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that an op which runs now belongs to."""
+        if self._updating:
+            return Phase.UPDATE
+        return Phase.BACKWARD if torch._C._current_graph_task_id() != -1 else Phase.FORWARD
+
+    # What the fake mode tells
+
+    def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
+        """The result of an op, and what it did to device memory."""
+        instead = in_place(func, args, self._made_by)
+        if instead is not None:
+            func, compute = instead, lambda args, _: args[0]
+        inputs = tensors_in(kwargs.values(), tensors_in(args, []))
+        reads: list[int] = []
+        for tensor in inputs:
+            if isinstance(tensor, FakeTensor):
+                found = self._live.get(tensor.untyped_storage()._cdata)
+                if found is not None and found not in reads:
+                    reads.append(found)
+        device = kwargs.get("device")
+        placed = self._placed(device, kwargs.get("dtype"), made_from_nothing=not inputs)
+        if device is not None and device.type != "cpu":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        on_device = placed if placed is not None else bool(reads)
+        if not on_device and placed is None and not inputs and self.phase is Phase.BACKWARD:
+            on_device = True  # zeros that autograd's own formulas make
+        if not on_device:
+            if not self._fabricating and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+                return func(*args, **kwargs)  # real work of the host: data loading, index arithmetic
+            return compute(args, kwargs)
+        rewrite = retarget.FAKES.get(func)
+        result = compute(args, kwargs) if rewrite is None else rewrite(*args, **kwargs)
+        self._record(func, args, kwargs, reads, result)
+        return result
+
+    def _made_by(self, tensor: torch.Tensor) -> int | None:
+        position = self._live.get(tensor.untyped_storage()._cdata)
+        return None if position is None else self._lives[position].node
+
+    def _placed(self, device: Any, dtype: torch.dtype | None, *, made_from_nothing: bool) -> bool | None:
+        """True: on the device, False: on the host, None: where the inputs are."""
+        if self._placement is not None:
+            return self._placement
+        if self._communicating and made_from_nothing and _is_floating(dtype):
+            return True  # a bucket that C++ asks for on the device of the parameters, which it takes for the CPU
+        if device is None or device.type == "cuda":
+            return None if device is None else True
+        if self.phase is Phase.BACKWARD and called_by_engine():
+            return None  # autograd's own formulas take all tensors for the CPU's
+        return False
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], reads: list[int], result: Any) -> None:
+        layer, phase, node = self._where()
+        op = len(self._ops)
+        name = func._schema.name.partition("::")[2]
+        if name in _GEMM:
+            self._library_handle("gemm_handle", layer, phase, op)
+        writes = [self._live[key] for key in _mutated(func, args, kwargs) if key in self._live]
+        scratch = retarget.SCRATCH.get(func)
+        wanted = scratch(args, kwargs, result) if scratch is not None else ()
+        found = tensors_in(result if isinstance(result, (list, tuple)) else (result,), [])
+        outputs = [output for output in found if isinstance(output, FakeTensor)]  # others are real ones of the host
+        from_host = not reads and not self._modules and bool(args) and phase is Phase.FORWARD
+        for position, output in enumerate(outputs):
+            known = self._output(output.untyped_storage(), layer, phase, op, node, from_host=from_host)
+            if known not in reads:
+                writes.append(known)
+            for after, request in wanted:
+                if min(after, len(outputs) - 1) == position:
+                    self._scratch(request, layer, phase, op)
+        for read in reads:
+            if self._lives[read].node != node:
+                self._lives[read].outlives = True
+        iteration = max(len(self._starts) - 1, 0)  # construction is counted to the first
+        self._ops.append(RecordedOp(name, layer, phase, iteration, tuple(reads), tuple(dict.fromkeys(writes))))
+
+    def _output(self, storage: Any, layer: str, phase: Phase, op: int, node: int | None, *, from_host: bool) -> int:
+        """The position of an output's storage among the allocations, which is new or may have grown."""
+        key = storage._cdata
+        if key in self._live:
+            self.resized(storage)
+            return self._live[key]
+        made = self._birth(storage, key, storage.nbytes(), layer, phase, op, node)
+        if from_host and self._lives[made].kind is None:
+            self._lives[made].kind = TensorKind.INPUT
+        return made
+
+    def _where(self) -> tuple[str, Phase, int | None]:
+        """Layer, phase and autograd node of the op that runs now."""
+        phase = self.phase
+        if phase is not Phase.BACKWARD:
+            return self._modules[-1] if self._modules else "", phase, None
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._modules[-1] if self._modules else "", phase, None
+        if self._modules:  # a checkpointed layer, run again inside backward
+            return self._modules[-1], phase, None
+        if node.name() == _ACCUMULATE_GRAD:
+            name = self._parameters.get(_place(node.variable), "")
+            return name.rpartition(".")[0], phase, -1
+        number = node._sequence_nr()
+        return self._boundary_layers[bisect_right(self._boundaries, number) - 1], phase, number
+
+    def _birth(self, storage: Any, key: int, nbytes: int, layer: str, phase: Phase, op: int, node: int | None) -> int:
+        position = len(self._lives)
+        life = _Life(self._tick(), nbytes, layer, phase, op, node)
+        life.stream = self.stream
+        if self._communicating:
+            life.kind = TensorKind.COMMUNICATION
+        self._lives.append(life)
+        self._live[key] = position
+        self._watch[position] = weakref.ref(storage, lambda _: self._death(key, position))
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return position
+
+    def _death(self, key: int, position: int) -> None:
+        life = self._lives[position]
+        life.end, life.freed_before = self._tick(), len(self._ops)
+        self.live_bytes -= life.nbytes
+        del self._watch[position]
+        if self._live.get(key) == position:
+            del self._live[key]
+
+    def resized(self, storage: Any) -> None:
+        """`storage` has another size now; c10/cuda's resize takes the new memory before it gives the old one back."""
+        position = self._live.get(storage._cdata)
+        if position is None or self._lives[position].nbytes == storage.nbytes():
+            return
+        before = self._lives[position]
+        layer, phase, node = self._where()
+        new = self._lives[self._birth(storage, storage._cdata, storage.nbytes(), layer, phase, before.op, node)]
+        new.kind, new.name, new.stream = before.kind, before.name, self.stream
+        self._death(storage._cdata, position)
+
+    def _scratch(self, request: Scratch, layer: str, phase: Phase, op: int) -> None:
+        life = _Life(self._tick(), 0, layer, phase, op, None)
+        life.stream = self.stream
+        life.end = self._tick()
+        life.kind, life.scratch = TensorKind.WORKSPACE, request
+        self._lives.append(life)
+
+    def _library_handle(self, family: str, layer: str, phase: Phase, op: int) -> None:
+        """A library's own memory, taken when a thread first uses it and kept; backward is a thread of its own."""
+        thread = 1 if phase is Phase.BACKWARD else 0
+        if (family, thread) in self._handles:
+            return
+        self._handles.add((family, thread))
+        life = _Life(self._tick(), 0, layer, phase, op, None)
+        life.kind, life.scratch = TensorKind.WORKSPACE, Scratch(family, (thread,), "")
+        self._lives.append(life)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock - 1
+
+    # Where in the step the program is
+
+    def start_iteration(self) -> None:
+        """The next step begins here."""
+        self._starts.append(self._clock)
+
+    def enter(self, module: nn.Module) -> None:
+        """`module`'s forward begins."""
+        name = self._names.get(id(module))
+        if name is None or not self._modules:
+            if module not in self._roots:
+                self._adopt(module)
+            name = self._names.get(id(module), "")
+        self._modules.append(name)
+        self._boundary()
+
+    def leave(self) -> None:
+        """The innermost module's forward ends."""
+        if self._modules:
+            self._modules.pop()
+        self._boundary()
+
+    def _boundary(self) -> None:
+        number = torch.autograd._get_sequence_nr()
+        if number < self._boundaries[-1]:  # another thread's numbers
+            return
+        if number == self._boundaries[-1]:
+            self._boundary_layers[-1] = self._modules[-1] if self._modules else ""
+            return
+        self._boundaries.append(number)
+        self._boundary_layers.append(self._modules[-1] if self._modules else "")
+
+    def _adopt(self, root: nn.Module) -> None:
+        """Learn the names of `root`'s layers, and which storages hold its parameters and buffers."""
+        self._roots.add(root)
+        for name, module in root.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), name)
+        self.mark_module(root)
+
+    def mark_module(self, root: nn.Module) -> None:
+        """Say of every parameter and buffer of `root` what it is."""
+        for name, parameter in root.named_parameters():
+            if self.mark(parameter, TensorKind.PARAMETER, name):
+                key = _place(parameter)
+                if key not in self._parameters:
+                    self._parameter_elements += parameter.numel()
+                self._parameters[key] = name
+        for name, buffer in root.named_buffers():
+            self.mark(buffer, TensorKind.BUFFER, name)
+
+    def mark(self, tensor: torch.Tensor | None, kind: TensorKind, name: str = "") -> bool:
+        """Say what the storage of `tensor` is for; False when it is not on the device."""
+        tensor = _local(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return False
+        position = self._live.get(tensor.untyped_storage()._cdata)
+        if position is None:
+            return False
+        life = self._lives[position]
+        life.kind = kind
+        life.name = name or life.name
+        return True
+
+    def begin_update(self, parameters: Iterable[torch.Tensor]) -> None:
+        """An optimizer starts its step over `parameters`."""
+        self._updating = True
+        for parameter in parameters:
+            name = self._parameters.get(_place(parameter), "")
+            self.mark(parameter, TensorKind.PARAMETER)
+            self.mark(parameter.grad, TensorKind.GRADIENT, name)
+
+    def end_update(self, states: Iterable[Any]) -> None:
+        """An optimizer's step is over; `states` are the values of its state."""
+        self._updating = False
+        for tensor in tensors_in(states, []):
+            self.mark(tensor, TensorKind.OPTIMIZER_STATE)
+
+    def outside_update(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """`closure`, which an optimizer calls inside its step, as a function whose ops do not belong to the update."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._updating = self._updating, False
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._updating = before
+
+        return run
+
+    # What was seen
+
+    def _order_frees(self) -> None:
+        """Give frees in a row the order of their allocations.
+
+        What is freed together, as autocast's weights at the end of its region, goes in the order of a hash table,
+        another one each time. An allocator that joins free neighbours ends in the same state, and recordings of one
+        program become equal.
+        """
+        for row in _frees_in_a_row(self._lives, set(self._starts)):
+            first = row[0].end
+            for tick, life in enumerate(sorted(row, key=lambda life: life.start), start=first):
+                life.end = tick
+
+    def recording(self) -> Recording:
+        """Everything so far; what is alive stays alive until the end."""
+        self._order_frees()
+        last_forward: dict[int, bool] = {}
+        for op in self._ops:
+            if op.phase is Phase.BACKWARD:
+                for read in op.reads:
+                    last_forward[read] = True
+        allocations = tuple(
+            Allocation(
+                start=life.start,
+                end=life.end if life.end >= 0 else self._clock,
+                nbytes=life.nbytes,
+                kind=life.kind or _kind(life, read_in_backward=last_forward.get(position, False)),
+                name=life.name or (self._ops[life.op].name if 0 <= life.op < len(self._ops) else ""),
+                layer=life.layer,
+                phase=life.phase,
+                op=life.op,
+                scratch=life.scratch,
+                stream=life.stream,
+            )
+            for position, life in enumerate(self._lives)
+        )
+        return Recording(
+            allocations, tuple(self._ops), tuple(self._starts) or (0,), self._clock, self._parameter_elements
+        )
+
+
+def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life]]:
+    """The lives that end one right after another, between two ops and in one iteration, by their ends."""
+    row: list[_Life] = []
+    for life in sorted((life for life in lives if life.end >= 0), key=lambda life: life.end):
+        apart = row and (life.end != row[-1].end + 1 or life.freed_before != row[-1].freed_before)
+        if apart or (row and life.end in starts):
+            yield row
+            row = []
+        row.append(life)
+    if row:
+        yield row
+
+
+def _local(tensor: Any) -> Any:
+    """The shard of a DTensor that this GPU holds; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    """The storage of `tensor`, and where in it: several parameters may share one."""
+    tensor = _local(tensor)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def _is_floating(dtype: torch.dtype | None) -> bool:
+    return (dtype or torch.get_default_dtype()).is_floating_point
+
+
+def _kind(life: _Life, *, read_in_backward: bool) -> TensorKind:
+    if life.phase is Phase.FORWARD:
+        return TensorKind.ACTIVATION if read_in_backward else TensorKind.TEMPORARY
+    if life.phase is Phase.BACKWARD and life.outlives:
+        return TensorKind.OUTPUT_GRADIENT
+    return TensorKind.TEMPORARY
+
+
+def _mutated(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[int]:
+    """The addresses of the storages that `func` writes into in place."""
+    for position, name in _written_arguments(func):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in tensors_in((value,), []):
+            yield tensor.untyped_storage()._cdata
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

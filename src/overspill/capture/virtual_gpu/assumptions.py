@@ -1,0 +1,164 @@
+"""What a program is told of values that were never computed: that they are finite, and that nothing has converged.
+
+These are the questions that training code asks of values without the answer being news: is the loss a number, did a
+gradient overflow, may LBFGS stop early. Every other decision on a value ends the estimate.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overspill.capture.fake_cuda.fake import FastFakeMode
+
+aten = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_MODE = FastFakeMode.__torch_dispatch__.__code__.co_filename
+_SCALAR = aten._local_scalar_dense.default
+_ANSWER = "_overspill_answer"  # on a fake tensor: the truth value that all its elements have
+
+
+def finite(observe: Callable[..., Any], fake_mode: Callable[[], Any]) -> Callable[..., Any]:
+    """`observe` with answers: what tests whether values are finite knows its result, element by element all the same."""
+
+    def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        if func is _SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None and _for_lbfgs():
+            return 1.0  # a tensor as the factor of another: `add_(direction, alpha=tensor)`
+        result = observe(func, args, kwargs, compute)
+        rule = _RULES.get(func)
+        if rule is not None and isinstance(result, FakeTensor) and result.constant is None:
+            answer = rule(args)
+            if answer is not None:
+                setattr(result, _ANSWER, bool(answer))
+                if result.numel() == 1:
+                    _make_constant(result, answer, fake_mode())
+        return result
+
+    return watched
+
+
+def _make_constant(tensor: FakeTensor, value: float, mode: Any) -> None:
+    """Let torch's own propagation of constants, and `item`, know the one value of `tensor`."""
+    with torch._C._DisableTorchDispatch():
+        tensor.constant = torch.full(tuple(tensor.shape), value, dtype=tensor.dtype, device="cpu")
+    mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
+
+
+def _known(value: Any) -> bool | None:
+    """The truth value that all elements of `value` have, if that is known."""
+    return getattr(value, _ANSWER, None) if isinstance(value, torch.Tensor) else None
+
+
+def _never(_: Any) -> bool | None:
+    return False
+
+
+def _equal(args: Any) -> bool | None:
+    """`x == x` and `x == inf` as `isfinite` and old code ask them."""
+    if args[0] is args[1]:
+        return True
+    return False if isinstance(args[1], float) and not math.isfinite(args[1]) else None
+
+
+def _unequal(args: Any) -> bool | None:
+    answer = _equal(args)
+    return None if answer is None else not answer
+
+
+def _same(args: Any) -> bool | None:
+    return _known(args[0])
+
+
+def _opposite(args: Any) -> bool | None:
+    known = _known(args[0])
+    return None if known is None else not known
+
+
+def _both(args: Any) -> bool | None:
+    known = [_known(args[0]), _known(args[1])]
+    return False if False in known else True if known == [True, True] else None
+
+
+def _either(args: Any) -> bool | None:
+    known = [_known(args[0]), _known(args[1])]
+    return True if True in known else False if known == [False, False] else None
+
+
+def _count(args: Any) -> int | None:
+    known = _known(args[0])
+    return None if known is None else known * args[0].numel()
+
+
+_RULES: dict[Any, Callable[[Any], int | None]] = {
+    **dict.fromkeys((aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default), _never),
+    **dict.fromkeys((aten.eq.Tensor, aten.eq.Scalar), _equal),
+    **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _unequal),
+    **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _opposite),
+    **dict.fromkeys((aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor), _both),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _either),
+    **dict.fromkeys((aten.sum.default, aten.count_nonzero.default), _count),
+    **dict.fromkeys(
+        (
+            aten._is_any_true.default, aten._is_all_true.default, aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
+            aten.max.default, aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.clone.default,
+            aten._to_copy.default, aten.alias.default,
+        ),
+        _same,
+    ),
+}  # fmt: skip
+
+
+_LBFGS = sys.modules["torch.optim.lbfgs"].__file__  # torch.optim deletes the names of its own modules
+# What is so in LBFGS while it makes progress: the step is worth remembering, the line search is content. All else that
+# it asks of values are tolerances, which are not reached.
+_PROGRESS = ("ys >", "abs(gtd_new) <=", "bracket_f[0] <= bracket_f[-1]")
+
+
+# (files below torch, function or all) -> how it decides.
+_ANSWERS = {
+    ("optim/", ""): False,  # the larger of a known bound and a norm is the bound; an average has not begun
+    ("nn/functional.py", "gaussian_nll_loss"): False,  # no variance is negative
+    ("nn/modules/transformer.py", "_detect_is_causal_mask"): True,  # a square mask is the causal one
+    ("distributions/", ""): True,  # parameters are valid
+}
+
+
+def goes_on(frame: FrameType | None) -> bool | None:
+    """How torch's own code decides at the line of `frame` where nothing is wrong and nothing has converged.
+
+    None for all other code.
+    """
+    if frame is None:
+        return None
+    if frame.f_code.co_filename != _LBFGS:
+        file = frame.f_code.co_filename.removeprefix(_TORCH)
+        found = [
+            answer
+            for (where, name), answer in _ANSWERS.items()
+            if file.startswith(where) and name in {"", frame.f_code.co_name}
+        ]
+        return found[0] if found and file != frame.f_code.co_filename else None
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return any(question in line for question in _PROGRESS)
+
+
+def _for_lbfgs() -> bool:
+    """Whether the op that runs now was called by LBFGS, and not by the closure that it calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in {__file__, _MODE}:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _LBFGS
+
+
+def initial_scale(scaler: torch.amp.GradScaler) -> float:
+    """`GradScaler.get_scale` while no gradient has overflowed."""
+    return scaler._init_scale if scaler._enabled else 1.0

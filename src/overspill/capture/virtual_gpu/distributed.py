@@ -1,0 +1,306 @@
+"""Several GPUs of which none is there: process groups without a network, and the memory of data parallel wrappers.
+
+A program asks for its process group as it would (`init_process_group("nccl")`, under torchrun's environment or with a
+`world_size`), and gets torch's own "fake" group: right sizes, no messages. DistributedDataParallel and fully_shard then
+run as they are. What they cannot see on fake tensors is told here:
+
+- DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`) are asked for by C++, which takes the
+  parameters to be on the CPU: the recorder is told that they are on the device.
+- The fake group's work has no result, which the reducer reads (comm.cpp, `parseCppCommHookResult`): `allreduce_` is
+  answered here, with its own input.
+- A DTensor's device is that of its shard.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overspill.capture.fake_cuda import retarget
+from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.capture.recording.recorder import Recorder
+from overspill.core import TensorKind
+from overspill.core.errors import RequestError
+
+Patches = list[tuple[Any, str, Any]]
+aten = torch.ops.aten
+_UNSET = -1  # torch's own word for a rank or a world size that was not given
+
+
+@contextmanager
+def no_network() -> Iterator[None]:
+    """Process groups made inside are fake, and gone after; those of the caller stay as they are."""
+    if not dist.is_available():
+        yield
+        return
+    others, hook = dist.is_initialized(), sys.excepthook
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not others:
+            dist.destroy_process_group()
+        if not others:
+            sys.excepthook = hook  # init_process_group wraps it, destroy_process_group leaves it wrapped
+            _forget_meshes()
+
+
+def replacements(recorder: Recorder, mode: FastFakeMode) -> Patches:
+    """(owner, name, replacement) for all that data parallel training calls."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.resized(storage)
+        return result
+
+    storages: Patches = [(torch.UntypedStorage, "resize_", resized)]
+    if not dist.is_available():
+        return storages
+    return [
+        *storages,
+        *_process_groups(),
+        *_ddp(recorder),
+        *_sync_batch_norm(),
+        *_dtensor(mode),
+        *_fsdp(recorder, mode),
+    ]
+
+
+# --- Process groups ---------------------------------------------------------------------------------------------------
+
+
+def _process_groups() -> Patches:
+    """torch.distributed's inner functions, since programs import the outer ones by name."""
+    from torch.distributed import device_mesh, distributed_c10d  # noqa: PLC0415 - only where torch has them
+    from torch.nn.parallel import distributed as ddp  # noqa: PLC0415
+
+    make, default_group = distributed_c10d._new_process_group_helper, distributed_c10d._get_default_group
+    others = dist.is_initialized()
+
+    def rendezvous(url: str, rank: int = _UNSET, world_size: int = _UNSET, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 - its import registers "fake"
+
+        query = {name: int(values[0]) for name, values in parse_qs(urlparse(url).query).items()}
+        size = world_size if world_size != _UNSET else _from_environment("WORLD_SIZE", query.get("world_size"))
+        if size is None:
+            raise RequestError("init_process_group needs a world size: pass world_size=, or set WORLD_SIZE")
+        if size < 1:
+            raise RequestError(f"a world of {size} processes; it takes at least 1")
+        place = rank if rank != _UNSET else _from_environment("RANK", query.get("rank", 0)) or 0
+        if not 0 <= place < size:
+            raise RequestError(f"rank {place} is outside a world of {size} processes")
+        yield FakeStore(), place, size
+
+    def fake_group(size: int, rank: int, ranks: list[int], _backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415 - its import registers "fake"
+
+        kwargs = {**kwargs, "backend_options": None, "device_id": None}
+        return make(size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
+
+    def group() -> Any:
+        if others:
+            raise RequestError(
+                "a process group with a network is there already, which an estimate must not use: "
+                "estimate before init_process_group or after destroy_process_group"
+            )
+        return default_group()
+
+    return [
+        (distributed_c10d, "rendezvous", rendezvous),
+        (distributed_c10d, "_new_process_group_helper", fake_group),
+        (distributed_c10d, "_get_default_timeout", lambda _: timedelta(minutes=10)),
+        (device_mesh, "_get_default_group", group),
+        (ddp, "_get_default_group", group),
+        (torch._C, "_get_accelerator", lambda *_: torch.device("cuda")),
+    ]
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what ops do to shards, with the mesh, whose groups have names of one process group."""
+    from torch.distributed.tensor import DTensor, _random  # noqa: PLC0415
+
+    _random._rng_tracker = None
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
+        torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _from_environment(name: str, default: int | None) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise RequestError(f"{name}={text} is no count; write a whole number") from None
+
+
+def _all_reduce(tensors: list[torch.Tensor], *_: Any, **__: Any) -> tuple[list[torch.Tensor], Any]:
+    """c10d::allreduce_: in place, and its work has the tensors for a result, as ProcessGroupNCCL's has."""
+    done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    done.set_result(tensors)
+    return tensors, torch._C._distributed_c10d._create_work_from_future(done).boxed()
+
+
+@contextmanager
+def answered_ops() -> Iterator[None]:
+    """Inside, ops that only programs of several GPUs run are answered."""
+    if not dist.is_available():
+        yield
+        return
+    rows = {torch.ops.c10d.allreduce_.default: _all_reduce, **_SYNCHRONISED}
+    retarget.FAKES.update(rows)
+    try:
+        yield
+    finally:
+        for op in rows:
+            del retarget.FAKES[op]
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+def _ddp(recorder: Recorder) -> Patches:
+    """What makes buckets: the reducer, once at first and once when it knows the order of the gradients."""
+    reducer = dist.Reducer
+    return [
+        (reducer, "__init__", _communicating(recorder, reducer.__init__)),
+        (reducer, "_rebuild_buckets", _communicating(recorder, reducer._rebuild_buckets)),
+        (dist, "_broadcast_coalesced", _communicating(recorder, dist._broadcast_coalesced)),
+    ]
+
+
+# --- SyncBatchNorm ----------------------------------------------------------------------------------------------------
+
+
+def _channels(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """`count` tensors of a value a channel, in the accumulation's dtype."""
+    dtype = torch.float32 if x.dtype in {torch.float16, torch.bfloat16} else x.dtype
+    return [x.new_empty((x.shape[1],), dtype=dtype) for _ in range(count)]
+
+
+def _reduced(_: torch.Tensor, x: torch.Tensor, mean: Any, invstd: Any, weight: Any, *wanted: bool) -> list[Any]:
+    """batch_norm_backward_reduce: two sums where the input's gradient is wanted, then those of weight and bias."""
+    del mean, invstd
+    sums = _channels(x, 2) if wanted[0] else [None, None]
+    like = x if weight is None else weight
+    return sums + [like.new_empty((x.shape[1],)) if w and weight is not None else None for w in wanted[1:]]
+
+
+# aten/src/ATen/native/cuda/Normalization.cu, which has no implementation for fake tensors.
+_SYNCHRONISED: dict[Any, Callable[..., Any]] = {
+    aten.batch_norm_stats.default: lambda x, *_: _channels(x, 2),
+    aten.batch_norm_gather_stats_with_counts.default: lambda x, *_: _channels(x, 2),
+    aten.batch_norm_elemt.default: lambda x, *_: torch.empty_like(x),
+    aten.batch_norm_backward_reduce.default: _reduced,
+    aten.batch_norm_backward_elemt.default: lambda _, x, *__: torch.empty_like(x),
+}
+
+
+def _sync_batch_norm() -> Patches:
+    """torch/nn/modules/_functions.py leaves out GPUs without a sample unless a graph is captured; here all have some."""
+    from torch.nn.modules._functions import SyncBatchNorm  # noqa: PLC0415
+
+    forward = SyncBatchNorm.forward
+
+    def with_all(*args: Any, **kwargs: Any) -> Any:
+        capturing = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = lambda: True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.cuda.is_current_stream_capturing = capturing
+
+    return [(SyncBatchNorm, "forward", staticmethod(with_all))]
+
+
+# --- DTensor and fully_shard ------------------------------------------------------------------------------------------
+
+
+def _dtensor(mode: FastFakeMode) -> Patches:
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415
+
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def device(tensor: Any) -> torch.device:
+        return tensor._local_tensor.device
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        """Shapes of whole tensors are found on tensors that no GPU has."""
+        before, mode.computing = mode.computing, True
+        try:
+            return shapes(*args, **kwargs)
+        finally:
+            mode.computing = before
+
+    return [
+        (DTensor, "device", property(device)),
+        (DTensor, "is_cuda", property(lambda tensor: tensor._local_tensor.is_cuda)),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+    ]
+
+
+def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
+    """torch/distributed/fsdp/_fully_shard: what its buffers, unsharded parameters and gradients are for."""
+    from torch.distributed.fsdp import _fully_shard  # noqa: PLC0415
+
+    names = ("_fsdp_collectives", "_fsdp_param", "_fsdp_param_group", "_fsdp_init", "_fully_shard")
+    found = [import_module(f"{_fully_shard.__name__}.{name}") for name in names]
+    mixins = [getattr(found[0], name, None) for name in ("DefaultAllocMixin", "ProcessGroupAllocMixin")]
+    parameter_class = found[1].FSDPParam
+    unsharded, reduce = parameter_class.init_all_gather_outputs, found[2].foreach_reduce
+    casts, managed = found[0]._get_param_all_gather_inputs, found[3]._get_managed_states
+
+    def init_all_gather_outputs(parameter: Any, *args: Any, **kwargs: Any) -> None:
+        unsharded(parameter, *args, **kwargs)
+        for tensor in parameter.all_gather_outputs:
+            recorder.mark(tensor, TensorKind.PARAMETER, parameter._param_fqn or "")
+
+    def foreach_reduce(parameters: list[Any], gradients: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            recorder.mark(gradient, TensorKind.GRADIENT, parameter._param_fqn or "")
+        return reduce(parameters, gradients, *args, **kwargs)
+
+    def managed_states(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        """Buffers on the host become fake ones, which can be moved in place to the device."""
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(buffer, FakeTensor):
+                    module._buffers[name] = mode.from_tensor(buffer, static_shapes=True)
+        return managed(modules, *args, **kwargs)
+
+    return [
+        *((mixin, "allocate", _communicating(recorder, mixin.allocate)) for mixin in mixins if mixin is not None),
+        (parameter_class, "init_all_gather_outputs", init_all_gather_outputs),
+        *_wherever(found, casts, _communicating(recorder, casts)),
+        *_wherever(found, reduce, foreach_reduce),
+        *_wherever(found, managed, managed_states),
+    ]
+
+
+def _communicating(recorder: Recorder, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose tensors are buffers of collectives."""
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with recorder.communicating():
+            return call(*args, **kwargs)
+
+    return inside
+
+
+def _wherever(modules: list[Any], function: Callable[..., Any], replacement: Callable[..., Any]) -> Patches:
+    """`function` replaced in all of `modules` that know it; torch has moved some from one to the other."""
+    name = function.__name__
+    return [(module, name, replacement) for module in modules if getattr(module, name, None) is function]

@@ -1,0 +1,154 @@
+"""A GPU that is not there: inside `VirtualGpu`, a PyTorch program that asks for `cuda` runs, on fake tensors.
+
+Tensors on the device are fake CPU tensors that the recorder knows; to the program they say that they are on `cuda:0`.
+What cannot be known without computing, the value of a device tensor, comes out as an `UnknownNumber`, which may be
+printed and averaged but not decided upon.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from types import FunctionType
+from typing import Any, Self
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as module_hooks
+from torch.utils import _foreach_utils
+
+from overspill.capture.fake_cuda.autocast import cuda_autocast
+from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.capture.fake_cuda.retarget import retargeted
+from overspill.capture.recording.recorder import Recorder
+from overspill.core.errors import RequestError
+
+from . import distributed
+from .assumptions import finite, initial_scale
+from .cuda_module import CudaFunctions
+from .files import file_patches
+from .patching import Patches, patched
+from .tensor_methods import TensorMethods
+from .torch_patches import factories, torch_patches
+from .unknown import UnknownNumber
+
+# torch.optim deletes the names of its own modules.
+optimizer_hooks, lbfgs = sys.modules["torch.optim.optimizer"], sys.modules["torch.optim.lbfgs"]
+_ONE_AT_A_TIME = Lock()  # what is replaced is replaced for the whole process
+
+
+class VirtualGpu:
+    """A context in which `cuda` exists and is written down.
+
+    The host works for real (it reads files, shuffles and counts), except that parameters are always fake, and
+    everything inside `recorder.fabricating()`. `capability` is the GPU's. What is replaced of torch is replaced for the
+    whole process, so there is one at a time; its program runs in one thread, and others keep to the host meanwhile.
+    """
+
+    def __init__(self, *, capability: tuple[int, int] = (8, 0), memory_bytes: int = 1 << 40) -> None:
+        self.recorder = Recorder()
+        self._mode: FastFakeMode = FastFakeMode(finite(self.recorder.observe, lambda: self._mode))
+        self._capability = capability
+        self._cuda = CudaFunctions(self.recorder, capability, memory_bytes)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not _ONE_AT_A_TIME.acquire(blocking=False):
+            raise RequestError("a recording is under way in this process; torch is replaced for one at a time")
+        with ExitStack() as stack:
+            stack.callback(_ONE_AT_A_TIME.release)
+            stack.enter_context(_collecting_only_what_is_new())
+            stack.enter_context(retargeted(self._capability))
+            stack.enter_context(factories())
+            stack.enter_context(patched(TensorMethods(self.recorder, self._mode).replacements()))
+            stack.enter_context(patched(torch_patches(self.recorder)))
+            stack.enter_context(patched([*file_patches(), *_scalers()]))
+            stack.enter_context(patched(self._cuda.replacements()))
+            stack.enter_context(patched(distributed.replacements(self.recorder, self._mode)))
+            stack.enter_context(distributed.answered_ops())
+            stack.enter_context(cuda_autocast())
+            stack.enter_context(_hooks(self.recorder))
+            stack.enter_context(_foreach_for_fakes())
+            stack.enter_context(distributed.no_network())
+            stack.enter_context(self._mode)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _scalers() -> Patches:
+    """What asks for the values of gradients and losses."""
+    return [
+        (torch.amp.GradScaler, "_maybe_opt_step", _step),
+        (torch.amp.GradScaler, "get_scale", initial_scale),
+        (lbfgs, "float", lambda _: UnknownNumber()),
+    ]
+
+
+def _step(_: Any, optimizer: torch.optim.Optimizer, _state: Any, *args: Any, **kwargs: Any) -> Any:
+    """`GradScaler._maybe_opt_step` where no gradient is infinite."""
+    return optimizer.step(*args, **kwargs)
+
+
+@contextmanager
+def _hooks(recorder: Recorder) -> Iterator[None]:
+    """Hooks of torch tell the recorder of layers and optimizers."""
+
+    def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        recorder.begin_update(parameters(optimizer))
+        # What a closure runs is forward and backward, not the update that calls it.
+        args = tuple(recorder.outside_update(a) if isinstance(a, FunctionType) else a for a in args)
+        return args, {
+            name: recorder.outside_update(value) if name == "closure" and value is not None else value
+            for name, value in kwargs.items()
+        }
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        recorder.end_update([value for state in optimizer.state.values() for value in state.values()])
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(lambda module, _: recorder.enter(module)),
+        module_hooks.register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
+        optimizer_hooks.register_optimizer_step_pre_hook(before),
+        optimizer_hooks.register_optimizer_step_post_hook(after),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _collecting_only_what_is_new() -> Iterator[None]:
+    """The garbage collector looks at what is made inside alone, not each time at all that torch has imported."""
+    if gc.get_freeze_count():  # the program does so itself
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _foreach_for_fakes() -> Iterator[None]:
+    """Optimizers take their foreach path for fake parameters, as they do for plain CUDA ones."""
+    lists = [optimizer_hooks._foreach_supported_types, _foreach_utils._foreach_supported_types]
+    added = [types for types in {id(types): types for types in lists}.values() if FakeTensor not in types]
+    for types in added:
+        types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for types in added:
+            types.remove(FakeTensor)

@@ -1,0 +1,214 @@
+"""Methods of tensors that know of the virtual GPU: where a tensor is, how it moves, and what its values are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.capture.recording.recorder import Recorder
+from overspill.core.errors import UnsupportedError
+
+from .assumptions import goes_on
+from .patching import Patches
+from .torch_patches import GPU, UninitializedTensorMixin, fake_class
+from .unknown import UnknownNumber, data_dependent, user_line
+
+CPU = torch.device("cpu")
+
+
+class TensorMethods:
+    """Replacements for methods of tensors, which keep the originals."""
+
+    def __init__(self, recorder: Recorder, mode: FastFakeMode) -> None:
+        self._recorder, self._mode = recorder, mode
+        self._thread = get_ident()
+        self._to, self._cpu_device = Tensor.to, FakeTensor.device
+        self._new_parameter = nn.Parameter.__new__
+
+    def replacements(self) -> Patches:
+        """(owner, name, replacement) for all of them."""
+        recorder, mode, moved = self._recorder, self._mode, self.moved
+
+        def device(tensor: FakeTensor) -> torch.device:
+            if not mode.computing and not tensor.fake_mode.in_kernel_invocation and recorder.on_device(tensor):
+                return GPU
+            return self._cpu_device.fget(tensor)
+
+        def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # binds to the tensor, as a method does not
+            return moved(tensor, *args, **kwargs)
+
+        return [
+            (FakeTensor, "device", property(device)),
+            (FakeTensor, "is_cuda", property(lambda tensor: not mode.computing and recorder.on_device(tensor))),
+            (FakeTensor, "is_cpu", property(lambda tensor: tensor.device.type == "cpu")),
+            (Tensor, "to", to),
+            (Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, GPU)),
+            (Tensor, "cpu", lambda tensor, *_, **__: moved(tensor, CPU)),
+            (Tensor, "pin_memory", lambda tensor, *_: tensor),
+            (Tensor, "is_pinned", lambda _tensor, *_: False),
+            (Tensor, "get_device", lambda tensor: 0 if recorder.on_device(tensor) else -1),
+            (Tensor, "record_stream", lambda _tensor, _stream: None),
+            (Tensor, "__format__", _written(Tensor.__format__)),
+            (Tensor, "item", _item(Tensor.item)),
+            (Tensor, "tolist", _known(Tensor.tolist)),
+            (FakeTensor, "tolist", _known(Tensor.tolist)),
+            (Tensor, "numpy", _known(Tensor.numpy)),
+            (Tensor, "__bool__", _decided(Tensor.__bool__)),
+            (Tensor, "__int__", _decided(Tensor.__int__)),
+            (Tensor, "__index__", _decided(Tensor.__index__)),
+            (Tensor, "__float__", _as_float(Tensor.__float__)),
+            (nn.Parameter, "__new__", staticmethod(self._parameter)),
+        ]
+
+    def moved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`Tensor.to` between the host and the virtual GPU."""
+        if self._mode.computing:
+            return self._to(tensor, *args, **kwargs)
+        if isinstance(tensor, UninitializedTensorMixin):  # a lazy module's, which would not tell its shape
+            return self._moved_uninitialized(tensor, *args, **kwargs)
+        target, dtype, memory_format, copy = _parse_to(args, kwargs)
+        here = self._recorder.on_device(tensor)
+        there = here if target is None else target.type == "cuda"
+        if there and get_ident() != self._thread:  # fake tensors exist in the thread of the mode alone
+            where = user_line(sys._getframe(1))
+            raise UnsupportedError(f"{where} uses cuda in a thread of its own; an estimate sees the main thread")
+        options: dict[str, Any] = {"dtype": dtype or tensor.dtype, "copy": copy or here != there}
+        if memory_format is not None:
+            options["memory_format"] = memory_format
+        if here == there:
+            return self._to(tensor, **options)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return _Crossing.apply(tensor, self, there, options)
+        return self.copied(tensor, on_device=there, **options)
+
+    def copied(self, tensor: Tensor, *, on_device: bool, **options: Any) -> Tensor:
+        """A copy of `tensor` on the other side."""
+        with self._recorder.placing(on_device=on_device):
+            return self._to(tensor, CPU, **options)
+
+    def _moved_uninitialized(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        kind, tensor.__class__ = tensor.__class__, FakeTensor
+        result: Any = self.moved(tensor, *args, **kwargs)
+        result.__dict__.update(tensor.__dict__)
+        tensor.__class__ = result.__class__ = kind
+        return result
+
+    def _parameter(self, cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        """`nn.Parameter(data)` with fake data: a model on the host then takes no memory, however large."""
+        if data is not None and not isinstance(data, FakeTensor) and not is_traceable_wrapper_subclass(data):
+            data = self._mode.like(data.detach())
+        made = self._new_parameter(cls, data, requires_grad)
+        if cls is not nn.Parameter and type(made) is FakeTensor:
+            made.__class__ = cls if issubclass(cls, FakeTensor) else fake_class(cls)
+        return made
+
+
+class _Crossing(torch.autograd.Function):
+    """A move between host and device. To autograd itself both are the CPU, so that it would move no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, methods: TensorMethods, there: bool, options: dict[str, Any]) -> Tensor:
+        """The copy."""
+        ctx.back = methods, not there, tensor.dtype
+        return methods.copied(tensor, on_device=there, **options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradient where the tensor was."""
+        methods, there, dtype = ctx.back
+        return methods.copied(grad, on_device=there, dtype=dtype, copy=True), None, None, None
+
+
+def _parse_to(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None, bool]:
+    """Device, dtype, memory format and copy of a call of `Tensor.to`."""
+    args = tuple(torch.device("cuda", value) if type(value) is int else value for value in args)
+    kwargs = dict(kwargs)
+    copy = bool(kwargs.pop("copy", False))
+    other = kwargs.pop("other", None)
+    if args and isinstance(args[0], Tensor):
+        other, args = args[0], args[1:]
+    if isinstance(other, Tensor):
+        copy = copy or (len(args) > 1 and bool(args[1]))
+        return other.device, other.dtype, kwargs.get("memory_format"), copy
+    if len(args) == 4 or (len(args) == 3 and isinstance(args[0], torch.dtype)):  # ... non_blocking, copy
+        args, copy = args[:-1], bool(args[-1])
+    if type(kwargs.get("device")) is int:
+        kwargs["device"] = torch.device("cuda", kwargs["device"])
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, memory_format, copy
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+def _unknown(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def _written(original: Callable[..., str]) -> Callable[..., str]:
+    """`Tensor.__format__`, which writes the value of a scalar."""
+
+    def write(tensor: Tensor, spec: str) -> str:
+        return "unknown" if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else original(tensor, spec)
+
+    return write
+
+
+def _item(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.item`, of which a program may make what it likes but a decision."""
+
+    def item(tensor: Tensor) -> Any:
+        if _unknown(tensor):
+            if tensor.numel() != 1 or tensor.dtype.is_complex:
+                raise data_dependent()
+            return UnknownNumber()
+        return original(tensor)
+
+    return item
+
+
+def _known(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What gives out many values at once: all of them are known, or it is an error."""
+
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _unknown(tensor):
+            raise data_dependent()
+        return original(tensor, *args, **kwargs)
+
+    return read
+
+
+def _decided(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What Python asks of a tensor in order to decide, to count or to index."""
+
+    def decide(tensor: Tensor, *args: Any) -> Any:
+        try:
+            return original(tensor, *args)
+        except DataDependentOutputException:
+            if original.__name__ == "__bool__" and (answer := goes_on(sys._getframe(1))) is not None:
+                return answer
+            raise data_dependent() from None
+
+    return decide
+
+
+def _as_float(original: Callable[..., float]) -> Callable[..., float]:
+    """`Tensor.__float__`; Python takes no other kind of float from it, so what is unknown becomes 1."""
+
+    def to_float(tensor: Tensor) -> float:
+        try:
+            return original(tensor)
+        except DataDependentOutputException:
+            return 1.0
+
+    return to_float

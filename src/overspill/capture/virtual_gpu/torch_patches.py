@@ -1,0 +1,254 @@
+"""Corners of torch that treat fake tensors otherwise than plain ones on CUDA, or that ask for a driver."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import parameter
+from torch.nn.utils import parametrizations
+from torch.utils import _device
+from torch.utils._pytree import tree_map_only
+
+from overspill.capture.fake_cuda.fake import FastFakeMode
+from overspill.capture.recording.recorder import Recorder
+from overspill.core.errors import RequestError
+
+from .patching import Patches, patched
+
+GPU = torch.device("cuda", 0)
+UninitializedTensorMixin: Any = parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
+_FACTORIES = (
+    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace",
+    "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
+_TYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "CharTensor": torch.int8, "ShortTensor": torch.int16,
+    "IntTensor": torch.int32, "LongTensor": torch.int64, "BoolTensor": torch.bool,
+}  # fmt: skip
+
+
+def torch_patches(recorder: Recorder) -> Patches:
+    """(owner, name, replacement) for all of them, but for the factories."""
+
+    def nothing(*_: Any, **__: Any) -> int:
+        return 0
+
+    return [
+        *((torch.cuda, name, _tensor_type(name, dtype)) for name, dtype in _TYPES.items()),
+        (Tensor, "type", _as_type(Tensor.type, recorder)),
+        *_lazy(),
+        (FakeTensor, "__deepcopy__", _deep_copy),
+        *((torch.cuda.nvtx, name, nothing) for name in ("range_push", "range_pop", "range_start", "range_end", "mark")),
+        (nn.DataParallel, "scatter", _scatter),
+        (nn.RNNBase, "flatten_parameters", _flatten(recorder)),
+        (nn.Module, "_apply", _apply),
+        (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
+        (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
+        (parametrizations, "_is_orthogonal", lambda *_, **__: False),  # no random matrix is
+    ]
+
+
+# --- Devices by number, tensors by type -------------------------------------------------------------------------------
+
+
+@contextmanager
+def factories() -> Iterator[None]:
+    """Inside, torch's factories take GPUs by their numbers too, and pin no memory."""
+    builtins = torch.jit._builtins
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    _device._device_constructors()  # torch keeps this set: it must not be made of the replacements
+    table = builtins._get_builtin_table()
+    replacements = {name: _factory(original) for name, original in originals.items()}
+    known = {id(new): table.get(id(originals[name])) for name, new in replacements.items()}
+    table.update({key: op for key, op in known.items() if op is not None})  # TorchScript goes by identity
+    try:
+        with patched([(torch, name, new) for name, new in replacements.items()]):
+            yield
+    finally:
+        for key in known:
+            table.pop(key, None)
+
+
+def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    return make
+
+
+class _TensorType(type):
+    """The metaclass of `torch.cuda.FloatTensor` and its like: made from sizes or from data, on the device."""
+
+    dtype: torch.dtype
+    is_cuda = True
+
+    def __call__(cls, *args: Any) -> Tensor:
+        if args and not isinstance(args[0], int):
+            return torch.tensor(args[0], dtype=cls.dtype, device=GPU)
+        return torch.empty(args, dtype=cls.dtype, device=GPU)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Tensor) and instance.dtype is cls.dtype and instance.is_cuda
+
+
+def _tensor_type(name: str, dtype: torch.dtype) -> type:
+    return _TensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
+
+
+def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """`Tensor.type`: the name of a tensor's type, or the tensor in another, which may be on another device."""
+
+    def type_(tensor: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
+        if dtype is None:
+            name: str = original(tensor)
+            cuda = recorder.on_device(tensor) and not name.startswith("torch.cuda.")
+            return name.replace("torch.", "torch.cuda.", 1) if cuda else name
+        if isinstance(dtype, torch.dtype):
+            return tensor.to(dtype)
+        if isinstance(dtype, str):
+            module, _dot, kind = dtype.rpartition(".")
+            if kind not in _TYPES:
+                raise ValueError(f"invalid type: {dtype!r}")
+            return tensor.to(GPU if module == "torch.cuda" else "cpu", _TYPES[kind])
+        return tensor.to(GPU if isinstance(dtype, _TensorType) else "cpu", dtype.dtype)
+
+    return type_
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def fake_class(kind: type) -> type:
+    """A fake tensor's class that is also `kind`, a class of parameters or buffers."""
+    own = {"__module__": kind.__module__, "__torch_function__": torch._C._disabled_torch_function_impl}
+    return type(kind)(kind.__name__, (kind, FakeTensor), own)
+
+
+def _lazy() -> Patches:
+    """Parameters and buffers of lazy modules are fake from the start, without elements."""
+
+    def make_parameter(_: type, requires_grad: bool = True, device: Any = None, dtype: Any = None) -> Any:
+        made = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad)
+        made.__class__ = fake_class(parameter.UninitializedParameter)
+        return made
+
+    def make_buffer(
+        _: type, requires_grad: bool = False, device: Any = None, dtype: Any = None, persistent: bool = True
+    ) -> Any:
+        made: Any = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad).detach()
+        made.persistent, made._is_buffer = persistent, True
+        made.__class__ = fake_class(parameter.UninitializedBuffer)
+        return made
+
+    def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        self.__class__ = FakeTensor
+        self.data = torch.empty(shape, device=device or self.device, dtype=dtype or self.dtype)
+
+    return [
+        (parameter.UninitializedParameter, "__new__", staticmethod(make_parameter)),
+        (parameter.UninitializedBuffer, "__new__", staticmethod(make_buffer)),
+        (UninitializedTensorMixin, "materialize", materialize),
+    ]
+
+
+def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """`Tensor.__deepcopy__`, which would copy the fake mode with a fake tensor."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")  # torch's words
+    with torch.no_grad():
+        made: Any = tensor.clone()
+    made.requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = made
+    if tensor.grad is not None and not isinstance(tensor, nn.Parameter):  # Parameter.__deepcopy__ leaves it out
+        made.grad = copy.deepcopy(tensor.grad, memo)
+    own = {name: value for name, value in tensor.__dict__.items() if name not in made.__dict__}
+    made.__dict__.update(copy.deepcopy(own, memo))
+    made.__class__ = tensor.__class__
+    return made
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` as it is for plain tensors; torch's own swaps fake ones, which their weak references forbid."""
+    if recurse:
+        for child in self.children():
+            child._apply(fn, recurse)
+    for name, own in self._parameters.items():
+        if own is None:
+            continue
+        with torch.no_grad():
+            applied = fn(own)
+            if isinstance(applied, FakeTensor) and not isinstance(own, FakeTensor):
+                raise RequestError(
+                    f"parameter {name} of {type(self).__name__} was made before the estimate began, so it cannot "
+                    "move to cuda in it; build the model inside the function that is estimated, or move a deep copy"
+                )
+            if applied is not own:
+                own.data = applied
+            if own.grad is not None:
+                own.grad.data = fn(own.grad)
+    for key, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[key] = _applied_to_buffer(buffer, fn)
+    return self
+
+
+def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """`fn(buffer)`; what it moves to the device is a fake tensor from the start, whose value nothing keeps track of."""
+    if isinstance(buffer, FakeTensor) or type(buffer) is not Tensor:
+        return fn(buffer)
+    mode: FastFakeMode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    applied = fn(mode.like(buffer))
+    return applied if applied.device.type == "cuda" else fn(buffer)
+
+
+def _trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The rejection sampling of torch reads what it drew; fake weights are as good as any."""
+
+    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+
+    return fill
+
+
+# --- Modules ----------------------------------------------------------------------------------------------------------
+
+
+def _scatter(_: nn.DataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
+    """`DataParallel.scatter` to the one GPU that there is."""
+    if len(device_ids) > 1:
+        raise RequestError(f"DataParallel over {len(device_ids)} GPUs; an estimate has one")
+    return tree_map_only(Tensor, lambda tensor: tensor.to(GPU), ((inputs,), (kwargs or {},)))
+
+
+def _flatten(recorder: Recorder) -> Callable[..., None]:
+    """torch/nn/modules/rnn.py, `flatten_parameters`: all weights are copied to one buffer, of which they become views."""
+
+    def flatten_parameters(module: nn.RNNBase) -> None:
+        weights = [weight for weight in module._flat_weights if isinstance(weight, FakeTensor)]
+        there = weights and all(recorder.on_device(weight) and weight.is_floating_point() for weight in weights)
+        if not there or not torch.backends.cudnn.enabled:
+            return
+        with torch.no_grad():
+            buffer, start = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=GPU), 0
+            for weight in weights:
+                piece = buffer[start : start + weight.numel()].view(weight.shape)
+                weight.data = piece.copy_(weight)
+                start += weight.numel()
+
+    return flatten_parameters

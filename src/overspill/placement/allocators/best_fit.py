@@ -1,0 +1,108 @@
+"""Best fit in one pool that grows at its end: the baseline that placements are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
+
+from .blocks import Block, FreeBlocks, Key
+from .expandable import UNLIMITED_RESERVATION_BYTES
+from .python_allocator import PythonAllocator
+
+
+@dataclass(frozen=True)
+class BestFitConfig:
+    """Sizes are rounded up to `step_bytes`."""
+
+    step_bytes: int = 512
+
+    def __post_init__(self) -> None:
+        if self.step_bytes < 1:
+            raise RequestError(f"step_bytes must be positive, not {self.step_bytes}")
+
+
+class BestFitAllocator(PythonAllocator):
+    """The smallest hole that fits, the lowest among equals, else the end of the pool, where pages are added.
+
+    CNMeM's pool grows by segments of their own, whose blocks never join; here all addresses are of one range, and what
+    is reserved is the highest that was ever used. It never gives memory back.
+    """
+
+    name = "best-fit"
+    summary: ClassVar = "best fit with coalescing in one pool that grows at its end"
+    source: ClassVar = "Knuth, The Art of Computer Programming 1, section 2.5"
+    config_type: ClassVar = BestFitConfig
+    config: BestFitConfig
+
+    def __init__(self, config: BestFitConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._idle = FreeBlocks()
+        limit = UNLIMITED_RESERVATION_BYTES if capacity_bytes is None else round_up(capacity_bytes, PAGE_BYTES)
+        self._unmapped_bytes = limit
+        self._last: Block | None = None
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        size = round_up(nbytes, self.config.step_bytes)
+        position = self._idle.position((size,))
+        block = self._idle.at(position) if position < len(self._idle) else None
+        if block is None or block.size < size:
+            block = self._grown(size, stream)
+            if block is None:
+                return None
+        self._idle.remove(_key(block))
+        if block.size == size:
+            return block
+        front = block.cut(size)
+        self._put(block)
+        return front
+
+    def _return_block(self, block: Block) -> None:
+        for other in (block.prev, block.next):
+            if other is not None and other.free:
+                self._idle.remove(_key(other))
+                block.absorb(other)
+                if other is self._last:
+                    self._last = block
+        self._put(block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)
+
+    def _put(self, block: Block) -> None:
+        self._idle.add(_key(block), block)
+
+    def _grown(self, size: int, stream: int) -> Block | None:
+        """The last block of the pool, free and of at least `size` bytes after pages were added; None without memory."""
+        last = self._last
+        open_bytes = last.size if last is not None and last.free else 0
+        missing = round_up(size - open_bytes, PAGE_BYTES)
+        if missing > self._unmapped_bytes:
+            return None
+        end = self.device.reserve(self._unmapped_bytes) if last is None else last.address + last.size
+        if end is None:
+            return None
+        if not self.device.map(end, missing):
+            if last is None:
+                self.device.unreserve(end, self._unmapped_bytes)
+            return None
+        self._unmapped_bytes -= missing
+        self.log_exchange("segment_map", end, missing, stream)
+        if last is not None and last.free:
+            self._idle.remove(_key(last))
+            last.size += missing
+        else:
+            self._last = Block(end, missing, stream, prev=last)
+            if last is not None:
+                last.next = self._last
+        assert self._last is not None
+        self._put(self._last)
+        return self._last
+
+
+def _key(block: Block) -> Key:
+    # The end of the pool can grow: it comes after all holes.
+    return (block.size if block.next is not None else ADDRESS_SPACE_BYTES, block.address)

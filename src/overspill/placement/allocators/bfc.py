@@ -1,0 +1,129 @@
+"""TensorFlow's best-fit allocator with coalescing (BFC): a few growing regions, loose splits, no streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, round_up
+
+from .blocks import Block, FreeBlocks
+from .python_allocator import PythonAllocator
+
+# Constants of xla/tsl/framework/bfc_allocator.{h,cc}, openxla 00df9eef.
+STEP_BYTES = 256
+FIRST_REGION_BYTES = 2 << 20
+MOST_WASTE_BYTES = 128 << 20
+BACKPEDAL = np.float32(0.9)
+
+
+@dataclass(frozen=True)
+class BfcConfig:
+    """`allow_growth` False takes the whole device at once, as TensorFlow does by default.
+
+    `garbage_collection` is TF_ENABLE_GPU_GARBAGE_COLLECTION; `fragmentation_fraction` of the device may be wasted in
+    one block (0: 128 MiB).
+    """
+
+    allow_growth: bool = True
+    garbage_collection: bool = True
+    fragmentation_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fragmentation_fraction <= 1:
+            raise RequestError(f"fragmentation_fraction must be from 0 to 1, not {self.fragmentation_fraction:g}")
+
+
+class BfcAllocator(PythonAllocator):
+    """TensorFlow's BFCAllocator. Its bins are a shortcut to the best fit by size and address, which is kept here."""
+
+    name = "tensorflow"
+    summary: ClassVar = "TensorFlow's best fit with coalescing (BFC)"
+    source: ClassVar = "xla/tsl/framework/bfc_allocator.cc, openxla 00df9eef"
+    config_type: ClassVar = BfcConfig
+    config: BfcConfig
+
+    def __init__(self, config: BfcConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        if capacity_bytes is None and not self.config.allow_growth:
+            raise RequestError(
+                "the tensorflow allocator without allow_growth takes the whole device: give its capacity"
+            )
+        self._limit = ADDRESS_SPACE_BYTES if capacity_bytes is None else capacity_bytes
+        first = min(self._limit, FIRST_REGION_BYTES) if self.config.allow_growth else self._limit
+        self._next_region = round_up(first, STEP_BYTES)
+        fraction = self.config.fragmentation_fraction
+        self._most_waste = max(1, int(fraction * float(self._limit))) if fraction > 0 else MOST_WASTE_BYTES
+        self._idle = FreeBlocks()
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        size = round_up(nbytes, STEP_BYTES)
+        block = self._find(size)
+        if block is None and self._extend(size, stream):
+            block = self._find(size)
+        if block is None and self._release_idle_regions(size):
+            self._retries += 1
+            if self._extend(size, stream):
+                block = self._find(size)
+        return block
+
+    def _return_block(self, block: Block) -> None:
+        for other in (block.next, block.prev):
+            if other is not None and other.free:
+                self._idle.remove((other.size, other.address))
+                block.absorb(other)
+        self._idle.add((block.size, block.address), block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)
+
+    def _find(self, size: int) -> Block | None:
+        """The smallest idle block that fits, the lowest among equals; its rest is split off if that is worth it."""
+        position = self._idle.position((size,))
+        if position == len(self._idle):
+            return None
+        block = self._idle.at(position)
+        self._idle.remove((block.size, block.address))
+        if block.size >= 2 * size or block.size - size >= self._most_waste:
+            front = block.cut(size)
+            self._idle.add((block.size, block.address), block)
+            return front
+        return block
+
+    def _extend(self, size: int, stream: int) -> bool:
+        """Whether a new region of at least `size` bytes could be had (Extend): doubling, then 0.9 times as much."""
+        available = (self._limit - self._reserved.now) // STEP_BYTES * STEP_BYTES
+        if size > available:
+            return False
+        grown = size > self._next_region
+        while size > self._next_region:
+            self._next_region *= 2
+        nbytes = min(self._next_region, available)
+        block = self._segment_malloc(nbytes, stream)
+        while block is None:
+            less = round_up(int(np.float32(nbytes) * BACKPEDAL), STEP_BYTES)
+            nbytes = less if less < nbytes else nbytes - STEP_BYTES
+            if nbytes < size:
+                return False
+            block = self._segment_malloc(nbytes, stream)
+        if not grown:
+            self._next_region *= 2
+        self._idle.add((block.size, block.address), block)
+        return True
+
+    def _release_idle_regions(self, size: int) -> bool:
+        """Whether regions without live blocks were given back so that `size` bytes may fit (DeallocateFreeRegions)."""
+        if not self.config.garbage_collection:
+            return False
+        regions = sorted((block for block in self._idle if not block.split), key=lambda block: block.address)
+        idle = sum(block.size for block in regions)
+        if idle == 0 or size > self._limit - self._reserved.now + idle:
+            return False
+        for block in regions:
+            self._idle.remove((block.size, block.address))
+            self._segment_free(block)
+        return True

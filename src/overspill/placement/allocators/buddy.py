@@ -1,0 +1,82 @@
+"""The binary buddy system: blocks of powers of two, halved and joined with the half they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import PAGE_BYTES
+
+from .blocks import Block, FreeBlocks
+from .python_allocator import PythonAllocator
+
+
+@dataclass(frozen=True)
+class BuddyConfig:
+    """Blocks have at least `least_bytes`, and segments `segment_bytes` or what a larger request needs; powers of two."""
+
+    least_bytes: int = 512
+    segment_bytes: int = PAGE_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("least_bytes", "segment_bytes"):
+            nbytes = getattr(self, name)
+            if nbytes < 1 or nbytes & (nbytes - 1):
+                raise RequestError(f"{name} must be a power of 2, not {nbytes}")
+        if self.least_bytes > self.segment_bytes:
+            raise RequestError(f"least_bytes {self.least_bytes} must not be above segment_bytes {self.segment_bytes}")
+
+
+class BuddyAllocator(PythonAllocator):
+    """The smallest free block that fits, the lowest among equals, halved as often as it can be.
+
+    A block joins its buddy, whose address within the segment differs in the bit of their size, when both are free. It
+    never gives memory back.
+    """
+
+    name = "buddy"
+    summary: ClassVar = "the binary buddy system, powers of two"
+    source: ClassVar = "K. C. Knowlton, A fast storage allocator, CACM 8(10), 1965"
+    config_type: ClassVar = BuddyConfig
+    config: BuddyConfig
+    coalesces = False  # free neighbours that are no buddies stay apart
+
+    def __init__(self, config: BuddyConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._idle = FreeBlocks()
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        size = max(self.config.least_bytes, 1 << (nbytes - 1).bit_length())
+        position = self._idle.position((size,))
+        if position < len(self._idle):
+            block = self._idle.at(position)
+            self._idle.remove((block.size, block.address))
+        else:
+            new = self._segment_malloc(max(size, self.config.segment_bytes), stream)
+            if new is None:
+                return None
+            block = new
+            block.base = block.address
+        while block.size > size:
+            front = block.cut(block.size // 2)
+            self._put(block)
+            block = front
+        return block
+
+    def _return_block(self, block: Block) -> None:
+        while True:
+            is_front = not (block.address - block.base) & block.size
+            buddy = block.next if is_front else block.prev
+            if buddy is None or not buddy.free or buddy.size != block.size:
+                break
+            self._idle.remove((buddy.size, buddy.address))
+            block.absorb(buddy)
+        self._put(block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)
+
+    def _put(self, block: Block) -> None:
+        self._idle.add((block.size, block.address), block)

@@ -1,0 +1,234 @@
+"""PyTorch's caching allocator: cached segments, best fit by stream, split and joined blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from overspill.placement.simulated_device import round_up
+
+from .blocks import Block, FreeBlocks, Key
+from .caching_config import CachingConfig
+from .expandable import ExpandableSegments
+from .python_allocator import PythonAllocator
+
+# Constants of c10/core/AllocatorConfig.h, torch 2.13.
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
+SMALL_SEGMENT_BYTES = 2 << 20
+MIN_LARGE_SEGMENT_BYTES = 10 << 20
+ROUND_LARGE_BYTES = 2 << 20
+FIRST_DIVISION_INTERVAL = 20
+
+
+class Pool:
+    """The free blocks of one kind, small or large; with expandable segments also the address space yet without memory.
+
+    `searches` is the clock by which garbage collection measures age.
+    """
+
+    def __init__(self, *, small: bool, page_bytes: int) -> None:
+        self.small = small
+        self.page_bytes = page_bytes
+        self.free = FreeBlocks()
+        self.unmapped = FreeBlocks()
+        self.searches = 0
+
+
+class CachingAllocator(PythonAllocator):
+    """PyTorch's allocator for CUDA, without graph capture and `record_stream`."""
+
+    name = "pytorch"
+    summary: ClassVar = "PyTorch's caching allocator"
+    source: ClassVar = "c10/cuda/CUDACachingAllocator.cpp, pytorch 001074d2 and later; settings of torch 2.13"
+    config_type: ClassVar = CachingConfig
+    config: CachingConfig
+
+    def __init__(self, config: CachingConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._small = Pool(small=True, page_bytes=SMALL_SEGMENT_BYTES)
+        self._large = Pool(small=False, page_bytes=self.config.large_segment_bytes)
+        self._births = 0
+        # setMemoryFraction: a limit exists only for a fraction below 1, and garbage is collected only with a limit.
+        fraction = self.config.per_process_memory_fraction
+        limited = capacity_bytes is not None and fraction < 1
+        self._limit = int(fraction * float(capacity_bytes or 0)) if limited else None
+        self._collects = self._limit is not None and self.config.garbage_collection_threshold > 0
+        self._expandable = ExpandableSegments(self) if self.config.expandable_segments else None
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        size = round_size(nbytes, self.config.roundup_power2_divisions)
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = self._find(pool, size, stream) or self._new_block(pool, size, stream)
+        if block is not None and self._splits(pool, block.size - size, size):
+            block = self._split(block, size)
+        return block
+
+    def _return_block(self, block: Block) -> None:
+        self.join(block, block.prev)
+        self.join(block, block.next)
+        self.put(block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        for pool in (self._large, self._small):
+            yield from pool.free
+            yield from pool.unmapped
+
+    def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """The best free block of the stream (get_free_block), taken out of the pool."""
+        pool.searches += self._collects
+        free = pool.free
+        position = free.position((stream, size))
+        if position == len(free):
+            return None
+        block = free.at(position)
+        if block.stream != stream:
+            return None
+        if self._expandable is not None:
+            block = self._expandable.best_of(free, position)
+        most = self.config.max_split_bytes
+        if most is not None:
+            if size < most <= block.size:
+                return None
+            if size >= most and block.size >= size + self.config.max_non_split_rounding_bytes:
+                return None
+        return free.remove(self.key(block))
+
+    def _new_block(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """A block of new memory; if the device has none, after giving cached segments back, in PyTorch's order."""
+        if self._collects:
+            self._collect_garbage()
+        block = self._grow(pool, size, stream)
+        if block is None and self._release_oversize(pool, size, stream):
+            block = self._grow(pool, size, stream)
+        if block is None:
+            self._release_cached()
+            self._retries += 1
+            block = self._grow(pool, size, stream)
+        return block
+
+    def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """A block of at least `size` bytes of new memory (alloc_block), or None."""
+        nbytes = segment_size(size, self.config.large_segment_bytes)
+        if self._limit is not None and self._reserved.now + nbytes > self._limit:
+            return None
+        if self._expandable is not None:
+            return self._expandable.grow(pool, size, stream)
+        block = self._segment_malloc(nbytes, stream)
+        if block is not None:
+            block.pool, block.born = pool, self.birth()
+        return block
+
+    def _splits(self, pool: Pool, rest: int, size: int) -> bool:
+        """Whether `rest` bytes of a block are split off (should_split)."""
+        if pool.small or self._expandable is not None:
+            return rest >= MIN_BLOCK_BYTES
+        most = self.config.max_split_bytes
+        return rest > SMALL_BYTES and (most is None or size < most)
+
+    def _split(self, block: Block, size: int) -> Block:
+        front = block.cut(size)
+        front.born = self.birth()
+        self.put(block)
+        return front
+
+    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
+        """Whether enough blocks that are never split were given back (release_available_cached_blocks)."""
+        most = self.config.max_split_bytes
+        if most is None or self._expandable is not None:
+            return False
+        wanted = max(size, most)
+        position = pool.free.position((stream, wanted))
+        if position < len(pool.free) and pool.free.at(position).stream == stream:
+            self._release(pool.free.at(position))
+            return True
+        released = 0
+        while position and released < wanted:
+            position -= 1
+            block = pool.free.at(position)
+            if block.stream != stream or block.size < most:
+                break
+            released += block.size
+            self._release(block)
+        return released >= wanted
+
+    def _release_cached(self) -> None:
+        """Give all segments without live blocks back, large ones first (release_cached_blocks)."""
+        for pool in (self._large, self._small):
+            if self._expandable is not None:
+                self._expandable.release(pool)
+                continue
+            for block in list(pool.free):
+                if not block.split:
+                    self._release(block)
+
+    def _collect_garbage(self) -> None:
+        """Give back large segments of at least average age until the threshold is met (garbage_collect_cached_blocks)."""
+        threshold = int(self.config.garbage_collection_threshold * float(self._limit or 0))
+        target = self._reserved.now - threshold
+        idle = [block for block in self._large.free if not block.split and self._expandable is None]
+        searches = self._large.searches
+        age = sum(searches - block.indexed_at for block in idle)
+        reclaimed, released = 0, True
+        while target > reclaimed and released and idle:
+            mean = age / len(idle)
+            released = False
+            for block in list(idle):
+                if searches - block.indexed_at >= mean:
+                    released = True
+                    reclaimed += block.size
+                    age -= searches - block.indexed_at
+                    idle.remove(block)
+                    self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """Give the segment that `block` is all of back to the device."""
+        block.pool.free.remove(self.key(block))
+        self._segment_free(block)
+
+    def birth(self) -> int:
+        """The number of a new block."""
+        self._births += 1
+        return self._births
+
+    def key(self, block: Block) -> Key:
+        """Where `block` belongs among the free ones: by stream, size, and the tie-break."""
+        if self.config.tie_break == "oldest":
+            return (block.stream, block.size, block.born, block.address)
+        return (block.stream, block.size, block.address)
+
+    def put(self, block: Block) -> None:
+        """Put `block` among the free ones of its pool (insert_into_blocks)."""
+        block.indexed_at = block.pool.searches
+        block.pool.free.add(self.key(block), block)
+
+    def join(self, block: Block, other: Block | None) -> None:
+        """Let `block` take over its neighbour `other` if that is idle and of the same kind (try_merge_blocks)."""
+        if other is None or not other.free or other.mapped != block.mapped:
+            return
+        if other.mapped:
+            other.pool.free.remove(self.key(other))
+        else:
+            other.pool.unmapped.remove((other.stream, other.address))
+        block.absorb(other)
+
+
+def round_size(nbytes: int, divisions: tuple[int, ...]) -> int:
+    """`nbytes` rounded up to the size of a block (round_size): to 512 bytes, or to a division of a power of 2."""
+    if nbytes < MIN_BLOCK_BYTES:
+        return MIN_BLOCK_BYTES
+    floor = nbytes.bit_length() - 1
+    interval = min(max(floor - FIRST_DIVISION_INTERVAL, 0), len(divisions) - 1)
+    count = divisions[interval]
+    if count > 1 and nbytes > MIN_BLOCK_BYTES * count:
+        return round_up(nbytes, (1 << floor) // count)
+    return round_up(nbytes, MIN_BLOCK_BYTES)
+
+
+def segment_size(size: int, large_segment_bytes: int) -> int:
+    """The size of a new segment for a block of `size` bytes (get_allocation_size)."""
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if size < MIN_LARGE_SEGMENT_BYTES:
+        return large_segment_bytes
+    return round_up(size, ROUND_LARGE_BYTES)

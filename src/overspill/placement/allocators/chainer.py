@@ -1,0 +1,97 @@
+"""Chainer's memory pool, today CuPy's: bins of 512 bytes a stream, always split, joined when freed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import round_up
+
+from .blocks import Block, FreeBlocks, Key
+from .python_allocator import PythonAllocator
+
+STEP_BYTES = 512
+"""ALLOCATION_UNIT_SIZE of cupy/cuda/memory.pyx (cupy 005d7598)."""
+
+
+@dataclass(frozen=True)
+class ChainerConfig:
+    """`limit_bytes` is CUPY_GPU_MEMORY_LIMIT (0: none): beyond it the pool fails without giving blocks back."""
+
+    limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.limit_bytes < 0:
+            raise RequestError(f"limit_bytes must not be negative, not {self.limit_bytes}")
+
+
+class ChainerAllocator(PythonAllocator):
+    """CuPy's SingleDeviceMemoryPool.
+
+    Blocks of one size share a bin, from which CuPy takes any; Chainer's pool took the one freed last, and so does this.
+    """
+
+    name = "chainer"
+    summary: ClassVar = "the memory pool of Chainer and CuPy"
+    source: ClassVar = "cupy/cuda/memory.pyx, cupy 005d7598"
+    config_type: ClassVar = ChainerConfig
+    config: ChainerConfig
+
+    def __init__(self, config: ChainerConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._idle = FreeBlocks()
+        self._frees = 0
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        size = round_up(nbytes, STEP_BYTES)
+        block = self._find(size, stream)
+        if block is not None:
+            return block
+        if self.config.limit_bytes and self._reserved.now + size > self.config.limit_bytes:
+            return None
+        block = self._segment_malloc(size, stream)
+        if block is None:
+            self._release_unsplit()
+            self._retries += 1
+            block = self._segment_malloc(size, stream)
+        return block
+
+    def _return_block(self, block: Block) -> None:
+        for other in (block.next, block.prev):
+            if other is not None and other.free:
+                self._idle.remove(_key(other))
+                block.absorb(other)
+        self._put(block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)
+
+    def _find(self, size: int, stream: int) -> Block | None:
+        """The block of the stream's first bin that fits, freed last; all beyond `size` goes back to the bins."""
+        position = self._idle.position((stream, size))
+        if position == len(self._idle) or self._idle.at(position).stream != stream:
+            return None
+        block = self._idle.remove(_key(self._idle.at(position)))
+        if block.size == size:
+            return block
+        front = block.cut(size)
+        self._put(block)
+        return front
+
+    def _put(self, block: Block) -> None:
+        self._frees += 1
+        block.indexed_at = self._frees
+        self._idle.add(_key(block), block)
+
+    def _release_unsplit(self) -> None:
+        """Give all segments without live blocks back (free_all_blocks)."""
+        for block in list(self._idle):
+            if not block.split:
+                self._idle.remove(_key(block))
+                self._segment_free(block)
+
+
+def _key(block: Block) -> Key:
+    return (block.stream, block.size, -block.indexed_at)

@@ -1,0 +1,74 @@
+"""NVIDIA's CNMeM, the pool of vDNN: best fit in one pool reserved at the start, growing if allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import round_up
+
+from .blocks import Block, FreeBlocks
+from .python_allocator import PythonAllocator
+
+STEP_BYTES = 512
+"""CNMEM_GRANULARITY of src/cnmem.cpp (NVIDIA/cnmem 09c27531)."""
+
+
+@dataclass(frozen=True)
+class CnmemConfig:
+    """`pool_bytes` are reserved by the first allocation; `grows` is the absence of CNMEM_FLAGS_CANNOT_GROW."""
+
+    pool_bytes: int = 0
+    grows: bool = True
+
+    def __post_init__(self) -> None:
+        if self.pool_bytes < 0:
+            raise RequestError(f"pool_bytes must not be negative, not {self.pool_bytes}")
+        if not self.pool_bytes and not self.grows:
+            raise RequestError("a cnmem pool of no bytes that does not grow serves nothing: give pool_bytes")
+
+
+class CnmemAllocator(PythonAllocator):
+    """CNMeM's root manager, which serves all streams that are not registered; it never gives memory back."""
+
+    name = "cnmem"
+    summary: ClassVar = "NVIDIA's CNMeM: best fit in one pool"
+    source: ClassVar = "src/cnmem.cpp, NVIDIA/cnmem 09c27531"
+    config_type: ClassVar = CnmemConfig
+    config: CnmemConfig
+
+    def __init__(self, config: CnmemConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._idle = FreeBlocks()
+        self._pool_bytes_missing = round_up(self.config.pool_bytes, STEP_BYTES)
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        if self._pool_bytes_missing:
+            pool = self._segment_malloc(self._pool_bytes_missing, stream)
+            if pool is None:
+                return None
+            self._pool_bytes_missing = 0
+            self._idle.add((pool.size, pool.address), pool)
+        size = round_up(nbytes, STEP_BYTES)
+        position = self._idle.position((size,))
+        if position == len(self._idle):
+            return self._segment_malloc(size, stream) if self.config.grows else None
+        block = self._idle.at(position)
+        self._idle.remove((block.size, block.address))
+        if block.size == size:
+            return block
+        front = block.cut(size)
+        self._idle.add((block.size, block.address), block)
+        return front
+
+    def _return_block(self, block: Block) -> None:
+        for other in (block.prev, block.next):
+            if other is not None and other.free:
+                self._idle.remove((other.size, other.address))
+                block.absorb(other)
+        self._idle.add((block.size, block.address), block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)

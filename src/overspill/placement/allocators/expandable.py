@@ -1,0 +1,155 @@
+"""Expandable segments of PyTorch's caching allocator: address space reserved at once, memory mapped page by page.
+
+    segment   | live | free ......| unmapped ...................................|
+              ^base               ^always a whole number of pages from the base
+
+Rules: c10/cuda/CUDACachingAllocator.cpp (pytorch 001074d2), find_expandable_block, map_block, unmap_block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from overspill.placement.simulated_device import round_up
+
+from .blocks import Block, FreeBlocks
+
+if TYPE_CHECKING:
+    from .caching import CachingAllocator, Pool
+
+UNLIMITED_RESERVATION_BYTES = 1 << 46
+"""The address space of one segment on a device without limit."""
+
+
+class ExpandableSegments:
+    """The part of a CachingAllocator that maps and unmaps the pages of its expandable segments."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self._device = allocator.device
+        # Nine eighths of the device's memory, so that unmapped pages can come back at the end of the segment.
+        total = allocator.device.capacity_bytes
+        self._reservation = UNLIMITED_RESERVATION_BYTES if total is None else total + total // 8
+
+    def best_of(self, free: FreeBlocks, position: int) -> Block:
+        """The block at `position` or one behind it that leaves more of the segment's end to grow into."""
+        block = free.at(position)
+        while position + 1 < len(free):
+            following = free.at(position + 1)
+            if following.stream != block.stream or _room(following) >= _room(block):
+                break
+            block = following
+            position += 1
+        return block
+
+    def grow(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """A block of at least `size` bytes, its missing pages now mapped, outside the pool; None without memory."""
+        block = self._candidate(pool, size, stream)
+        if block is None or (not block.mapped and not self._map(block, min(block.size, size))):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(size - block.size, following.size)):
+                return None
+            block = following
+        pool.free.remove(self._allocator.key(block))
+        return block
+
+    def release(self, pool: Pool) -> None:
+        """Unmap all whole pages inside free blocks, and give up segments that are left without memory."""
+        for block in list(pool.free):
+            self._unmap(block)
+            if not block.split:
+                pool.unmapped.remove((block.stream, block.address))
+                self._device.unreserve(block.address, block.size)
+
+    def _candidate(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """The block at the lowest address from which `size` bytes of free or unmapped space follow."""
+        unmapped = pool.unmapped
+        for position in range(unmapped.position((stream,)), len(unmapped)):
+            block = unmapped.at(position)
+            if block.stream != stream:
+                break
+            if block.prev is not None and block.prev.free:
+                block = block.prev
+            if _space(block, size) >= size:
+                return block
+        reservation = round_up(self._reservation, pool.page_bytes)
+        base = self._device.reserve(reservation) if size <= reservation else None
+        if base is None:
+            return None
+        block = Block(base, reservation, stream, mapped=False, base=base, pool=pool, born=self._allocator.birth())
+        unmapped.add((stream, base), block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Whether the pages of the first `size` bytes of an unmapped block could be given memory."""
+        pool: Pool = block.pool
+        nbytes = round_up(size, pool.page_bytes)
+        address = block.address
+        if not self._device.map(address, nbytes):
+            return False
+        pool.unmapped.remove((block.stream, address))
+        if nbytes < block.size:
+            rest = Block(address + nbytes, block.size - nbytes, block.stream, mapped=False, base=block.base, pool=pool)
+            rest.born = self._allocator.birth()
+            _splice(rest, block, block.next)
+            pool.unmapped.add((rest.stream, rest.address), rest)
+            block.size = nbytes
+        block.mapped = True
+        self._allocator.join(block, block.prev)
+        self._allocator.join(block, block.next)
+        self._allocator.put(block)
+        self._allocator.log_exchange("segment_map", address, nbytes, block.stream)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Take the memory of all whole pages inside a free block; what is left of it at either side stays free."""
+        pool: Pool = block.pool
+        end = block.address + block.size
+        first = block.base + round_up(block.address - block.base, pool.page_bytes)
+        last = end - (end - block.base) % pool.page_bytes
+        if first >= last:
+            return
+        pool.free.remove(self._allocator.key(block))
+        if first > block.address:
+            self._leave_free(block, block.address, first, block.prev, block)
+        if last < end:
+            self._leave_free(block, last, end, block, block.next)
+        block.address, block.size, block.mapped = first, last - first, False
+        self._allocator.join(block, block.prev)
+        self._allocator.join(block, block.next)
+        pool.unmapped.add((block.stream, block.address), block)
+        self._device.unmap(first, last - first)
+        self._allocator.log_exchange("segment_unmap", first, last - first, block.stream)
+
+    def _leave_free(self, block: Block, start: int, end: int, before: Block | None, after: Block | None) -> None:
+        part = Block(start, end - start, block.stream, base=block.base, pool=block.pool, born=self._allocator.birth())
+        _splice(part, before, after)
+        self._allocator.put(part)
+
+
+def _room(block: Block) -> int:
+    """How large the free `block` can become: its bytes and the unmapped ones behind it."""
+    following = block.next
+    return block.size + (following.size if following is not None and not following.mapped else 0)
+
+
+def _space(block: Block, enough: int) -> int:
+    """The bytes of `block` and of the idle ones behind it, counted until they are `enough`."""
+    nbytes = 0
+    at: Block | None = block
+    while at is not None and at.free and nbytes < enough:
+        nbytes += at.size
+        at = at.next
+    return nbytes
+
+
+def _splice(block: Block, before: Block | None, after: Block | None) -> None:
+    """Put `block` between its neighbours."""
+    block.prev, block.next = before, after
+    if before is not None:
+        before.next = block
+    if after is not None:
+        after.prev = block

@@ -1,0 +1,102 @@
+"""MXNet's pools: cudaMalloc for every size, freed blocks kept for requests of the same rounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import round_up
+
+from .blocks import Block, FreeBlocks
+from .python_allocator import PythonAllocator
+
+# Constants of src/storage/pooled_storage_manager.h, MXNet 1.5.
+LEAST_PAGE_BYTES = 32
+LEAST_CUTOFF, LARGEST_CUTOFF = 20, 34
+
+
+@dataclass(frozen=True)
+class MxnetConfig:
+    """MXNET_GPU_MEM_POOL_TYPE, …_PAGE_SIZE, …_ROUND_LINEAR_CUTOFF, …_RESERVE and MXNET_GPU_MEM_LARGE_ALLOC_ROUND_SIZE.
+
+    When less than `reserve_percent` of the device would stay free, all kept blocks are given back first.
+    """
+
+    pool_type: Literal["naive", "round"] = "naive"
+    page_bytes: int = 4096
+    large_round_bytes: int = 2 << 20
+    linear_cutoff: int = 24
+    reserve_percent: int = 5
+
+    def __post_init__(self) -> None:
+        if self.pool_type not in ("naive", "round"):
+            raise RequestError(f"pool_type is 'naive' or 'round', not {self.pool_type!r}")
+        if self.page_bytes < LEAST_PAGE_BYTES or self.page_bytes & (self.page_bytes - 1):
+            raise RequestError(f"page_bytes must be a power of 2 of at least 32, not {self.page_bytes}")
+        if self.large_round_bytes < 1:
+            raise RequestError(f"large_round_bytes must be positive, not {self.large_round_bytes}")
+        if not LEAST_CUTOFF <= self.linear_cutoff <= LARGEST_CUTOFF or self.page_bytes > 1 << self.linear_cutoff:
+            raise RequestError(f"linear_cutoff must be from 20 to 34 and above the page, not {self.linear_cutoff}")
+        if not 0 <= self.reserve_percent <= 100:
+            raise RequestError(f"reserve_percent must be from 0 to 100, not {self.reserve_percent}")
+
+
+class MxnetAllocator(PythonAllocator):
+    """MXNet's GPUPooledStorageManager ("naive") and GPUPooledRoundedStorageManager ("round"), which know no streams."""
+
+    name = "mxnet"
+    summary: ClassVar = "MXNet's pool of blocks by size, never split"
+    source: ClassVar = "src/storage/pooled_storage_manager.h, MXNet 1.5"
+    config_type: ClassVar = MxnetConfig
+    config: MxnetConfig
+
+    def __init__(self, config: MxnetConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._idle = FreeBlocks()
+        self._frees = 0
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        size = self._rounded(nbytes)
+        position = self._idle.position((size,))
+        if position < len(self._idle) and self._idle.at(position).size == size:
+            block = self._idle.at(position)
+            return self._idle.remove((size, -block.indexed_at))
+        if self._scarce(size):
+            self._release_all()
+            self._retries += 1
+        return self._segment_malloc(size, stream)
+
+    def _return_block(self, block: Block) -> None:
+        # The latest of a size is taken first: its key is the lowest.
+        self._frees += 1
+        block.indexed_at = self._frees
+        self._idle.add((block.size, -self._frees), block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)
+
+    def _rounded(self, nbytes: int) -> int:
+        """The size of a block for `nbytes`: a power of 2 and then multiples of one, or the page and then 2 MiB."""
+        config = self.config
+        size = max(nbytes, config.page_bytes)
+        if config.pool_type == "naive":
+            return round_up(size, config.large_round_bytes) if size > config.large_round_bytes else size
+        if size > 1 << config.linear_cutoff:
+            return round_up(size, 1 << config.linear_cutoff)
+        return 1 << (size - 1).bit_length()
+
+    def _scarce(self, size: int) -> bool:
+        """Whether a new block of `size` bytes would touch the reserve."""
+        total = self.device.capacity_bytes
+        if total is None:
+            return False
+        spare = total - self.device.used_bytes
+        reserve = total * self.config.reserve_percent // 100
+        return spare <= reserve or size > spare - reserve
+
+    def _release_all(self) -> None:
+        for block in list(self._idle):
+            self._idle.remove((block.size, -block.indexed_at))
+            self._segment_free(block)

@@ -1,0 +1,147 @@
+"""The base of the allocators in Python: each the readable twin, and the test oracle, of a native one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
+
+from .base import GAINS, Allocator, BlockView, Gauge, SegmentAction, SegmentEvent, SegmentView, config_or_default
+from .blocks import Block
+
+if TYPE_CHECKING:
+    from overspill.placement.replay import Replay
+
+
+class PythonAllocator(Allocator):
+    """An allocator in Python. Subclasses find and return blocks in `_find_block` and `_return_block`."""
+
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    config_type: ClassVar[type[Any]]
+
+    def __init__(self, config: Any = None, *, capacity_bytes: int | None = None) -> None:
+        self.config: Any = config_or_default(self.name, self.config_type, config)
+        self.device = SimulatedDevice(capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        self.clock = 0
+        self._requested, self._allocated, self._reserved = Gauge(), Gauge(), Gauge()
+        self._retries = 0
+        self._log: list[SegmentEvent] = []
+        self._live: dict[int, Block] = {}
+
+    @abstractmethod
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        """A block of at least `nbytes`, in none of the free indexes; None when all attempts failed."""
+
+    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> Block | None:  # noqa: ARG002
+        """The same for a block of `mobility`, for allocators that group by it."""
+        return self._find_block(nbytes, stream)
+
+    @abstractmethod
+    def _return_block(self, block: Block) -> None:
+        """Put `block` into a free index, joined with its neighbours."""
+
+    @abstractmethod
+    def _idle_blocks(self) -> Iterator[Block]:
+        """All blocks that are not live, from the free indexes."""
+
+    @classmethod
+    def settled(cls, config: Any, trial: Callable[[Any], Replay]) -> Any:  # noqa: ARG003
+        """`config` with what the allocator would learn from a first run, which `trial` makes under a configuration."""
+        return config
+
+    def _place(self, nbytes: int, stream: int, mobility: int) -> int | None:
+        block = self._find_grouped_block(nbytes, stream, mobility) if nbytes <= ADDRESS_SPACE_BYTES else None
+        if block is None:
+            return None
+        block.free, block.requested = False, nbytes
+        self._live[block.address] = block
+        self._requested.add(nbytes, self.clock)
+        self._allocated.add(block.size, self.clock)
+        return block.address
+
+    def _take_back(self, address: int) -> bool:
+        block = self._live.pop(address, None)
+        if block is None:
+            return False
+        self._requested.add(-block.requested, self.clock)
+        self._allocated.add(-block.size, self.clock)
+        block.free, block.requested = True, 0
+        self._return_block(block)
+        return True
+
+    def _segment_malloc(self, nbytes: int, stream: int) -> Block | None:
+        """A new segment of `nbytes` from the device, as one block; None when the device has no room."""
+        address = self.device.malloc(nbytes)
+        if address is None:
+            return None
+        self.log_exchange("segment_alloc", address, nbytes, stream)
+        return Block(address, nbytes, stream)
+
+    def _segment_free(self, block: Block) -> None:
+        """Give the segment that `block` is all of back to the device."""
+        self.device.free(block.address)
+        self.log_exchange("segment_free", block.address, block.size, block.stream)
+
+    def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
+        """Record an exchange with the device and count it."""
+        self._reserved.add(nbytes if action in GAINS else -nbytes, self.clock)
+        self._log.append(SegmentEvent(self.clock, action, address, nbytes, stream))
+
+    @property
+    def requested(self) -> Gauge:
+        return self._requested
+
+    @property
+    def allocated(self) -> Gauge:
+        return self._allocated
+
+    @property
+    def reserved(self) -> Gauge:
+        return self._reserved
+
+    @property
+    def retries(self) -> int:
+        return self._retries
+
+    @property
+    def segment_log(self) -> list[SegmentEvent]:
+        return self._log
+
+    @property
+    def device_used_bytes(self) -> int:
+        return self.device.used_bytes
+
+    @property
+    def spread_bytes(self) -> int:
+        return self._reserved.now - sum(block.size for block in self._idle_blocks() if block.mapped and block.last)
+
+    def usable_bytes(self, request_bytes: int) -> int:
+        if request_bytes <= 1:
+            return self._reserved.now - self._allocated.now
+        return sum(block.size for block in self._idle_blocks() if block.mapped and block.size >= request_bytes)
+
+    def live_addresses(self) -> list[int]:
+        return list(self._live)
+
+    def _idle_count(self) -> int:
+        return sum(1 for _ in self._idle_blocks())
+
+    def segments(self) -> tuple[SegmentView, ...]:
+        found: list[SegmentView] = []
+        for block in sorted((*self._live.values(), *self._idle_blocks()), key=lambda b: b.address):
+            if block.prev is not None:
+                continue
+            chain = [block]
+            while (following := chain[-1].next) is not None:
+                chain.append(following)
+            views = tuple(
+                BlockView(b.address, b.size, b.requested, "unmapped" if not b.mapped else "free" if b.free else "live")
+                for b in chain
+            )
+            mapped = sum(b.size for b in chain if b.mapped)
+            found.append(SegmentView(block.address, sum(b.size for b in chain), mapped, block.stream, views))
+        return tuple(found)

@@ -1,0 +1,185 @@
+"""Dymem's pool, filled from both ends by the mobility of blocks (GTBM), with an incremental space beside it.
+
+    main space  | movable | hole | movable |      gap      | temporary | hole | temporary |
+                ^low end: best fit upwards                      best fit downwards: high end^
+
+Rules: Dymem §3.3 (Yang and Cheng, HPDC'20), Algorithm 3 and Fig. 11. Who is of which mobility is for the trace to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from overspill.core import Mobility
+from overspill.core.errors import RequestError
+from overspill.placement.simulated_device import PAGE_BYTES, round_up
+
+from .blocks import Block, FreeBlocks, Key
+from .cnmem import STEP_BYTES
+from .python_allocator import PythonAllocator
+
+if TYPE_CHECKING:
+    from overspill.placement.replay import Replay
+
+LOW, GAP, HIGH, OUTSIDE = range(4)
+"""Where a block lies: at an end of the main space, between the ends, or in the incremental space."""
+BETA_BYTES = 300 << 20
+"""β of Table 2 at which training failed in 0.9 % of the cases, "the optimal configuration"."""
+FIRST_POOL_BYTES = 10 << 30
+FIRST_POOL_SHARE = 10, 12
+"""The main space of the first iteration: of 12 GB "10G (another 2GB for incremental space)" (§5.5)."""
+TRIAL_POOL_BYTES = 1 << 46
+
+
+@dataclass(frozen=True)
+class TwoEndedConfig:
+    """`pool_bytes` are the main space; a device with less gives all that it has.
+
+    None: a replay finds it, as the smallest that the first run fits plus `beta_bytes`; call by call there is no first
+    run, and the main space is that of the paper's first iteration, ten twelfths of the device or 10 GiB. `grows`: what
+    the main space has no room for goes to the incremental space, as CNMeM's pool grows; else it finds no room.
+    """
+
+    pool_bytes: int | None = None
+    beta_bytes: int = BETA_BYTES
+    grows: bool = True
+
+    def __post_init__(self) -> None:
+        if self.pool_bytes is not None and self.pool_bytes < 0:
+            raise RequestError(f"pool_bytes must not be negative, not {self.pool_bytes}")
+        if self.beta_bytes < 0:
+            raise RequestError(f"beta_bytes must not be negative, not {self.beta_bytes}")
+
+
+class TwoEndedAllocator(PythonAllocator):
+    """Movable blocks from the low end, temporary ones from the high end, reclaimed ones in segments of their own.
+
+    Each end serves itself by best fit from its own holes, then from the gap; only when both are full from the other
+    end's holes, for the guarantee is "soft". The incremental space is cudaMalloc's, and what is freed there goes back;
+    a reclaimed block that the device has no more room for goes to the low end.
+    """
+
+    name = "gtbm"
+    summary: ClassVar = "Dymem's pool with two ends, blocks grouped by mobility (GTBM)"
+    source: ClassVar = "Dymem (Yang and Cheng, HPDC'20, doi:10.1145/3369583.3392684), section 3.3, Algorithm 3"
+    config_type: ClassVar = TwoEndedConfig
+    config: TwoEndedConfig
+
+    def __init__(self, config: TwoEndedConfig | None = None, *, capacity_bytes: int | None = None) -> None:
+        super().__init__(config, capacity_bytes=capacity_bytes)
+        self._idle = FreeBlocks()
+        self._opened = False
+
+    @classmethod
+    def settled(cls, config: TwoEndedConfig | None, trial: Callable[[Any], Replay]) -> TwoEndedConfig | None:
+        if config is not None and (not isinstance(config, cls.config_type) or config.pool_bytes is not None):
+            return config
+        config = config or TwoEndedConfig()
+        needed = needed_pool_bytes(trial(replace(config, pool_bytes=TRIAL_POOL_BYTES)))
+        return replace(config, pool_bytes=needed + config.beta_bytes)
+
+    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+        return self._find_grouped_block(nbytes, stream, Mobility.MOVABLE)
+
+    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> Block | None:
+        if not self._opened:
+            self._open(stream)
+        size = round_up(nbytes, STEP_BYTES)
+        if mobility == Mobility.RECLAIMED:
+            return self._outside(size, stream) or self._inside(size, LOW)
+        block = self._inside(size, HIGH if mobility == Mobility.TEMPORARY else LOW)
+        if block is None and self.config.grows:
+            block = self._outside(size, stream)
+        return block
+
+    def _return_block(self, block: Block) -> None:
+        if block.pool == OUTSIDE:
+            self._segment_free(block)
+            return
+        for other in (block.prev, block.next):
+            if other is not None and other.free:
+                self._idle.remove(_key(other))
+                block.absorb(other)
+        self._put(block)
+
+    def _idle_blocks(self) -> Iterator[Block]:
+        return iter(self._idle)
+
+    @property
+    def spread_bytes(self) -> int:
+        """The bytes used from both ends of the main space, and the incremental space."""
+        position = self._idle.position((GAP,))
+        gap = self._idle.at(position) if position < len(self._idle) else None
+        return self._reserved.now - (gap.size if gap is not None and gap.pool == GAP else 0)
+
+    def _open(self, stream: int) -> None:
+        """Take the main space from the device: what was asked for, or all there is."""
+        self._opened = True
+        capacity, wanted = self.device.capacity_bytes, self.config.pool_bytes
+        if wanted is None:
+            few, many = FIRST_POOL_SHARE
+            wanted = FIRST_POOL_BYTES if capacity is None else capacity * few // many
+        size = round_up(wanted, STEP_BYTES)
+        if capacity is not None:
+            size = min(size, (capacity - self.device.used_bytes) // PAGE_BYTES * PAGE_BYTES)
+        pool = self._segment_malloc(size, stream) if size else None
+        if pool is not None:
+            self._put(pool)
+
+    def _outside(self, size: int, stream: int) -> Block | None:
+        block = self._segment_malloc(size, stream)
+        if block is not None:
+            block.pool = OUTSIDE
+        return block
+
+    def _inside(self, size: int, end: int) -> Block | None:
+        """A block of `size` bytes from one end of the main space, or from where else there is room."""
+        for arena in (end, GAP, HIGH if end == LOW else LOW):
+            position = self._idle.position((arena, size))
+            if position < len(self._idle) and self._idle.at(position).pool == arena:
+                block = self._idle.at(position)
+                self._idle.remove(_key(block))
+                return self._cut(block, size, end if arena == GAP else arena)
+        return None
+
+    def _cut(self, hole: Block, size: int, end: int) -> Block:
+        """`size` bytes of a free block, from its lower or its upper side as the end has it; the rest stays free."""
+        if hole.size == size:
+            hole.pool = end
+            return hole
+        front = hole.cut(size if end == LOW else hole.size - size)
+        taken, rest = (front, hole) if end == LOW else (hole, front)
+        taken.pool, taken.free = end, False
+        self._put(rest)
+        return taken
+
+    def _put(self, block: Block) -> None:
+        """Make `block` a hole of the end that lies around it, or the gap; its neighbours are live."""
+        if block.next is not None and block.next.pool == LOW:
+            block.pool = LOW
+        elif block.prev is not None and block.prev.pool == HIGH:
+            block.pool = HIGH
+        else:
+            block.pool = GAP
+        self._idle.add(_key(block), block)
+
+
+def needed_pool_bytes(run: Replay) -> int:
+    """The main space in bytes that `run`, a replay in a larger one with its curves, did not leave as its smallest gap.
+
+    init - squeeze_gap of §3.3.3. Raises RequestError without those curves.
+    """
+    if run.spread is None or run.reserved is None:
+        raise RequestError("the squeeze gap is found in a replay with request_bytes")
+    if not len(run.segment_table):
+        return 0
+    pool_bytes = int(run.segment_table[0, 3])
+    opened = run.reserved >= pool_bytes
+    return pool_bytes - int((run.reserved - run.spread)[opened].min(initial=pool_bytes))
+
+
+def _key(block: Block) -> Key:
+    # Among equals the one that is further from the gap is the first.
+    return (block.pool, block.size, -block.address if block.pool == HIGH else block.address)

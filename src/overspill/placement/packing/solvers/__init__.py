@@ -1,0 +1,1 @@
+"""The offline solvers: one file a solver."""

@@ -1,0 +1,75 @@
+"""Placement as rectangles that must not overlap, solved by the CP-SAT solver of OR-Tools."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+
+from overspill.core.errors import RequestError
+from overspill.placement.packing.base import Limits, Packing, Solver
+from overspill.placement.packing.pieces import Pieces
+from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+
+from . import cp_sat_process
+from .greedy import largest_first
+
+
+class CpSat(Solver):
+    """Two-dimensional no-overlap: a rectangle for every piece, fixed in time, as high as the block is large.
+
+    It starts from a first fit. `workers` threads search; with one, the same seed gives the same search. OR-Tools runs
+    in a process of its own: it and highspy each bring a libhighs, and one process cannot load both.
+    """
+
+    name = "cp-sat"
+    summary = "constraint programming with two-dimensional no-overlap, through OR-Tools; for some 200 blocks"
+    source = "OR-Tools CP-SAT, AddNoOverlap2D (developers.google.com/optimization)"
+
+    def __init__(self, workers: int = 1) -> None:
+        self.workers = workers
+
+    def _pack(self, problem: Problem, limits: Limits) -> Packing:
+        if find_spec("ortools") is None:
+            raise RequestError("the solver 'cp-sat' needs OR-Tools: pip install overspill[cp-sat]")
+        bound = problem.lower_bound_bytes
+        incumbent, capacity = largest_first(problem), limits.capacity_bytes
+        target = bound if capacity is None else capacity
+        if problem.peak_bytes(incumbent) <= target or target < bound:
+            return Packing(incumbent, bound)
+        answer = _ask(self._request(problem, limits, incumbent))
+        bound = max(bound, answer["bound"])
+        if answer["offsets"] is None:
+            return Packing(incumbent, bound)
+        return Packing(np.array(answer["offsets"], dtype=np.int64), bound)
+
+    def _request(self, problem: Problem, limits: Limits, incumbent: Integers) -> cp_sat_process.Request:
+        pieces = Pieces.of(problem)
+        capacity = problem.peak_bytes(incumbent) if limits.capacity_bytes is None else limits.capacity_bytes
+        return {
+            "owner": pieces.owner.tolist(),
+            "start": pieces.start.tolist(),
+            "end": pieces.end.tolist(),
+            "size": problem.nbytes.tolist(),
+            "alignment": problem.alignment.tolist(),
+            "pinned": [None if pin == ANYWHERE else pin for pin in problem.pinned.tolist()],
+            "hint": incumbent.tolist(),
+            "lower_bound": problem.lower_bound_bytes,
+            "capacity": capacity,
+            "minimise": limits.capacity_bytes is None,
+            "seconds": limits.time_limit_seconds,
+            "seed": limits.seed,
+            "workers": self.workers,
+        }
+
+
+def _ask(request: cp_sat_process.Request) -> cp_sat_process.Answer:
+    command = [sys.executable, "-P", cp_sat_process.__file__]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        raise RequestError(f"OR-Tools failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    answer: cp_sat_process.Answer = json.loads(done.stdout)
+    return answer

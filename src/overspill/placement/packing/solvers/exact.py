@@ -1,0 +1,221 @@
+"""The exact solver: canonical branch and bound, which finds layouts at hard capacities and proves that there are none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, cycle
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from overspill.core.errors import RequestError
+from overspill.placement.packing import native as native_code
+from overspill.placement.packing.base import Limits, Packing, Solver
+from overspill.placement.packing.infeasible_core import blame
+from overspill.placement.packing.pieces import Pieces
+from overspill.placement.packing.problem import Integers, Problem
+
+from .exact_model import ExactModel
+from .exact_twin import FITS, INFEASIBLE, TwinSearch
+from .greedy import largest_first
+
+PREORDERS = ("WAT", "TAW", "TWA")
+"""Keys of the preorders: lifetime (W), area (A), total of the fullest section (T), as minimalloc has them."""
+NOISES = (0.05, 0.1, 0.25)
+"""Standard deviations of the logarithm of the noise on keys."""
+PAIR_LIMIT = 2 * 10**8
+"""How many pairs of block and section, or of blocks that live together, the search takes, at 4 bytes each."""
+
+
+class Search(Protocol):
+    """The native search or its twin, which explains the arguments."""
+
+    def attempt(
+        self,
+        highest: Integers,
+        ceiling: Integers,
+        keys: str,
+        noise: NDArray[np.float64],
+        live: bool,
+        node_limit: int,
+        seconds: float,
+    ) -> tuple[int, int, list[int]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """One run of the search: its preorder, and how many nodes it may take."""
+
+    keys: str
+    noise: NDArray[np.float64]
+    live: bool
+    node_limit: int
+
+
+def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Attempt]:
+    """A turn of the round robin: each preorder, with limits that double from turn to turn, then noisy restarts.
+
+    After the first turn the restarts take as many nodes as the rest, with limits in Luby's sequence (Luby, Sinclair,
+    Zuckerman 1993): how long a search takes has a heavy tail, and most luck is had early.
+    """
+    shortest = 2 * blocks
+    limit = shortest << number
+    yield from (Attempt(keys, np.ones((blocks, 3)), True, limit) for keys in PREORDERS)
+    left = len(PREORDERS) * limit if number else 0
+    for keys, length in zip(cycle(PREORDERS), _luby(), strict=False):
+        if left <= 0:
+            return
+        noise = np.exp(draw.choice(NOISES) * draw.standard_normal((blocks, 3)))
+        yield Attempt(keys, noise, bool(draw.integers(2)), shortest * length)
+        left -= shortest * length
+
+
+def _luby() -> Iterator[int]:
+    """1, 1, 2, 1, 1, 2, 4, 1, ...: each power of two follows two runs of all that came before it."""
+    for number in count(1):
+        while number & (number + 1):  # not of the form 2**k - 1
+            number -= (1 << (number.bit_length() - 1)) - 1  # noqa: PLW2901 - the place in the run that repeats
+        yield (number + 1) // 2
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Whether all blocks fit (None: not known) and then the offsets in bytes."""
+
+    fits: bool | None
+    offsets: Integers | None = None
+
+
+class Decider:
+    """Decides capacities of one problem until a deadline (of time.perf_counter), and counts `nodes`."""
+
+    def __init__(self, problem: Problem, deadline: float, *, seed: int = 0, native: bool = True) -> None:
+        self.problem = problem
+        self.deadline, self.seed = deadline, seed
+        self.nodes = 0
+        self.model = model = ExactModel.of(problem)
+        search = native_code.exact_search() if native and native_code.AVAILABLE else TwinSearch
+        self._search: Search = search(
+            model.sections,
+            model.pieces.first(len(problem)),
+            model.pieces.start,
+            model.pieces.end,
+            model.size,
+            model.alignment,
+            model.pinned,
+            model.below,
+            problem.lifetime,
+        )
+
+    def decide(self, capacity_bytes: int) -> Decision:
+        """Whether a layout has a peak within the capacity."""
+        draw = np.random.default_rng(self.seed)
+        number = 0
+        while (decision := self._turn(number, capacity_bytes, draw)).fits is None and not self.late:
+            number += 1
+        return decision
+
+    def attempt(self, capacity_bytes: int, attempt: Attempt) -> Decision:
+        """One attempt at a capacity."""
+        outcome, nodes, offsets = self._search.attempt(
+            self.model.highest(capacity_bytes),
+            self.model.ceiling(capacity_bytes),
+            attempt.keys,
+            attempt.noise,
+            attempt.live,
+            attempt.node_limit,
+            self.deadline - time.perf_counter(),
+        )
+        self.nodes += nodes
+        if outcome == FITS:
+            return Decision(True, np.array(offsets, dtype=np.int64) * self.model.unit)
+        return Decision(False if outcome == INFEASIBLE else None)
+
+    def minimise(self, incumbent: Integers, bound_bytes: int) -> tuple[Integers, int]:
+        """The best offsets found, `incumbent` or better, and the best bound proven, `bound_bytes` or more.
+
+        Attempts come in turns of a round robin, and each turn is made at several capacities: at the bound, which it may
+        meet or raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
+        """
+        step, draw = self.model.step_bytes, np.random.default_rng(self.seed)
+        best, bound = incumbent, _up(bound_bytes, step)
+        for number in count():
+            capacity = bound
+            while bound <= capacity < self.problem.peak_bytes(best) and not self.late:
+                decision = self._turn(number, capacity, draw)
+                if decision.fits is False:
+                    bound = capacity = capacity + step
+                    continue
+                if decision.offsets is not None:
+                    best, capacity = decision.offsets, bound
+                capacity += _up(self.problem.peak_bytes(best) - capacity, 2 * step) // 2
+            if self.problem.peak_bytes(best) <= bound or self.late:
+                break
+        return best, bound
+
+    def _turn(self, number: int, capacity_bytes: int, draw: np.random.Generator) -> Decision:
+        for attempt in turn(number, len(self.problem), draw):
+            decision = self.attempt(capacity_bytes, attempt)
+            if decision.fits is not None or self.late:
+                return decision
+        return Decision(None)
+
+    @property
+    def late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.perf_counter() >= self.deadline
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+class Exact(Solver):
+    """The optimum, or a proof that a capacity is too small, within the time limit; else the best layout and bound."""
+
+    name = "exact"
+    summary = "canonical branch and bound; proves optima and infeasible capacities, names the blocks to blame"
+    source = "M. D. Moffitt, MiniMalloc, ASPLOS 2023; preorders with noisy restarts and skip strengthening are ours"
+
+    def __init__(self, *, native: bool = True) -> None:
+        self.native = native
+
+    def _pack(self, problem: Problem, limits: Limits) -> Packing:
+        deadline = time.perf_counter() + limits.time_limit_seconds
+        _refuse_large(problem)
+        decider = Decider(problem, deadline, seed=limits.seed, native=self.native)
+        bound = problem.lower_bound_bytes
+        if limits.capacity_bytes is None:
+            return Packing(*decider.minimise(largest_first(problem), bound))
+        if limits.capacity_bytes >= bound:
+            decision = decider.decide(limits.capacity_bytes)
+            if decision.offsets is not None:
+                return Packing(decision.offsets, bound)
+            if decision.fits is None:
+                return Packing(largest_first(problem), bound)
+            step = decider.model.step_bytes
+            bound = limits.capacity_bytes // step * step + step
+        found = blame(problem, limits.capacity_bytes, self._infeasible(limits), deadline)
+        return Packing(largest_first(problem), bound, found)
+
+    def _infeasible(self, limits: Limits) -> Callable[[Problem, int, float], bool]:
+        def proven(problem: Problem, capacity_bytes: int, deadline: float) -> bool:
+            decider = Decider(problem, deadline, seed=limits.seed, native=self.native)
+            return decider.decide(capacity_bytes).fits is False
+
+        return proven
+
+
+def _refuse_large(problem: Problem) -> None:
+    """Raise RequestError for a problem whose sections and pairs of neighbours would not fit in memory."""
+    pieces = Pieces.of(problem)
+    starts = np.sort(pieces.start)
+    pairs = np.searchsorted(starts, pieces.end) - np.searchsorted(starts, pieces.start)
+    if int(max((pieces.end - pieces.start).sum(), 2 * pairs.sum())) > PAIR_LIMIT:
+        raise RequestError(
+            f"{len(problem)} blocks are too many for the solver 'exact': more than {PAIR_LIMIT} pairs of blocks live "
+            "together; 'portfolio' takes them"
+        )

@@ -1,0 +1,119 @@
+"""A problem as the exact search sees it: whole units, few sections, sizes that include what alignment wastes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from overspill.placement.packing.pieces import Pieces
+from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+
+
+@dataclass(frozen=True, eq=False)
+class ExactModel:
+    """The blocks of a problem in units of `unit` bytes.
+
+    Only the sections with a maximal set of live blocks are kept, and `pieces` are in them: the others follow. `size` is
+    what a block takes from those above it: its bytes rounded up to an alignment that all its neighbours share.
+    """
+
+    problem: Problem
+    unit: int
+    sections: int
+    pieces: Pieces
+    size: Integers
+    alignment: Integers
+    pinned: Integers
+
+    @classmethod
+    def of(cls, problem: Problem) -> ExactModel:
+        """The model of `problem`."""
+        pieces = Pieces.of(problem)
+        kept = _maximal(pieces.start, pieces.end, problem.sections)
+        pieces = Pieces(pieces.owner, np.searchsorted(kept, pieces.start), np.searchsorted(kept, pieces.end))
+        size = _taken(problem, pieces, kept.size)
+        held = problem.pinned != ANYWHERE
+        aligned = problem.alignment > 1
+        unit = gcd(*size.tolist(), *problem.alignment[aligned].tolist(), *problem.pinned[held].tolist()) or 1
+        return cls(
+            problem=problem,
+            unit=unit,
+            sections=int(kept.size),
+            pieces=pieces,
+            size=size // unit,
+            alignment=np.where(aligned, problem.alignment // unit, 1),
+            pinned=np.where(held, problem.pinned // unit, ANYWHERE),
+        )
+
+    @cached_property
+    def below(self) -> Integers:
+        """For each block, an equal one that may be taken to lie below it, or -1: a symmetry that is broken.
+
+        Of blocks that are equal in units, those of more bytes lie below: they can go less high.
+        """
+        below = np.full(len(self.problem), -1, dtype=np.int64)
+        last: dict[tuple[int | tuple[int, int], ...], int] = {}
+        runs: list[list[tuple[int, int]]] = [[] for _ in below]
+        pieces = self.pieces
+        for owner, *run in zip(pieces.owner.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True):
+            runs[owner].append((run[0], run[1]))
+        for block in np.argsort(-self.problem.nbytes, kind="stable").tolist():
+            if runs[block] and self.pinned[block] == ANYWHERE:
+                key = (int(self.size[block]), int(self.alignment[block]), *runs[block])
+                below[block] = last.get(key, -1)
+                last[key] = block
+        return below
+
+    @cached_property
+    def step_bytes(self) -> int:
+        """Every peak that matters is a multiple of this: of a layout where all blocks lie as low as they can."""
+        return gcd(self.unit, *self.problem.nbytes.tolist())
+
+    @cached_property
+    def _spare(self) -> Integers:
+        """By how many bytes the sizes in each section overstate what the topmost block takes."""
+        spare = np.zeros(self.sections, dtype=np.int64)
+        over = self.size * self.unit - self.problem.nbytes
+        for row in np.flatnonzero(over[self.pieces.owner]).tolist():
+            within = slice(self.pieces.start[row], self.pieces.end[row])
+            spare[within] = np.maximum(spare[within], over[self.pieces.owner[row]])
+        return spare
+
+    def highest(self, capacity_bytes: int) -> Integers:
+        """The largest offset of each block within a capacity, in units; negative where there is none."""
+        highest = (capacity_bytes - self.problem.nbytes) // self.unit
+        return np.where(self.pinned == ANYWHERE, highest, np.where(self.pinned <= highest, self.pinned, -1))
+
+    def ceiling(self, capacity_bytes: int) -> Integers:
+        """What floor and sizes of each section may add up to within a capacity, in units."""
+        return (capacity_bytes + self._spare) // self.unit
+
+
+def _maximal(start: Integers, end: Integers, sections: int) -> Integers:
+    """The sections whose live blocks are not all live in a neighbouring one: the last before an end after a start."""
+    time = np.arange(sections + 1)
+    starts, ends = np.isin(time, start), np.isin(time, end)
+    last_start = np.maximum.accumulate(np.where(starts, time, -1))
+    last_end = np.maximum.accumulate(np.where(ends, time, 0))
+    return np.flatnonzero(ends[1:] & (last_start[:-1] >= last_end[:-1]))
+
+
+def _taken(problem: Problem, pieces: Pieces, sections: int) -> Integers:
+    """The bytes from each block's offset to the lowest place of one above it."""
+    if (problem.alignment == problem.alignment[:1]).all():
+        return _rounded_up(problem.nbytes, problem.alignment)
+    rows = list(zip(pieces.owner.tolist(), pieces.start.tolist(), pieces.end.tolist(), strict=True))
+    shared = np.zeros(sections, dtype=np.int64)
+    for block, start, end in rows:
+        shared[start:end] = np.gcd(shared[start:end], problem.alignment[block])
+    step = problem.alignment.copy()
+    for block, start, end in rows:
+        step[block] = gcd(int(step[block]), int(np.gcd.reduce(shared[start:end])))
+    return _rounded_up(problem.nbytes, step)
+
+
+def _rounded_up(nbytes: Integers, step: Integers) -> Integers:
+    return -(-nbytes // step) * step

@@ -1,0 +1,83 @@
+"""Large blocks first: a search packs them, and first fit puts the small ones into what they leave.
+
+The large blocks of a training step are the same few shapes over and over. Their sizes are often multiples of one another
+and they pack without loss, but for small blocks between them that shift them off that grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+import numpy as np
+
+from overspill.placement.packing.infeasible_core import subproblem
+from overspill.placement.packing.keys import KEYS, order_by
+from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+
+from .exact import Attempt, Decider
+from .greedy import place
+from .skyline import solid
+
+SHARES = (0.001, 0.0003, 0.0001)
+"""What makes a block large where the exact search packs them: this share of the lower bound."""
+EFFORT = 4 * 10**6
+"""How many nodes of the exact search, times the large blocks, each share may take: up to some tenths of a second."""
+ATTEMPTS = 40
+"""How many attempts each share may take."""
+PREORDERS = ("WAT", "SWT", "AWT", "TSW")
+"""Keys of the preorders: by size (S) and area (A) the smaller blocks come to lie on the grid of the larger."""
+RESTARTED = ("WAT", "SWT", "TSW")
+"""The preorders that noise is added to."""
+NOISES = (0.02, 0.1, 0.3)
+"""Standard deviations of the logarithm of the noise on keys."""
+FILL_KEYS = ("load", "size", "area")
+"""Keys by which the small blocks are placed."""
+
+Pack = Callable[[Problem], Iterator[Integers]]
+
+
+def layouts(problem: Problem, pack: Pack, shares: Sequence[float] = SHARES) -> Iterator[Integers]:
+    """Offsets of all blocks, for each layout that `pack` finds of the large ones and each key of the small ones.
+
+    A large block has at least one of `shares` of the lower bound; one after the other is tried. Blocks that are always
+    live lie at the bottom. None where blocks are pinned, have gaps, or differ in alignment.
+    """
+    if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
+        return
+    filled = solid(problem)
+    permanent = filled.end - filled.start == filled.sections
+    ends = np.cumsum(filled.nbytes * permanent)
+    bottom = np.where(permanent, ends - filled.nbytes, ANYWHERE)
+    for share in shares:
+        large = np.flatnonzero(~permanent & (filled.nbytes >= share * filled.lower_bound_bytes))
+        if not 0 < len(large) < len(filled) - permanent.sum():
+            continue
+        for offsets in pack(subproblem(filled, large.tolist())):
+            pinned = bottom.copy()
+            pinned[large] = ends[-1] + offsets
+            for key in FILL_KEYS:
+                yield place(replace(filled, pinned=pinned), order_by(KEYS[key](filled).astype(np.float64)), "first")
+
+
+def tight(large: Problem, deadline: float, seed: int) -> Iterator[Integers]:
+    """Layouts within the lower bound, so that small blocks have all the room above it.
+
+    They come from short attempts of the exact search until `deadline` (of time.perf_counter): with sizes that divide one
+    another it needs next to no backtracking, or has no luck for long.
+    """
+    decider = Decider(large, deadline, seed=seed)
+    for attempt in islice(_attempts(len(large), np.random.default_rng(seed)), ATTEMPTS):
+        decision = decider.attempt(large.lower_bound_bytes, attempt)
+        if decision.offsets is not None:
+            yield decision.offsets
+        if decision.fits is False or decider.nodes * len(large) >= EFFORT or decider.late:
+            return
+
+
+def _attempts(blocks: int, draw: np.random.Generator) -> Iterator[Attempt]:
+    yield from (Attempt(keys, np.ones((blocks, 3)), True, 2 * blocks) for keys in PREORDERS)
+    for noise in cycle(NOISES):
+        for keys in RESTARTED:
+            yield Attempt(keys, np.exp(noise * draw.standard_normal((blocks, 3))), True, 5 * blocks // 4)

@@ -1,0 +1,136 @@
+"""A trace under any allocator or solver: what that takes of the device, and how much of it no live byte needs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from overspill.core import Device, Graph, Trace
+from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.units import format_bytes
+from overspill.costs import MeasuredTimes
+from overspill.policies.plan import Plan, make_plan
+from overspill.simulate import trace_of
+
+from .allocators.caching import CachingAllocator
+from .allocators.registry import ALLOCATORS
+from .events import Events
+from .packing import SOLVERS, Limits, solver_named
+from .replay import replay
+
+PLACERS = (*ALLOCATORS, *SOLVERS)
+"""All that can place a trace: the allocators, which learn of a block when it is asked for, then the solvers."""
+REPLANS = 8
+"""How often a plan that does not lie within its budget is made again for less."""
+
+
+SEARCH = Limits(time_limit_seconds=1.0)
+"""How long a solver searches where nobody says how long it may."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What `placer` takes for a trace whose live bytes never exceed `lower_bound_bytes`.
+
+    `peak_bytes` are what an allocator holds of the device, or how far a solver's layout reaches. `unusable` is the mean
+    over time of the share of free bytes in blocks too small for the trace's largest block (U_f, Dymem §3.3.1 eq. 1);
+    None for solvers, which keep no free blocks. `seconds` are wall-clock.
+    """
+
+    placer: str
+    peak_bytes: int
+    lower_bound_bytes: int
+    unusable: float | None
+    seconds: float
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the peak that no live byte ever needed."""
+        return 1 - self.lower_bound_bytes / self.peak_bytes if self.peak_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class PlacedPlan:
+    """A plan and how its blocks lie."""
+
+    plan: Plan
+    placed: Placed
+
+
+def check_placer(name: str) -> None:
+    """Raise RequestError with the names that exist unless `name` is an allocator's or a solver's."""
+    if name not in PLACERS:
+        raise RequestError(f"nothing that places blocks is called {name!r}. There are {', '.join(PLACERS)}")
+
+
+def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
+    """`trace` under the allocator or the solver called `placer`; a solver stops at `limits`.
+
+    Raises RequestError for an unknown name, and for a trace that the allocator cannot place on a device of any size.
+    """
+    check_placer(placer)
+    bound = trace.lower_bound_bytes
+    if placer in SOLVERS:
+        solution = solver_named(placer).solve(trace, limits)
+        if solution.layout is None:
+            raise RequestError(f"the solver {placer!r} found no layout within its time; raise the limit")
+        return Placed(placer, solution.layout.peak_bytes, bound, None, solution.seconds)
+    events = Events.of(trace)
+    began = time.perf_counter()
+    peak = replay(events, placer).peak_reserved_bytes
+    seconds = time.perf_counter() - began
+    largest = max((b.nbytes for b in trace.blocks), default=0)
+    done = replay(events, placer, request_bytes=largest)
+    if not done.fits:
+        raise RequestError(f"the allocator {placer!r} cannot place this trace in its address space")
+    return Placed(placer, peak, bound, float(np.mean(done.unusable)) if len(events) else 0.0, seconds)
+
+
+def place_plan(plan: Plan, placer: str | None = None) -> Placed:
+    """The blocks of `plan` under `placer` (None: under PyTorch's caching allocator, which has them if nobody plans)."""
+    return place(trace_of(plan.graph, plan.schedule), placer or CachingAllocator.name)
+
+
+def plan_within(
+    graph: Graph,
+    device: Device,
+    policy: str,
+    budget_bytes: int,
+    placer: str,
+    times: MeasuredTimes | None = None,
+) -> PlacedPlan:
+    """A plan of `policy` that lies within `budget_bytes` where `placer` puts it, not only with its live bytes.
+
+    A plan whose blocks reach above the budget is made again for as much less as it is over. Raises InfeasibleBudget
+    when there is none, with the least that was placed.
+    """
+    asked, least = budget_bytes, None
+    for _ in range(REPLANS):
+        try:
+            plan = make_plan(graph, device, policy, asked, times)
+        except InfeasibleBudget as error:
+            if least is None:
+                raise
+            raise _does_not_lie(policy, placer, budget_bytes, least, error.cause) from None
+        placed = place_plan(plan, placer)
+        over = placed.peak_bytes - budget_bytes
+        if over <= 0:
+            return PlacedPlan(plan, placed)
+        least = min(placed.peak_bytes, least if least is not None else placed.peak_bytes)
+        asked = min(asked, plan.peak_bytes) - over
+        if asked <= 0:
+            break
+    assert least is not None
+    raise _does_not_lie(policy, placer, budget_bytes, least, "fragmentation")
+
+
+def _does_not_lie(policy: str, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
+    return InfeasibleBudget(
+        f"infeasible: {placer} places no plan of {policy} within {format_bytes(budget_bytes)}; "
+        f"the least that it took is {format_bytes(least)}",
+        budget_bytes=budget_bytes,
+        floor_bytes=least,
+        cause=cause,
+    )

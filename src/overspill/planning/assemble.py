@@ -1,0 +1,134 @@
+"""From a program and its transfers to a Schedule: the one place where policies' decisions become instructions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from overspill.core import Instruction, Schedule, Verb
+
+from .step_program import Gap, Program, Step
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One trip of `gap`'s tensor to the store and back; every field names the step before which it happens.
+
+    gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end;
+    in a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may start
+    before the gap, at an earlier use after which it stays right; `copied` awaits it before a step ahead of `release`.
+    """
+
+    gap: Gap
+    offload: int
+    release: int
+    prefetch: int
+    arrive: int
+    copied: int | None = None
+
+
+def assemble(
+    program: Program,
+    transfers: Collection[Transfer],
+    policy: str,
+    budget_bytes: int | None,
+    held: Collection[int] = (),
+) -> Schedule:
+    """The Schedule that runs `program` with `transfers`; tensors `held` are freed at the end of backward, not before."""
+    assembly = _Assembly(program, transfers, frozenset(held))
+    return Schedule(policy, assembly.instructions(), budget_bytes, tuple(sorted(assembly.at_home)))
+
+
+class _Assembly:
+    def __init__(self, program: Program, transfers: Iterable[Transfer], held: frozenset[int]) -> None:
+        self.program = program
+        self.tensors = program.graph.tensors
+        transfers = list(transfers)
+        self.at_home = frozenset(t.gap.tensor for t in transfers if t.gap.wraps)
+        self.present = {t.id for t in self.tensors if t.persistent} - self.at_home
+        self.stored = set(self.at_home)  # tensors of which the store has a copy, or is getting one
+        self.leaving: set[int] = set()
+        self.offloads: dict[int, list[Transfer]] = defaultdict(list)
+        self.copies: dict[int, list[Transfer]] = defaultdict(list)
+        self.releases: dict[int, list[Transfer]] = defaultdict(list)
+        self.prefetches: dict[int, list[Transfer]] = defaultdict(list)
+        self.arrivals: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in sorted(transfers, key=lambda t: (t.gap.start, t.gap.tensor)):
+            self.offloads[transfer.offload].append(transfer)
+            if transfer.copied is not None:
+                self.copies[transfer.copied].append(transfer)
+            self.releases[transfer.release].append(transfer)
+            self.prefetches[transfer.prefetch].append(transfer)
+            self.arrivals[transfer.arrive].append(transfer)
+        for waiting in self.prefetches.values():
+            waiting.sort(key=lambda t: t.arrive)
+        self.frees = self._plan_frees(held)
+        self.made: list[Instruction] = []
+
+    def _plan_frees(self, held: frozenset[int]) -> dict[int, list[int]]:
+        """Tensors to free after each step: at their last touch, and where a remade tensor is dropped."""
+        frees: dict[int, list[int]] = defaultdict(list)
+        last_backward = self.program.end_of_backward - 1
+        for tensor in self.tensors:
+            touches = self.program.touches[tensor.id]
+            if tensor.persistent or not touches or touches[-1] >= self.program.length:
+                continue
+            frees[max(touches[-1], last_backward) if tensor.id in held else touches[-1]].append(tensor.id)
+        for gap in self.program.gaps:
+            if gap.remade:
+                frees[gap.start].append(gap.tensor)
+        return frees
+
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The instructions, in order."""
+        moving = self.offloads.keys() | self.copies.keys() | self.releases.keys() | self.prefetches.keys()
+        moving |= self.arrivals.keys()
+        for position, step in enumerate(self.program.steps):
+            if position in moving:
+                self._move(position)
+            self._run(step)
+            for tensor in self.frees.get(position, ()):
+                if tensor in self.present:
+                    self._free(tensor)
+        self._move(self.program.length)
+        return tuple(self.made)
+
+    def _move(self, position: int) -> None:
+        for transfer in self.offloads[position]:
+            if (tensor := transfer.gap.tensor) not in self.stored:  # a second trip finds its copy in the store
+                self.stored.add(tensor)
+                self.leaving.add(tensor)
+                self.made.append(Instruction(Verb.OFFLOAD, tensor))
+        for transfer in self.copies[position]:
+            self._await_copy(transfer.gap.tensor)
+        for transfer in self.releases[position]:
+            self._await_copy(transfer.gap.tensor)
+            self._free(transfer.gap.tensor)
+        for transfer in self.prefetches[position]:
+            self.present.add(transfer.gap.tensor)
+            self.made.append(Instruction(Verb.PREFETCH, transfer.gap.tensor))
+        for transfer in self.arrivals[position]:
+            self.made.append(Instruction(Verb.AWAIT_PREFETCH, transfer.gap.tensor))
+
+    def _await_copy(self, tensor: int) -> None:
+        if tensor in self.leaving:
+            self.leaving.remove(tensor)
+            self.made.append(Instruction(Verb.AWAIT_OFFLOAD, tensor))
+
+    def _run(self, step: Step) -> None:
+        op, algorithm = self.program.op(step), self.program.algorithm(step)
+        if not step.recompute:
+            self.present.update(op.writes)
+            self.stored.difference_update(op.writes)  # what the store has of them is out of date
+            self.made.append(Instruction(Verb.RUN, op.id, algorithm))
+            return
+        extra = [t for t in op.recompute_writes if t not in self.present and t not in step.makes]
+        self.present.update(op.recompute_writes)
+        self.made.append(Instruction(Verb.RECOMPUTE, op.id, algorithm))
+        for tensor in extra:
+            self._free(tensor)
+
+    def _free(self, tensor: int) -> None:
+        self.present.discard(tensor)
+        self.made.append(Instruction(Verb.FREE, tensor))

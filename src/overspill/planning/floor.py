@@ -1,0 +1,125 @@
+"""The least memory that a step can run in, and what holds it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from overspill.core import Graph, Schedule, TensorKind, Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_bytes
+from overspill.planning.gaps import possible_trips
+from overspill.simulate import check
+
+from .algorithms import fastest_within, memory_optimal
+from .step_program import Gap, Program
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The smallest budget that works, the op at which it is needed, and the largest tensors there."""
+
+    nbytes: int
+    cause: str
+
+
+def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floor:
+    """The floor of `program` when every tensor that can leave between two touches does, at once.
+
+    `fetched`: when only those of certain gaps do, each until the step given.
+    """
+    graph = program.graph
+    absent = {gap: gap.end for gap in possible_trips(program)} if fetched is None else fetched
+    live = program.live_bytes(absent)
+    for gap, back in absent.items():
+        live[back : gap.end] += graph.tensors[gap.tensor].nbytes
+    if not live.size:
+        return Floor(graph.persistent_bytes, "persistent tensors")
+    position = int(np.argmax(live))
+    step = program.steps[position]
+    away = {gap.tensor for gap, back in absent.items() if Gap(gap.tensor, gap.start, back).covers(position)}
+    there = [
+        tensor.id
+        for tensor in graph.tensors
+        if not tensor.persistent
+        and (touches := program.touches[tensor.id])
+        and touches[0] <= position <= touches[-1]
+        and tensor.id not in away
+    ]
+    op = program.op(step)
+    return Floor(
+        int(live[position]),
+        f"{_persistent(graph)} + {_op_tensors(graph, there)} at {op.name} of {op.layer or graph.name}",
+    )
+
+
+def algorithms_within(program: Program, budget_bytes: int) -> dict[int, int]:
+    """The algorithm of every op that can not take its fastest: not even where all that can leave has left.
+
+    The fastest with a workspace that has room then, or the least if none has; no plan within the budget is faster there.
+    """
+    graph = program.graph
+    least = program.with_algorithms(memory_optimal(graph))
+    alone = least.live_bytes(possible_trips(least))
+    found: dict[int, int] = {}
+    for position, step in enumerate(least.steps):
+        op = least.op(step)
+        if op.algorithms:
+            room = budget_bytes - int(alone[position]) + op.workspace_of(least.algorithm(step))
+            found[op.id] = max(fastest_within(op, room), found.get(op.id, 0))
+    return {op: number for op, number in found.items() if number}
+
+
+def infeasible(program: Program, budget_bytes: int, policy: str) -> InfeasibleBudget:
+    """The error that says by how much and why the budget cannot be met."""
+    return below(floor_of(program), budget_bytes, policy)
+
+
+def peak_of(graph: Graph, schedule: Schedule) -> Floor:
+    """What `schedule` needs, whatever its budget: its peak, where that is, and the largest tensors there."""
+    result = check(graph, replace(schedule, budget_bytes=None))
+    if result.peak_instruction < 0:
+        return Floor(result.peak_bytes, "persistent tensors")
+    peak = schedule.instructions[result.peak_instruction]
+    if peak.verb in (Verb.RUN, Verb.RECOMPUTE):
+        where = f"{graph.ops[peak.target].name} of {graph.ops[peak.target].layer or graph.name}"
+    else:
+        where = f"{peak.verb} of {graph.tensors[peak.target].name}"
+    largest = sorted(result.live_at_peak, key=lambda t: graph.tensors[t].nbytes, reverse=True)[:3]
+    tensors = " + ".join(f"{graph.tensors[t].name} {format_bytes(graph.tensors[t].nbytes)}" for t in largest)
+    return Floor(result.peak_bytes, f"at {where}, largest {tensors}")
+
+
+def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudget:
+    """The error that says by how much and why `policy`, which needs `floor`, cannot meet the budget."""
+    return InfeasibleBudget(
+        f"infeasible: budget {format_bytes(budget_bytes)} is below {policy}'s floor {format_bytes(floor.nbytes)} "
+        f"({floor.cause}); raise the budget or make the batch smaller",
+        budget_bytes=budget_bytes,
+        floor_bytes=floor.nbytes,
+        cause=floor.cause,
+    )
+
+
+def _persistent(graph: Graph) -> str:
+    kinds = {
+        "parameters": TensorKind.PARAMETER,
+        "gradients kept": TensorKind.GRADIENT,
+        "optimizer state": TensorKind.OPTIMIZER_STATE,
+        "inputs": TensorKind.INPUT,
+    }
+    held = {
+        word: sum(t.nbytes for t in graph.tensors if t.persistent and not t.movable and t.kind is kind)
+        for word, kind in kinds.items()
+    }
+    return " + ".join(f"{word} {format_bytes(nbytes)}" for word, nbytes in held.items() if nbytes)
+
+
+def _op_tensors(graph: Graph, there: list[int], shown: int = 3) -> str:
+    largest = sorted(there, key=lambda t: graph.tensors[t].nbytes, reverse=True)
+    named = [f"{graph.tensors[t].name} {format_bytes(graph.tensors[t].nbytes)}" for t in largest[:shown]]
+    if rest := sum(graph.tensors[t].nbytes for t in largest[shown:]):
+        named.append(f"{len(largest) - shown} more {format_bytes(rest)}")
+    return " + ".join(named)

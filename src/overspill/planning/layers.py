@@ -1,0 +1,64 @@
+"""Ops grouped into layers, the unit in which vDNN, SuperNeurons and Dymem think."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overspill.core import LayerType, Phase
+from overspill.planning.gaps import saved_gaps
+
+from .step_program import Gap, Program
+
+
+@dataclass
+class Layer:
+    """A forward layer: its steps, and the gaps of the input feature maps X that it was the last to read.
+
+    `forward` and `backward` are its [first, last] steps of that phase; a layer that is called several times ends with
+    its last call.
+    """
+
+    name: str
+    type: LayerType
+    forward: tuple[int, int]
+    backward: tuple[int, int] | None = None
+    inputs: list[Gap] = field(default_factory=list)
+
+
+def layers_of(program: Program) -> list[Layer]:
+    """The layers in forward order, each with the movable saved tensors that it was the last to read.
+
+    The reader that was last decides (vDNN's Refcnt, Fig. 3); what a layer made and read itself is not its input.
+    """
+    layers: dict[str, Layer] = {}
+    for position, step in enumerate(program.steps):
+        op = program.op(step)
+        if op.phase is Phase.FORWARD:
+            layer = layers.setdefault(op.layer, Layer(op.layer, op.layer_type, (position, position)))
+            layer.forward = (layer.forward[0], position)
+            if op.layer_type is LayerType.CONV:
+                layer.type = LayerType.CONV
+        elif op.phase is Phase.BACKWARD and (found := layers.get(op.layer)) is not None:
+            first = found.backward[0] if found.backward else position
+            found.backward = (first, position)
+    for gap in saved_gaps(program).values():
+        reader = layers[program.op(program.steps[gap.start]).layer]
+        if reader.name != program.graph.ops[program.graph.producer[gap.tensor]].layer:
+            reader.inputs.append(gap)
+    return list(layers.values())
+
+
+def backward_order(layers: Sequence[Layer]) -> list[int]:
+    """The indices of the layers that have a backward, in the order in which these begin."""
+    begins = {i: layer.backward[0] for i, layer in enumerate(layers) if layer.backward is not None}
+    return sorted(begins, key=begins.__getitem__)
+
+
+def offload_step(program: Program, gap: Gap) -> int:
+    """The step before which the offload of an input starts: the one that is the last to read it, beside which it runs.
+
+    Inputs are read-only (vDNN §III-B, Dymem §3.2.1); one that its last user writes starts behind that.
+    """
+    _, writes = program.reads_writes(program.steps[gap.start])
+    return gap.start + (gap.tensor in writes)

@@ -1,0 +1,143 @@
+"""What leaves when memory is short: the least recently used first, and no more than the budget asks for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from overspill.planning.gaps import latest_release
+
+from .assemble import Transfer
+from .floor import Floor, floor_of
+from .step_program import Gap, Positions, Program
+
+ROUNDS = 4
+"""Steps in a row in which persistent tensors that stay over the end of a step are looked for; two are mostly enough."""
+
+
+def evictions(
+    program: Program, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, *, always: bool = False
+) -> dict[Gap, int] | None:
+    """The steps before which tensors give up their memory in the gaps `fetched`, or None where not even that is enough.
+
+    This is SuperNeurons' LRU Tensor Cache (PPoPP'18 §3.3.2, Alg. 2), and the retirement of the oldest swap-out of the
+    adaptive window (§3, Fig. 2b): the tensor whose last use lies furthest back goes before the first step that needs
+    its memory. `fetched` says before which step each comes back; one that is still there then stays (`always`: goes
+    and comes back). What leaves in forward and must go in backward goes between them, for these are two graphs.
+    `live` are the bytes of each step with nothing away.
+
+    Where `fetched` does not depend on the budget, with a larger one each tensor goes later or not at all: what is
+    still there is then a superset whose surplus is older than all the rest. So a larger budget is never slower.
+    """
+    cache = _Cache(program, fetched, live, budget_bytes, always)
+    staying = cache.wrapping
+    for _ in range(ROUNDS):
+        left = cache.run(staying)
+        if left is None:
+            return None
+        if left == staying:
+            break
+        staying = left
+    return {gap: min(position, latest_release(program, gap)) for gap, position in cache.released.items()}
+
+
+def trips(program: Program, fetched: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
+    """Transfers that are awaited where the memory or the tensor is needed.
+
+    Copies start behind the first use at which the tensor could have left and after which it is not written: so a copy
+    starts no later where a larger budget lets the tensor stay until a later gap. One of a forward graph ends with it.
+    """
+    starts: dict[Gap, int] = {}
+    before: Gap | None = None
+    for gap in sorted(fetched, key=lambda g: (g.tensor, g.start)):
+        starts[gap] = gap.start + 1
+        if before is not None and before.tensor == gap.tensor and not (before.wraps or gap.wraps):
+            written = any(
+                gap.tensor in program.op(program.steps[p]).writes
+                for p in program.touches[gap.tensor]
+                if before.start < p <= gap.start
+            )
+            if not written:
+                starts[gap] = starts[before]
+        before = gap
+    boundary = 0 if program.graph.whole_step else program.end_of_forward
+    return [
+        Transfer(gap, starts[gap], at, fetched[gap], gap.end, copied=boundary if starts[gap] < boundary < at else None)
+        for gap, at in released.items()
+    ]
+
+
+def smallest(program: Program, options: Iterable[Mapping[Gap, int]], live: Positions) -> Floor:
+    """The least memory in which one of `options`, each as `fetched` above, finds room."""
+    return floor_of(program, min(options, key=lambda fetched: int(without(program, fetched, live).max(initial=0))))
+
+
+def without(program: Program, fetched: Mapping[Gap, int], live: Positions) -> Positions:
+    """`live` when all tensors of `fetched` are away from the first step of their gaps until they come back."""
+    live = live.copy()
+    for gap, back in fetched.items():
+        nbytes = program.graph.tensors[gap.tensor].nbytes
+        if gap.wraps:
+            live[gap.start + 1 :] -= nbytes
+            live[:back] -= nbytes
+        else:
+            live[gap.start + 1 : back] -= nbytes
+    return live
+
+
+class _Cache:
+    """One step with a cache of the tensors that may go; `released` are those that did, and before which step."""
+
+    def __init__(
+        self, program: Program, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, always: bool
+    ) -> None:
+        self.tensors = program.graph.tensors
+        self.length = program.length
+        self.budget_bytes = budget_bytes
+        self.always = always
+        fetched = {gap: back for gap, back in fetched.items() if gap.wraps or back > gap.start + 1}  # others stay
+        self.live = without(program, fetched, live)
+        self.entering: dict[int, list[Gap]] = defaultdict(list)
+        self.returning: dict[int, list[Gap]] = defaultdict(list)
+        for gap in sorted(fetched, key=lambda g: (g.start, g.tensor)):
+            self.entering[gap.start + 1].append(gap)
+            self.returning[fetched[gap]].append(gap)
+        self.wrapping: Sequence[Gap] = [gap for gap in sorted(fetched, key=lambda g: (g.start, g.tensor)) if gap.wraps]
+        self.released: dict[Gap, int] = {}
+        self.queue: OrderedDict[Gap, int] = OrderedDict()  # what could go, least recently used first, with its bytes
+        self.queued_bytes = 0
+
+    def run(self, staying: Sequence[Gap]) -> Sequence[Gap] | None:
+        """Go through a step that begins with the persistent tensors `staying` still there; those that are so at its end.
+
+        None: some step does not fit.
+        """
+        self.queue.clear()
+        self.queued_bytes = 0
+        # The others are gone since the step before; when in it, its end will show.
+        self.released = dict.fromkeys((gap for gap in self.wrapping if gap not in staying), self.length)
+        for gap in staying:
+            self._enter(gap)
+        for position in range(self.length):
+            for gap in self.returning[position]:
+                if gap in self.queue:
+                    self._leave(gap, position if self.always else None)
+            for gap in self.entering[position]:
+                self._enter(gap)
+            while self.queue and self.live[position] + self.queued_bytes > self.budget_bytes:
+                self._leave(next(iter(self.queue)), position)
+            if self.live[position] > self.budget_bytes:
+                return None
+        for gap in self.entering[self.length]:
+            self._enter(gap)
+        return [gap for gap in self.wrapping if gap in self.queue]
+
+    def _enter(self, gap: Gap) -> None:
+        self.queue[gap] = self.tensors[gap.tensor].nbytes
+        self.queued_bytes += self.queue[gap]
+
+    def _leave(self, gap: Gap, released: int | None) -> None:
+        """Take `gap` off the queue; `released`: its tensor has gone by then, else it stays."""
+        self.queued_bytes -= self.queue.pop(gap)
+        if released is not None:  # what goes at the start of a step was not there since the end of the one before
+            self.released[gap] = self.length if gap.wraps and released <= gap.end else released

@@ -1,0 +1,199 @@
+"""Execution orders: Dymem's depth-first order (Algorithm 1), and planning in another order than the graph's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from itertools import chain
+
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb, numbered
+from overspill.core.errors import InfeasibleBudget
+
+from .fastest import fastest
+
+FEATURE_MAPS = frozenset({TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.OUTPUT_GRADIENT})
+"""What plans of feature maps alone may move."""
+Followers = Mapping[int, Sequence[int]]
+"""For each op, the ops that must come after it, in the order of the graph."""
+
+
+def depth_first(graph: Graph) -> tuple[int, ...]:
+    """The ops in Dymem's order: forward depth-first (§3.1, Algorithm 1), backward its mirror image, updates as they are.
+
+    A branch is followed until it meets a join that still waits for another, so that what it made can leave before the
+    next one begins. Every op sees what it would see in the graph's order, so the schedule's meaning is the same. An op
+    that touches no tensor keeps its place in its phase. Updates of buffers stay last in forward, for AOTAutograd writes
+    them back when the forward graph has run.
+    """
+    phases = {phase: [op for op in graph.ops if op.phase is phase] for phase in Phase}
+    forward = _depth_first([op for op in phases[Phase.FORWARD] if op.layer_type is not LayerType.UPDATE])
+    forward += [op.id for op in phases[Phase.FORWARD] if op.layer_type is LayerType.UPDATE]
+    position = {graph.ops[op].layer: i for i, op in enumerate(forward)}  # of each layer's last op
+    backward = _mirrored(phases[Phase.BACKWARD], position)
+    return (*forward, *backward, *(op.id for op in phases[Phase.UPDATE]))
+
+
+def early_updates(graph: Graph) -> tuple[int, ...]:
+    """The ops of a whole step with each update as soon as it may be: its gradient is then free, its parameter still there.
+
+    Not before a backward op that reads the parameter, nor before one that may have to recompute from it.
+    """
+    followers = _followers(graph.ops)
+    for recomputed, last in _last_recomputation(graph).items():
+        for tensor in graph.ops[recomputed].recompute_reads:
+            for writer in graph.written_by[tensor]:
+                if writer > last:
+                    followers[last].append(writer)
+    waiting = _waiting(followers)
+    flow: list[int] = []
+    for op in graph.ops:
+        if op.phase is Phase.UPDATE:
+            continue
+        ready = [op.id]
+        while ready:
+            taken = ready.pop()
+            flow.append(taken)
+            for follower in followers[taken]:
+                waiting[follower] -= 1
+                if not waiting[follower] and graph.ops[follower].phase is Phase.UPDATE:
+                    ready.append(follower)
+    done = set(flow)
+    return (*flow, *(op.id for op in graph.ops if op.id not in done))
+
+
+def _last_recomputation(graph: Graph) -> dict[int, int]:
+    """For each op that may be recomputed, the last op for which it may have to be: itself, or through others of its kind."""
+    last = [max((i for i in uses if graph.ops[i].phase is not Phase.UPDATE), default=-1) for uses in graph.uses]
+    found: dict[int, int] = {}
+    for op in reversed(graph.ops):
+        if op.recomputable:
+            found[op.id] = max(last[t] for t in op.recompute_writes)
+            for tensor in op.recompute_reads:
+                last[tensor] = max(last[tensor], found[op.id])
+    return found
+
+
+def reordered(graph: Graph, order: Sequence[int]) -> Graph:
+    """`graph` with the ops in `order`, numbered anew; the tensors stay as they are."""
+    return replace(graph, ops=numbered(graph.ops[op] for op in order))
+
+
+def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
+    """The schedule of `reordered(graph, order)` as one of `graph`: its ops have the numbers that they have there."""
+    runs = (Verb.RUN, Verb.RECOMPUTE)
+    instructions = (replace(i, target=order[i.target]) if i.verb in runs else i for i in schedule.instructions)
+    return replace(schedule, instructions=tuple(instructions))
+
+
+def best_order(
+    plan: Callable[[Graph, Device, int | None, tuple[float, ...]], Schedule],
+    graph: Graph,
+    device: Device,
+    budget_bytes: int | None,
+    seconds: tuple[float, ...],
+) -> Schedule:
+    """The fastest schedule that `plan` makes of a whole step: with its updates as early as may be, or at the end.
+
+    One more is made of feature maps alone: where that fits it has fewer choices, and a heuristic may do better with
+    them. Raises the InfeasibleBudget that asks for least if none fits.
+    """
+    found: list[Schedule] = []
+    errors: list[InfeasibleBudget] = []
+    early, late = early_updates(graph), tuple(range(len(graph.ops)))
+    for variant, order in ((graph, early), (graph, late), (feature_maps_alone(graph), late)):
+        try:
+            made = plan(reordered(variant, order), device, budget_bytes, tuple(seconds[op] for op in order))
+        except InfeasibleBudget as error:
+            errors.append(error.with_traceback(None))  # whose frames would live on, with all that callers hold
+        else:
+            found.append(in_graph_order(made, order))
+    best = fastest(graph, device, seconds, found, budget_bytes)
+    if best is None:
+        raise min(errors, key=lambda error: error.floor_bytes)
+    return best
+
+
+def feature_maps_alone(graph: Graph) -> Graph:
+    """The whole step `graph` as one where only tensors of forward and backward may move, and these are two graphs."""
+    tensors = (replace(t, movable=t.movable and t.kind in FEATURE_MAPS) for t in graph.tensors)
+    return replace(graph, tensors=tuple(tensors), whole_step=False)
+
+
+def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:
+    """For each of `ops` those that read what it wrote, write what it read, or write it again, without an op between."""
+    followers: dict[int, dict[int, None]] = {}
+    written: dict[int, int] = {}
+    read: dict[int, list[int]] = {}  # since it was last written
+    for op in ops:
+        followers[op.id] = {}
+        before = [written[t] for t in op.reads + op.writes if t in written]
+        before += chain.from_iterable(read.get(t, ()) for t in op.writes)
+        for earlier in before:
+            followers[earlier][op.id] = None
+        for tensor in op.reads:
+            read.setdefault(tensor, []).append(op.id)
+        for tensor in op.writes:
+            written[tensor] = op.id
+            read[tensor] = []
+    return {op: list(later) for op, later in followers.items()}
+
+
+def _waiting(followers: Followers) -> dict[int, int]:
+    """For each op, how many it has to wait for."""
+    waiting = dict.fromkeys(followers, 0)
+    for op in chain.from_iterable(followers.values()):
+        waiting[op] += 1
+    return waiting
+
+
+def _depth_first(ops: Sequence[Op]) -> list[int]:
+    """Algorithm 1 without its recursion: an op is taken when the last of those it waits for calls it (lines 5 to 8)."""
+    followers = _followers(op for op in ops if _touches(op))
+    waiting = _waiting(followers)
+    flow: list[int] = []
+    calls = [op for op in reversed(followers) if not waiting[op]]
+    while calls:
+        called = calls.pop()
+        waiting[called] -= 1
+        if waiting[called] <= 0:
+            flow.append(called)
+            calls += reversed(followers[called])
+    return _with_the_rest(flow, ops)
+
+
+def _mirrored(ops: Sequence[Op], position: Mapping[str, int]) -> list[int]:
+    """Backward ops, of those that are ready always the one whose layer is the latest in forward.
+
+    An op of no forward layer, such as a sum of gradients, goes with the one before it in the graph.
+    """
+    followers = _followers(op for op in ops if _touches(op))
+    waiting = _waiting(followers)
+    rank: dict[int, int] = {}
+    last = -max(position.values(), default=0)
+    for op in ops:
+        last = -position[op.layer] if op.layer in position else last
+        rank[op.id] = last
+    ready = [(rank[first], first) for first in followers if not waiting[first]]
+    heapify(ready)
+    flow: list[int] = []
+    while ready:
+        _, taken = heappop(ready)
+        flow.append(taken)
+        for follower in followers[taken]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heappush(ready, (rank[follower], follower))
+    return _with_the_rest(flow, ops)
+
+
+def _touches(op: Op) -> bool:
+    return bool(op.reads or op.writes)
+
+
+def _with_the_rest(flow: list[int], ops: Sequence[Op]) -> list[int]:
+    """`flow` with the ops that touch no tensor, each at the place that it has in `ops`."""
+    if len(flow) == len(ops):
+        return flow
+    others = iter(flow)
+    return [next(others) if _touches(op) else op.id for op in ops]

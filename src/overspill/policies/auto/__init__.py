@@ -1,0 +1,1 @@
+"""`auto`: the cheapest mix of offload and recomputation that fits the budget."""

@@ -1,0 +1,145 @@
+"""From a graph to a plan that may be used: the policy's schedule, checked by the reference machine and put on the clock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+from overspill.bounds.step_time import lower_bound_seconds
+from overspill.bounds.whole_step import whole_step_bound_seconds
+from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_bytes
+from overspill.costs import MeasuredTimes, op_seconds
+from overspill.planning.floor import peak_of
+from overspill.simulate import check, simulate
+
+from . import POLICIES, policy_named
+from .in_core import Liveness
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked schedule with its simulated figures.
+
+    `unmanaged_peak_bytes` and `in_core_seconds` are of the same step with nothing moved or recomputed.
+    `op_seconds` are those of the ops with their fastest algorithms.
+    """
+
+    graph: Graph
+    schedule: Schedule
+    timeline: Timeline
+    peak_bytes: int
+    budget_bytes: int
+    unmanaged_peak_bytes: int
+    in_core_seconds: float
+    plan_seconds: float
+    device: Device
+    op_seconds: tuple[float, ...]
+
+    @cached_property
+    def lower_bound_seconds(self) -> float:
+        """What a schedule in the graph's order takes at least within the budget, by `bound.py`.
+
+        Of a whole step, what one in any order of updates takes at least (`step_bound.py`).
+        """
+        bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
+        return bound(self.graph, self.device, self.budget_bytes, self.op_seconds)
+
+    @property
+    def gap(self) -> float:
+        """How much longer the step takes than the bound, as a share of the bound; at most this can be gained."""
+        return self.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Simulated seconds of one step."""
+        return self.timeline.step_seconds
+
+    @property
+    def slowdown(self) -> float:
+        """Simulated step time over that of the unmanaged step."""
+        return self.step_seconds / self.in_core_seconds if self.in_core_seconds else 1.0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that go to the store in one step."""
+        return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.OFFLOAD))
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes that come back in one step."""
+        return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.PREFETCH))
+
+    @property
+    def recomputed_flops(self) -> int:
+        """FLOPs that are done a second time."""
+        return sum(self.graph.ops[op].flops for op in self.schedule.targets(Verb.RECOMPUTE))
+
+    @property
+    def recomputed_ops(self) -> int:
+        """Ops that run a second time."""
+        return len(self.schedule.targets(Verb.RECOMPUTE))
+
+
+def unmanaged_peak(graph: Graph, device: Device) -> int:
+    """The peak of `graph` with every tensor freed at its last use and nothing else done: plain training."""
+    return check(graph, Liveness().plan(graph, device)).peak_bytes
+
+
+def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, times: MeasuredTimes | None = None) -> Plan:
+    """The checked plan of `policy`. Raises InfeasibleBudget when its peak is over `budget_bytes`, and that counts."""
+    begun = time.perf_counter()
+    chosen = policy_named(policy)
+    schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None, times)
+    result = check(graph, schedule)
+    if result.peak_bytes > budget_bytes and not chosen.unlimited:
+        raise _over_budget(graph, schedule, device, budget_bytes)
+    seconds = op_seconds(graph, device, times)
+    plain = Liveness().plan(graph, device)
+    return Plan(
+        graph=graph,
+        schedule=schedule,
+        timeline=simulate(graph, schedule, device, seconds),
+        peak_bytes=result.peak_bytes,
+        budget_bytes=budget_bytes,
+        unmanaged_peak_bytes=check(graph, plain).peak_bytes,
+        in_core_seconds=simulate(graph, plain, device, seconds).step_seconds,
+        plan_seconds=time.perf_counter() - begun,
+        device=device,
+        op_seconds=seconds,
+    )
+
+
+def retained_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Bytes, persistent ones aside, that `schedule` leaves on the device between forward and backward."""
+    present: set[int] = set()
+    for instruction in schedule.instructions:
+        target = instruction.target
+        if instruction.verb is Verb.RUN:
+            if graph.ops[target].phase is not Phase.FORWARD:
+                break
+            present.update(t for t in graph.ops[target].writes if not graph.tensors[t].persistent)
+        elif instruction.verb is Verb.FREE:
+            present.discard(target)
+        elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
+            present.add(target)
+    return sum(graph.tensors[t].nbytes for t in present)
+
+
+def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:
+    """The error for a policy that makes one schedule only, with what `auto` could do instead."""
+    needed = peak_of(graph, schedule)
+    try:
+        POLICIES["auto"]().plan(graph, device, budget_bytes)
+        hint = "policy auto can meet this budget"
+    except InfeasibleBudget as error:
+        hint = f"no policy can meet less than {format_bytes(error.floor_bytes)}"
+    return InfeasibleBudget(
+        f"infeasible: policy {schedule.policy} needs {format_bytes(needed.nbytes)} ({needed.cause}), "
+        f"over the budget of {format_bytes(budget_bytes)}; {hint}",
+        budget_bytes=budget_bytes,
+        floor_bytes=needed.nbytes,
+        cause=needed.cause,
+    )

@@ -1,0 +1,1 @@
+"""`overspill.compile`: forward and backward graphs of a compiled model, planned and run."""

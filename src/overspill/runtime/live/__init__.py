@@ -1,0 +1,1 @@
+"""An allocator for real memory, led by planned addresses."""

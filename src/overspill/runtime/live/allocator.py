@@ -1,0 +1,267 @@
+"""The live allocator: memory of a CUDA device, of the host or of a simulated device, placed as a layout planned it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.core import Layout, Trace
+from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.units import format_bytes
+from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES
+
+from .recorded import ALIGNMENT_BYTES, Places, places_of, recorded_trace
+
+try:
+    from . import _live
+except ImportError:  # the source tree without a build, or a system that is not Linux
+    AVAILABLE = False
+else:
+    AVAILABLE = True
+
+DEVICES = ("cuda", "host", "simulated")
+POOLS = ("best-fit", "two-ended", "virtual")
+CHUNK_BYTES = 40 << 20
+"""The window paper's size of a physical chunk (section 4)."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What an allocator did since it was made.
+
+    Of all `requests`, `planned` got their places; the others got memory of the pool: `occupied` because an earlier block
+    was still in the place, `mismatches` because they were not what was planned (which sets `needs_reoptimisation`), the
+    rest because no plan was for them. `deferred` frees had to wait for events. `allocated_bytes` is what live blocks
+    asked for, `reserved_bytes` what the device gave.
+    """
+
+    requests: int
+    planned: int
+    occupied: int
+    mismatches: int
+    deferred: int
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    needs_reoptimisation: bool
+
+    @property
+    def fallbacks(self) -> int:
+        """How many requests were planned to have a place and did not get it."""
+        return self.occupied + self.mismatches
+
+
+_SERVING: list[LiveAllocator] = []
+
+
+def serving() -> LiveAllocator | None:
+    """The allocator that PyTorch's CUDA tensors have their memory from, if it is one of ours."""
+    return _SERVING[-1] if _SERVING else None
+
+
+class LiveAllocator:
+    """Memory for blocks on streams: from the arena of a plan, or from a pool.
+
+    The pool is `best-fit` (PyTorch's caching allocator), `two-ended` (Dymem, section 3.3.3: `main_bytes` of which blocks
+    take the low end and temporary ones the high end) or `virtual` (window paper, section 4: physical chunks of
+    `chunk_bytes` behind contiguous addresses). With a plan, the i-th request of a step gets the i-th place
+    (profile-guided placement, section 4.2), and the pool serves what does not follow it (section 4.3).
+
+    All methods may be called by any thread. On a device other than CUDA a stream is any number, and its work is done at
+    once, or with `events_by_hand` when `complete` says so. Raises RequestError for a device or pool that is not there.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        pool: str = "best-fit",
+        *,
+        index: int = 0,
+        capacity_bytes: int | None = None,
+        main_bytes: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        events_by_hand: bool = False,
+    ) -> None:
+        if device not in DEVICES:
+            raise RequestError(f"there is no device {device!r} for live memory; there are {', '.join(DEVICES)}")
+        if pool not in POOLS:
+            raise RequestError(f"there is no pool {pool!r}; there are {', '.join(POOLS)}")
+        if pool == "two-ended" and not main_bytes:
+            raise RequestError("the two-ended pool needs the size of its main space: give main_bytes")
+        if chunk_bytes <= 0 or (main_bytes or 0) < 0 or (capacity_bytes or 0) < 0:
+            raise RequestError("sizes of a live allocator are numbers of bytes above 0")
+        if not AVAILABLE:
+            raise RequestError("the live allocator is native code for Linux, and this installation has none")
+        self.device = device
+        self.pool = pool
+        self.capacity_bytes = capacity_bytes
+        self._index = index
+        self._streams: dict[int, int] = {}
+        try:
+            self._core = _live.LiveCore(
+                device, pool, index, capacity_bytes, main_bytes or 0, chunk_bytes, events_by_hand
+            )
+        except RuntimeError as error:
+            raise RequestError(f"no memory of device {device!r}: {error}; the device 'host' works anywhere") from None
+
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """The address of `nbytes` for `stream` (0 for no bytes). Raises OutOfMemory when there is no room."""
+        if nbytes < 0:
+            raise RequestError(f"a block cannot have {nbytes} bytes")
+        address = self._core.allocate(nbytes, stream) if nbytes <= ADDRESS_SPACE_BYTES else None
+        if address is None:
+            raise self._out_of_memory(nbytes)
+        return address
+
+    def free(self, address: int) -> None:
+        """Take the block at `address` back. Raises RequestError when none is live there."""
+        if not self._core.free(address):
+            raise RequestError(f"no live block begins at address {address:#x}")
+
+    def use(self, address: int, stream: int) -> None:
+        """Note that `stream` works on the block at `address` too (`Tensor.record_stream`).
+
+        Once freed, it is given out again only when the work is done that the stream had been given by then.
+        Raises RequestError when no block is live there.
+        """
+        if not self._core.use(address, stream):
+            raise RequestError(f"no live block begins at address {address:#x}")
+
+    def begin_step(self) -> None:
+        """Begin a step: the next request is the first one of the plan, and of what is recorded."""
+        self._core.begin_step()
+
+    def record(self) -> None:
+        """Record all requests and frees from now on, until `recorded`. A plan stays in force meanwhile."""
+        self._core.start_recording()
+
+    def recorded(self) -> Trace:
+        """The trace of the last step that was recorded as far as the end of the next one; see `recorded_trace`."""
+        trace, self._streams = recorded_trace(self._core.stop_recording())
+        return trace
+
+    def replay(self, trace: Trace, layout: Layout, streams: Mapping[int, int] | None = None) -> None:
+        """Place the requests of every step to come as `layout` says for those of `trace`, from the next `begin_step` on.
+
+        `streams` gives the stream that a number of the trace stands for; None: those that `recorded` numbered, and for
+        others the number itself. Frees may come in any order: a request whose place is not free yet is served by the
+        pool. A plan that was in force before is given up, its memory when its last block is freed.
+
+        Raises InvalidLayout when the layout is not one of the trace, RequestError when it is not aligned as CUDA needs,
+        and OutOfMemory when there is no memory for the arena.
+        """
+        places = places_of(trace, layout, self._streams if streams is None else streams)
+        if self.device == "cuda" and (places.offset % ALIGNMENT_BYTES).any():
+            raise RequestError(f"on a CUDA device every block needs an address that is a multiple of {ALIGNMENT_BYTES}")
+        if not self._plan(places):
+            raise self._out_of_memory(places.nbytes)
+
+    def forget_plan(self) -> None:
+        """Serve all requests from the pool again."""
+        self._core.forget_plan()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """A part of the step that is not the same in each: it is neither recorded nor planned (section 4.3)."""
+        self._core.interrupt()
+        try:
+            yield
+        finally:
+            self._core.resume()
+
+    @contextmanager
+    def temporaries(self) -> Iterator[None]:
+        """A part of the step whose blocks live for a short time: the two-ended pool puts them at its high end."""
+        self._core.set_temporary(True)
+        try:
+            yield
+        finally:
+            self._core.set_temporary(False)
+
+    def trim(self) -> None:
+        """Give the memory that no block uses back to the device, once all freed blocks are out of use."""
+        self._core.trim()
+
+    def statistics(self) -> Statistics:
+        """What the allocator did so far."""
+        return Statistics(**self._core.statistics())  # type: ignore[arg-type]
+
+    def complete(self, stream: int) -> None:
+        """Let `stream` have done all its work, on a device with `events_by_hand`."""
+        self._core.complete(stream)
+
+    def resident_bytes(self) -> int:
+        """The bytes of host memory that are resident for us. Raises RequestError on another device."""
+        resident = self._core.resident_bytes()
+        if resident is None:
+            raise RequestError("resident bytes are known of the device 'host' only")
+        return resident
+
+    def as_pluggable(self) -> Any:
+        """A `torch.cuda.memory.CUDAPluggableAllocator` that gets its memory here, from now on and for good.
+
+        As the process's allocator (`torch.cuda.memory.change_current_allocator`, before the first CUDA tensor) it sees
+        every request, so that a plan can place it. In a `torch.cuda.MemPool(allocator.allocator())` PyTorch's caching
+        allocator stands before it and asks for whole segments only.
+
+        Raises RequestError without CUDA, and where another allocator serves the device already.
+        """
+        import torch  # noqa: PLC0415  # host and simulated devices do without
+
+        if self.device != "cuda":
+            raise RequestError(f"PyTorch needs memory of device 'cuda', and this is {self.device!r}")
+        if not torch.cuda.is_available():
+            raise RequestError("PyTorch has no CUDA device here")
+        if not self._core.install(self._index):
+            raise RequestError(f"CUDA device {self._index} is served by another live allocator for good")
+        pluggable = torch.cuda.memory.CUDAPluggableAllocator(_live.__file__, "overspill_malloc", "overspill_free")
+        library = ctypes.CDLL(_live.__file__)
+        hooks = pluggable.allocator()
+        hooks.set_record_stream_fn(_pointer(library.overspill_record_stream))
+        hooks.set_reset_fn(_pointer(library.overspill_empty_cache))
+        return pluggable
+
+    def serve_pytorch(self) -> None:
+        """Be PyTorch's CUDA allocator from now on and for good: every CUDA tensor's memory comes from here.
+
+        PyTorch then has no statistics of its own (`torch.cuda.memory_allocated` raises; `statistics` has them) and
+        cannot let cuDNN try engines (`torch.backends.cudnn.benchmark`).
+
+        Raises RequestError as `as_pluggable` does, and when PyTorch has used CUDA already.
+        """
+        import torch  # noqa: PLC0415
+
+        too_late = "PyTorch keeps the CUDA allocator that it has begun to use; be its allocator before it uses the GPU"
+        if torch.cuda.is_initialized():
+            raise RequestError(too_late)
+        pluggable = self.as_pluggable()
+        try:
+            torch.cuda.memory.change_current_allocator(pluggable)
+        except RuntimeError as error:  # another one than PyTorch's own
+            raise RequestError(f"{too_late} ({error})") from None
+        _SERVING.append(self)
+
+    def _plan(self, places: Places) -> bool:
+        return self._core.plan(
+            max(places.nbytes, ALIGNMENT_BYTES), places.offset, places.size, places.stream, places.start, places.end
+        )
+
+    def _out_of_memory(self, nbytes: int) -> OutOfMemory:
+        reserved = self.statistics().reserved_bytes
+        return OutOfMemory(
+            f"the live allocator finds no room for {format_bytes(nbytes)} on device {self.device!r}: it holds"
+            f" {format_bytes(reserved)}",
+            requested_bytes=nbytes,
+            reserved_bytes=reserved,
+            capacity_bytes=self.capacity_bytes,
+        )
+
+
+def _pointer(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address

@@ -1,0 +1,1 @@
+"""`overspill.train_step`: forward, loss, backward and update as one planned step."""

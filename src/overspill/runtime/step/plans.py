@@ -1,0 +1,282 @@
+"""The plans of a step: one for each kind of inputs, captured, planned and lowered when they are first seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from overspill.capture.compiled.graph import InputInfo
+from overspill.capture.compiled.joint import storages
+from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
+from overspill.core import Graph, TensorKind
+from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.costs import MeasuredTimes
+from overspill.policies.plan import Plan
+from overspill.runtime import batches
+from overspill.runtime.compiled.session import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
+from overspill.runtime.lower import lower_step
+from overspill.runtime.parallel import OneProcess
+from overspill.runtime.profile import OpTimer
+from overspill.runtime.transfer.host_memory import economise
+from overspill.runtime.transfer.stores import whole_pages
+
+from .residency import Resident, Spec, readable
+from .run import StepProgram
+from .state import StepState
+from .updates import NormClipping
+
+Elsewhere = tuple[tuple[TensorKind, int], ...]
+LOSS_BYTES = 8
+"""Room for a loss, whatever its dtype."""
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What a step does to its gradients: micro-batches to accumulate over, and how they are clipped."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no step can do."""
+        if self.accumulate < 1:
+            raise RequestError(f"accumulate={self.accumulate} is not a positive number of micro-batches")
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and not value > 0:
+                raise RequestError(f"{name}={value} is not a positive number")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One planned graph of the step: for one kind of inputs, with or without the update.
+
+    `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
+    (buffers, tensors of the caller). `moving` are the residents in the order of its results behind the loss, and
+    `stored` are those that the store has when it begins; so it has `parked`, which the graph does not know.
+    """
+
+    plan: Plan
+    program: StepProgram
+    takes: tuple[str | int, ...]
+    moving: tuple[str, ...]
+    stored: frozenset[str]
+    parked: frozenset[str]
+
+
+class StepPlans:
+    """The plans of one step; `add_up(sum, gradient)` accumulates gradients."""
+
+    def __init__(
+        self,
+        state: StepState,
+        options: Options,
+        gradients: GradientOptions,
+        clipping: NormClipping | None,
+        processes: OneProcess,
+        add_up: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self.state = state
+        self.options = options
+        self.gradients = gradients
+        self.processes = processes
+        self._clipping = clipping
+        self._add_up = add_up
+        self._compiled: dict[Any, Compiled] = {}
+        self._timers: list[tuple[str, OpTimer]] = []
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in force, in the order in which they were made."""
+        return [compiled.plan for compiled in self._compiled.values()]
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._compiled.clear()
+
+    @property
+    def measured_times(self) -> MeasuredTimes | None:
+        """Op times of the run so far, if the step profiles."""
+        found = [timer.times(name) for name, timer in self._timers]
+        seconds = {key: value for times in found for key, value in times.seconds.items()}
+        return MeasuredTimes(found[0].device, seconds) if found else None
+
+    def graph(self, inputs: tuple[Any, ...]) -> Graph:
+        """The Graph of a step on `inputs`; of several micro-batches, of the last."""
+        *_, part = batches.split(inputs, self.gradients.accumulate)
+        return self._capture(part, self._elsewhere(part, inputs), last=True)[0].graph
+
+    def compile(self, inputs: tuple[Any, ...], whole: tuple[Any, ...], *, last: bool) -> Compiled:
+        """The plan for `inputs`, a micro-batch of the call's inputs `whole`; the `last` one's has the update."""
+        if self.state.stale:
+            self.clear()
+            self.state.stale = False
+        leaves, spec = tree_flatten(inputs)
+        key = (
+            spec, last, tuple(map(batches.kind, leaves)), tuple(m.training for m in self.state.module.modules()),
+            tuple(p.requires_grad for p in self.state.parameters.values()), _autocast_state(self.state.where.type),
+        )  # fmt: skip
+        if not self.processes.agree(key, known=key in self._compiled):
+            outside = self._elsewhere(inputs, whole)
+            if last:
+                self._compiled[key] = self._planned(inputs, outside)
+            else:
+                self._compiled[key] = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
+        return self._compiled[key]
+
+    def _elsewhere(self, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> Elsewhere:
+        """What is on the device all the while besides what a graph reads: the rest of a call's inputs, its loss so far."""
+        rest = batches.bytes_outside(whole, inputs)
+        losses = 2 * LOSS_BYTES if self.gradients.accumulate > 1 else 0
+        state = sum(
+            self.state.updates.rest_bytes(self.state.parameters[n], owned.group)
+            for n, owned in self.state.owned.items()
+        )
+        return (TensorKind.INPUT, rest), (TensorKind.TEMPORARY, losses), (TensorKind.OPTIMIZER_STATE, state)
+
+    def _planned_before(self, last: Compiled, inputs: tuple[Any, ...], outside: Elsewhere) -> Compiled:
+        """The plan of a micro-batch before the last one, whose plan has some state on the device and some in the store.
+
+        What it has on the device stays there meanwhile if there is room for it, and else goes to the store too.
+        """
+        state = [f"{name}.{key}" for name, owned in self.state.owned.items() for key in owned.shaped]
+        stored = frozenset(name for name in state if name in last.stored)
+        staying = sum(self.state.residency[name].spec.nbytes for name in state if name not in stored)
+        budget = last.plan.budget_bytes
+        try:
+            return self._planned(inputs, (*outside, (TensorKind.OPTIMIZER_STATE, staying)), stored, budget)
+        except InfeasibleBudget:
+            if not staying:
+                raise
+        return self._planned(inputs, outside, frozenset(state), budget)
+
+    def _planned(
+        self,
+        inputs: tuple[Any, ...],
+        elsewhere: Elsewhere,
+        parked: frozenset[str] | None = None,
+        budget: int | None = None,
+    ) -> Compiled:
+        """The plan of one micro-batch, the last one if no set of state is `parked` in the store during it."""
+        with self.processes.together():
+            captured, names = self._capture(inputs, elsewhere, last=parked is None)
+            device = device_for(self.options, self.state.where)
+            if budget is None:
+                budget = budget_for(self.options, captured.graph, device, self.state.where)
+        plan = self.processes.plan(
+            captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
+        )
+        if self.state.where.type == "cpu":
+            economise(plan.unmanaged_peak_bytes)
+        with self.processes.together():
+            if self.state.engine is None:
+                self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
+            parked_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in parked or ())
+            self.state.engine.store.reserve(store_bytes(plan) + parked_bytes)
+        module = lower_step(captured, plan.schedule, self.state.engine_number)
+        if self.options.profile:
+            self._timers.append((device.name, timer := OpTimer(captured.graph, self.state.where)))
+            timer.instrument(module)
+        primals = captured.joint.primals
+        tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
+        stored = frozenset(plan.schedule.stored)
+        return Compiled(
+            plan, StepProgram(module), tuple(names),
+            tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
+            frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
+            parked or frozenset(),
+        )  # fmt: skip
+
+    def _capture(
+        self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool
+    ) -> tuple[CapturedStep, list[str | int]]:
+        leaves, spec = tree_flatten(inputs)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        names = [*self.state.parameters, *self.state.buffers]
+        share = self.gradients.accumulate
+
+        def function(*values: Tensor) -> Tensor:
+            filled = list(leaves)
+            for position, value in zip(tensors, values[len(names) :], strict=True):
+                filled[position] = value
+            state = dict(zip(names, values, strict=False))
+            with self.state.unguarded():
+                loss: Tensor = functional_call(self.state.module, state, tuple(tree_unflatten(filled, spec)))
+            for name, value in zip(names, values, strict=False):
+                if state[name] is not value:
+                    raise UnsupportedError(
+                        f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
+                    )
+            return loss if share == 1 else loss / share
+
+        infos, values, takes = self._described([leaves[i] for i in tensors])
+        ops = self._gradient_ops(values, last=last)
+        captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
+        takes += [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
+        if self.gradients.accumulate > 1:
+            takes += self._sum_residents(captured)
+        return captured, takes
+
+    def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
+        """Kind, fake value and source of parameters, buffers and inputs, in this order."""
+        infos, takes = [], []
+        values: list[Any] = []
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for name, parameter in self.state.parameters.items():
+                values.append(self.state.spec(name, parameter).empty().requires_grad_(self.state.trains(name)))
+                infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
+                takes.append(name)
+            for position, (name, tensor) in enumerate(
+                [*self.state.buffers.items(), *((f"input {i}", t) for i, t in enumerate(inputs))]
+            ):
+                values.append(Spec.of(tensor).empty())
+                kind = TensorKind.BUFFER if name in self.state.buffers else TensorKind.INPUT
+                infos.append(InputInfo(kind, readable(name)))
+                takes.append(position)
+        return infos, values, takes
+
+    def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
+        updates = []
+        for position, (name, parameter) in enumerate(self.state.parameters.items()):
+            if last and self.state.trains(name):
+                owned = self.state.owned[name]
+                with values[position].fake_mode:
+                    state = tuple(
+                        StateInfo(key, self.state.residency[f"{name}.{key}"].spec.empty()) for key in owned.shaped
+                    )
+                workspace = self.state.updates.workspace_bytes(parameter, owned.group)
+                updates.append(ParameterUpdate(position, owned.run, state, workspace))
+        clipping = self._clipping if last else None
+        return GradientOps(
+            tuple(updates),
+            accumulate=self._add_up if self.gradients.accumulate > 1 else None,
+            reduce=self.processes.average if last else None,
+            norm=None if clipping is None else clipping.norm,
+            clip=None if clipping is None else clipping.factor,
+        )
+
+    def _sum_residents(self, captured: CapturedStep) -> list[str]:
+        """The residents of accumulated gradients, one for each parameter that gets one."""
+        nodes = captured.joint.primals
+        names = list(self.state.parameters)
+        found = []
+        for position, name in enumerate(names):
+            if nodes[position] in captured.joint.gradients:
+                where = f"{name}.grad"
+                found.append(where)
+                if where not in self.state.residency:
+                    spec = self.state.spec(name, self.state.parameters[name])
+                    self.state.residency.residents[where] = Resident.blank(where, spec)
+        self.state.sums = tuple(dict.fromkeys((*self.state.sums, *found)))
+        return found
+
+
+def _autocast_state(device: str) -> tuple[Any, ...]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

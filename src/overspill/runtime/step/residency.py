@@ -1,0 +1,228 @@
+"""Where the tensors that outlive a step are between two steps: on the device, or in the store with a tombstone here.
+
+The user's own tensor objects stay what they are. While the store has the bytes of one, its data is a *tombstone*: one
+NaN, expanded to its shape, so that whoever reads it past all guards sees NaN, not plausible numbers, and whoever writes
+it gets an error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
+one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overspill.core.errors import StoreError
+from overspill.runtime.transfer.engine import TransferEngine
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor looks like when it is there."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """The spec of a tensor that is there."""
+        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, which has its storage to itself."""
+        return self.size.numel() * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """Such a tensor, its bytes not set."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def like(self, dtype: torch.dtype) -> Spec:
+        """The spec of a tensor that differs in its dtype."""
+        return Spec(self.size, self.stride, dtype, self.device)
+
+    def tombstone(self) -> Tensor:
+        """What stands for such a tensor while it is away."""
+        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        return torch.full((), value, dtype=self.dtype, device=self.device).expand(self.size)
+
+
+class Resident:
+    """One tensor object that outlives the step; `handle` is that of the store's copy while it is away.
+
+    A *blank* one has no bytes yet, here or there: the state of an optimizer before its first step.
+    """
+
+    def __init__(self, name: str, tensor: Tensor, spec: Spec | None = None) -> None:
+        """`spec` makes it blank; `tensor` is then put in place of by a tombstone."""
+        self.name = name
+        self.tensor = tensor
+        self.spec = spec or Spec.of(tensor)
+        self.handle: Tensor | None = None
+        self.away = spec is not None
+        """Whether the object holds only its tombstone."""
+
+    @classmethod
+    def blank(cls, name: str, spec: Spec) -> Resident:
+        """A resident without bytes."""
+        return cls(name, spec.tombstone(), spec)
+
+    def take(self) -> Tensor:
+        """The data, which the object lets go of. Only for what is there."""
+        data = self.tensor.data
+        self.tensor.data = self.spec.tombstone()
+        self.away = True
+        return data
+
+    def put(self, data: Tensor) -> None:
+        """Give the object its data; the store's copy, if any, is given up."""
+        self.tensor.data = data
+        self.handle = None
+        self.away = False
+
+    def blanked(self) -> None:
+        """Let go of the data, here and in the store."""
+        self.handle = None
+        if not self.away:
+            self.take()
+
+    def stored(self, handle: Tensor) -> None:
+        """From now on the store has the bytes, as `handle`."""
+        self.handle = handle
+        if not self.away:
+            self.take()
+
+
+class Residency:
+    """All tensors that a step may leave in the store, by name."""
+
+    def __init__(self) -> None:
+        self.residents: dict[str, Resident] = {}
+
+    def __getitem__(self, name: str) -> Resident:
+        return self.residents[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.residents
+
+    def adopt(self, name: str, tensor: Tensor) -> Resident:
+        """The resident for the object `tensor`: a new one, which is there, where the name stood for another object."""
+        found = self.residents.get(name)
+        if found is None or found.tensor is not tensor:
+            found = self.residents[name] = Resident(name, tensor)
+        return found
+
+    def away(self) -> list[str]:
+        """The names of all that is in the store."""
+        return [name for name, resident in self.residents.items() if resident.away]
+
+    def bring(self, names: Iterable[str], engine: TransferEngine) -> None:
+        """Let these be on the device. Raises StoreError; what could not be read stays in the store."""
+        coming = []
+        failure: StoreError | None = None
+        try:
+            for resident in map(self.residents.__getitem__, names):
+                if resident.handle is not None:
+                    coming.append((resident, engine.prefetch(resident.handle)))
+                elif resident.away:
+                    resident.put(resident.spec.empty())
+            for resident, data in coming:
+                try:
+                    engine.await_prefetch(data)
+                except StoreError as error:
+                    failure = failure or StoreError(f"{readable(resident.name)}: {error}")
+                else:
+                    resident.put(data)
+        finally:
+            for _, data in coming:
+                engine.cancel(data)
+        if failure is not None:
+            raise failure
+
+    def send(self, names: Iterable[str], engine: TransferEngine) -> bool:
+        """Let these be in the store; whether any was not. Raises StoreError; what could not be written stays here."""
+        going = []
+        for resident in map(self.residents.__getitem__, names):
+            if not resident.away:
+                going.append((resident, engine.offload(resident.tensor.data)))
+            elif resident.handle is None:
+                spec = resident.spec
+                resident.handle = engine.blank(spec.size, spec.stride, spec.dtype, spec.device)
+        for resident, handle in going:
+            engine.await_offload(handle)
+            resident.stored(handle)
+        return bool(going)
+
+
+def readable(name: str) -> str:
+    """A parameter's name as the user's model has it."""
+    return name.removeprefix("model.")
+
+
+class Guarded(dict[str, Any]):
+    """A dictionary of tensors that brings them back before they are read; its copies and pickles are plain."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._bring: Callable[[], None] | None = None
+
+    def arm(self, bring: Callable[[], None] | None) -> None:
+        """Call `bring` before the next read; None: nothing is away."""
+        self._bring = bring
+
+    def disarm(self) -> Callable[[], None] | None:
+        """What was to be called before the next read, and no longer is."""
+        bring, self._bring = self._bring, None
+        return bring
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def _fetch(self) -> None:
+        if self._bring is not None:
+            self._bring()
+            self._bring = None
+
+    def __getitem__(self, key: str) -> Any:
+        self._fetch()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:  # so that dict(...) and {**...} do not pass the guards
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._fetch()
+        return super().get(key, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        self._fetch()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self._fetch()
+        return super().values()
+
+    def copy(self) -> dict[str, Any]:
+        self._fetch()
+        return dict(super().items())
+
+    def pop(self, *args: Any) -> Any:
+        self._fetch()
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[str, Any]:
+        self._fetch()
+        return super().popitem()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._fetch()
+        return super().setdefault(key, default)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._fetch()
+        return dict, (self.copy(),)

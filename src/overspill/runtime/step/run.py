@@ -1,0 +1,201 @@
+"""One run of a planned step's graph: instruction by instruction, so that an error leaves it where it can go on.
+
+What generated code would hold in local variables is here a table of values, each dropped at its last use; the position
+is a number. A run that an error stopped holds every tensor that it had taken, and goes on from the instruction that
+failed, which is carried out again.
+"""
+
+from __future__ import annotations
+
+import operator
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from overspill.capture.compiled.whole_step import CHANGES, UPDATE, Change
+from overspill.runtime.lower import HANDLE_PREFIX
+from overspill.runtime.transfer.engine import TransferEngine
+from overspill.runtime.transfer.ops import AWAIT_OFFLOAD, AWAIT_PREFETCH, OFFLOAD, PREFETCH
+
+TRANSFERS = (OFFLOAD, AWAIT_OFFLOAD, PREFETCH, AWAIT_PREFETCH)
+
+
+class Form(Enum):
+    """In which form an instruction's value is a tensor that the step was given."""
+
+    TENSOR = "tensor"
+    HANDLE = "handle"
+    ARRIVING = "arriving"
+
+
+class _Instruction(NamedTuple):
+    """One node: what is called with what, and the values that nothing later wants."""
+
+    node: fx.Node
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nested: bool
+    done_with: tuple[fx.Node, ...]
+    changes: Change | None
+
+
+class StepProgram:
+    """The instructions of one lowered step, and where each of its inputs is at every point."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        nodes = list(module.graph.nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.constants = {n: operator.attrgetter(str(n.target))(module) for n in nodes if n.op == "get_attr"}
+        self.results: Sequence[fx.Node] = nodes[-1].args[0]
+        last_user = {source: user for user in nodes for source in user.all_input_nodes}
+        self.unused = [node for node in self.inputs if node not in last_user]
+        done_with: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            if node.op != "get_attr":  # constants stay
+                done_with.setdefault(last_user.get(node, node), []).append(node)
+        self.instructions = [
+            _Instruction(
+                n, n.target, n.args, dict(n.kwargs), _nested(n), tuple(done_with.get(n, ())), n.meta.get(CHANGES)
+            )
+            for n in nodes
+            if callable(n.target)
+        ]
+        self.forms = self._forms()
+
+    def _forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
+        """For each input, the instructions whose value is that input in some form, in order."""
+        forms = {n: [(n, Form.HANDLE if n.name.startswith(HANDLE_PREFIX) else Form.TENSOR)] for n in self.inputs}
+        source = {node: node for node in self.inputs}
+        form = {OFFLOAD: Form.HANDLE, PREFETCH: Form.ARRIVING, AWAIT_PREFETCH: Form.TENSOR}
+        for instruction in self.instructions:
+            node = instruction.node
+            if node.target in form and node.args[0] in source:
+                source[node] = source[node.args[0]]
+                forms[source[node]].append((node, form[node.target]))
+        return forms
+
+
+class StepRun:
+    """`program` at work on `args`, which it takes out of the caller's list."""
+
+    def __init__(self, program: StepProgram, args: list[Any]) -> None:
+        self.program = program
+        self.values: dict[fx.Node, Any] = dict(program.constants)
+        self.values.update(zip(program.inputs, args, strict=True))
+        args.clear()
+        for node in program.unused:
+            del self.values[node]
+        self.position = 0
+        self.changed = False
+        """Whether a parameter has been updated."""
+        self.lost = ""
+        """What was stopped half-way and cannot be done again."""
+
+    def go_on(self, may_go_on: Callable[[], None]) -> tuple[Any, ...]:
+        """Carry out what is left; the results. `may_go_on` is called before each instruction and may raise.
+
+        After an error, call it again: the instruction that raised it is then the first to be carried out.
+        """
+        values, instructions, is_node = self.values, self.program.instructions, fx.Node
+        for position in range(self.position, len(instructions)):
+            may_go_on()
+            node, target, args, kwargs, nested, done_with, changes = instructions[position]
+            if changes is not None:
+                self.lost = str(changes)
+                self.changed |= changes.op == UPDATE
+            # No variable here may hold a value: each has to die at its last use.
+            if nested:
+                values[node] = target(
+                    *fx.node.map_arg(args, values.__getitem__), **fx.node.map_arg(kwargs, values.__getitem__)
+                )
+            else:
+                values[node] = target(*[values[a] if type(a) is is_node else a for a in args], **kwargs)
+            self.position = position + 1  # before `lost` is withdrawn, so that nothing is ever done twice
+            if changes is not None:
+                self.lost = ""
+            for dead in done_with:
+                del values[dead]
+        results = tuple(map(values.__getitem__, self.program.results))
+        values.clear()
+        return results
+
+    def where(self) -> tuple[int | None, str]:
+        """What the next instruction moves: the position of an input, or None and the name of another tensor."""
+        if self.position == len(self.program.instructions):
+            return None, ""
+        node = self.program.instructions[self.position].node
+        names = {n: i for i, source in enumerate(self.program.inputs) for n, _ in self.program.forms[source]}
+        moved = node if node.target is AWAIT_PREFETCH else node.args[0]
+        return (names.get(moved), node.name) if node.target in TRANSFERS else (None, "")
+
+    def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
+        """The inputs at the positions `wanted` as they are now, as a tensor or as a handle; no transfer is under way then.
+
+        An input that is on its way back is given as the handle of what the store has.
+        """
+        found = {position: self._now(self.program.inputs[position], engine) for position in wanted}
+        for node, value in self.values.items():
+            if node.target is PREFETCH and engine is not None:
+                engine.cancel(value)
+        self.values.clear()
+        return found
+
+    def _now(self, node: fx.Node, engine: TransferEngine | None) -> tuple[Form, Any]:
+        live = [(form, self.values[n]) for n, form in reversed(self.program.forms[node]) if n in self.values]
+        for wanted in (Form.TENSOR, Form.HANDLE):  # a tensor is what a handle is, or newer
+            for form, value in live:
+                if form is wanted:
+                    return form, value
+        ((_, arriving),) = live
+        assert engine is not None
+        handle = engine.sent_back(arriving)
+        return Form.HANDLE, handle
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """While this lasts, a Ctrl-C waits for its end; a second one is raised by the next call of what is yielded.
+
+    Where somebody handles the signal in their own way, or outside the main thread, nothing changes.
+    """
+    count = 0
+
+    def note(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    def raise_second() -> None:
+        if count > 1:
+            raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not (ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield raise_second
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_second
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if count:
+        raise KeyboardInterrupt
+
+
+def _nested(node: fx.Node) -> bool:
+    """Whether a value stands anywhere but directly among the arguments of `node`."""
+    direct = {a for a in node.args if isinstance(a, fx.Node)}
+    return any(n not in direct for n in node.all_input_nodes) or any(
+        isinstance(a, (list, tuple, dict, slice)) and _holds_node(a) for a in (*node.args, *node.kwargs.values())
+    )
+
+
+def _holds_node(argument: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return bool(found)

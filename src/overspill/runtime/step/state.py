@@ -1,0 +1,202 @@
+"""What outlives a step: the model's parameters and buffers, the optimizer's state, where they are, and who guards them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from overspill.core.errors import RequestError
+from overspill.models.step import StepLoss
+from overspill.runtime.transfer.engine import TransferEngine
+
+from .checks import check_hooks, check_model, check_optimizer_settings, check_unchanged
+from .residency import Guarded, Residency, Resident, Spec
+from .updates import OptimizerUpdates, ParameterState
+
+
+class StepState:
+    """The tensors of model and optimizer that a step may leave in the store.
+
+    `owned` are the parameters that the optimizer updates, `sums` names the residents in which gradients add up. `stale`
+    says that plans no longer fit, for a tensor is not what they were made for. `advice` is what to say to who reads
+    parameters while a step is under way; an empty text where none is.
+    """
+
+    def __init__(self, module: StepLoss, optimizer: Optimizer, updates: OptimizerUpdates) -> None:
+        """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+        self.module = module
+        self.optimizer = optimizer
+        self.updates = updates
+        self.parameters = dict(module.named_parameters())
+        check_model(module, self.parameters)
+        self.buffers = dict(module.named_buffers())
+        self.names = {id(p): name for name, p in self.parameters.items()}
+        self.where = next(iter(self.parameters.values())).device
+        self.owned: dict[str, ParameterState] = {}
+        self.sums: tuple[str, ...] = ()
+        self.residency = Residency()
+        self.engine: TransferEngine | None = None
+        self.engine_number = 0
+        self.guards: dict[nn.Module, Guarded] = {}
+        self.state_guards: dict[str, Guarded] = {}
+        self.stale = False
+        self.advice: Callable[[], str] = str
+
+    def take_hold(self) -> None:
+        """Adopt what there is, and guard it from now on."""
+        self.adopt_optimizer()
+        self.adopt_parameters()
+        for module in self.module.modules():
+            if module._parameters:
+                self.guards[module] = module.__dict__["_parameters"] = Guarded(module._parameters)
+
+    def check_model(self) -> None:
+        """Notice what has been done to the model behind our back. Raises RequestError or UnsupportedError."""
+        if not self.guards:
+            raise RequestError("this step is closed; make another with train_step")
+        check_optimizer_settings(self.optimizer, own_hooks=1)
+        check_hooks(self.parameters)
+        for module, guard in self.guards.items():
+            if module.__dict__["_parameters"] is not guard or any(
+                p is not None and id(p) not in self.names for p in dict.values(guard)
+            ):
+                raise RequestError(
+                    f"a parameter of {type(module).__name__} is not the one that the step was made for; "
+                    "close() it, then make optimizer and train_step anew"
+                )
+        buffers = dict(self.module.named_buffers())
+        if [(n, Spec.of(b)) for n, b in buffers.items()] != [(n, Spec.of(b)) for n, b in self.buffers.items()]:
+            self.stale = True
+        self.buffers = buffers
+
+    def adopt_parameters(self) -> None:
+        """Take notice of parameters that `load_state_dict` or their owner has changed."""
+        shared = Counter(p.untyped_storage()._cdata for p in self.parameters.values())
+        for name, parameter in self.parameters.items():
+            parameter.grad = None  # a step makes its own, as behind zero_grad()
+            known = self.residency.residents.get(name)
+            if known is None and _owns_its_storage(parameter) and shared[parameter.untyped_storage()._cdata] == 1:
+                self.residency.adopt(name, parameter)
+            elif known is not None and not known.away and Spec.of(parameter) != known.spec:
+                check_unchanged(name, parameter, known.spec)
+                self.residency.residents[name] = Resident(name, parameter)
+                self.stale = True
+
+    def adopt_optimizer(self) -> None:
+        """Take notice of new groups, settings and state: at the start, and after `load_state_dict`."""
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        if strangers := sum(1 for key in groups if key not in self.names):
+            raise RequestError(
+                f"the optimizer has {strangers} parameters that are not the model's or the loss's; "
+                "make it from model.parameters() of this model"
+            )
+        for name, parameter in self.parameters.items():
+            group = groups.get(id(parameter))
+            if group is None or not parameter.requires_grad:
+                continue
+            state = self.optimizer.state.get(parameter, {})
+            guard = self.state_guards.get(name)
+            if name in self.owned and state is guard:
+                self.owned[name].group = group
+                continue
+            self._adopt_state(name, parameter, group, state)
+
+    def _adopt_state(self, name: str, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        owned = self.owned.get(name)
+        if owned is not None and not state and not owned.order:
+            owned.group = group
+            return
+        fresh = self.updates.state_of(parameter, group, state)
+        if owned is None or owned.shaped != fresh.shaped:
+            self.stale = True
+            self.owned[name] = fresh
+        else:
+            owned.take_over(fresh)
+        spec = self.spec(name, parameter)
+        for key, dtype in fresh.shaped.items():
+            where = f"{name}.{key}"
+            if state:
+                self.residency.adopt(where, state[key])
+            else:
+                self.residency.residents[where] = Resident.blank(where, spec.like(dtype))
+
+    def spec(self, name: str, parameter: Tensor) -> Spec:
+        """What `parameter` looks like when it is there."""
+        return self.residency[name].spec if name in self.residency else Spec.of(parameter)
+
+    def trains(self, name: str) -> bool:
+        """Whether the optimizer updates the parameter of that name."""
+        return name in self.owned and self.parameters[name].requires_grad
+
+    def release(self) -> None:
+        """Undo the guards; model and optimizer then have plain dictionaries, of what is there."""
+        for guard in (*self.guards.values(), *self.state_guards.values()):
+            guard.disarm()
+        for module, guard in self.guards.items():
+            if module.__dict__["_parameters"] is guard:
+                module.__dict__["_parameters"] = dict(guard)
+        for name, guard in self.state_guards.items():
+            if self.optimizer.state.get(self.parameters[name]) is guard:
+                self.optimizer.state[self.parameters[name]] = dict(guard)
+        self.guards.clear()
+        self.state_guards.clear()
+
+    def forget_sums(self) -> None:
+        """What gradients have added up to so far counts no longer."""
+        for name in self.sums:
+            self.residency[name].blanked()
+
+    def arm(self) -> None:
+        """Let the guards bring back what is away from now on."""
+        for guard in self.guards.values():
+            names = [self.names[id(p)] for p in dict.values(guard) if p is not None]
+            guard.arm(self._bringer(names))
+        for name, owned in self.owned.items():
+            if owned.order:
+                content = {
+                    key: self.residency[f"{name}.{key}"].tensor if key in owned.shaped else owned.rest[key]
+                    for key in owned.order
+                }
+                guard = self.state_guards[name] = Guarded(content)
+                self.optimizer.state[self.parameters[name]] = guard
+                guard.arm(self._bringer([f"{name}.{key}" for key in owned.shaped]))
+
+    def _bringer(self, names: Sequence[str]) -> Callable[[], None] | None:
+        away = [name for name in names if name in self.residency and self.residency[name].away]
+        return (lambda: self.bring(away)) if away else None
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Let these be on the device. Raises RequestError while a step is under way, and StoreError."""
+        if advice := self.advice():
+            raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
+        found = [name for name in names if self.residency[name].handle is not None]
+        if found:
+            assert self.engine is not None
+            self.residency.bring(found, self.engine)
+
+    def synchronize(self) -> None:
+        """Bring all parameters and optimizer state back to the device."""
+        self.bring([name for name in self.residency.away() if name not in self.sums])
+
+    @contextmanager
+    def unguarded(self) -> Iterator[None]:
+        """While the model is traced, its parameters are fake and nothing need be brought back."""
+        armed = {guard: guard.disarm() for guard in self.guards.values()}
+        try:
+            yield
+        finally:
+            for guard, bring in armed.items():
+                guard.arm(bring)
+
+
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` is dense and all that its storage holds."""
+    if tensor.nbytes != tensor.untyped_storage().nbytes():
+        return False
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of dense ones it keeps the strides

@@ -1,0 +1,353 @@
+"""`overspill.train_step`: forward, loss, backward and update as one planned step under one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from overspill.core import Device, Graph
+from overspill.core.errors import RequestError, StoreError
+from overspill.costs import MeasuredTimes
+from overspill.models.step import StepLoss
+from overspill.policies.plan import Plan
+from overspill.runtime import batches
+from overspill.runtime.compiled.session import Options
+from overspill.runtime.parallel import OneProcess, processes_of
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.transfer.engine import TransferEngine
+from overspill.runtime.transfer.host_memory import give_back
+
+from .checks import check_inputs, check_optimizer
+from .plans import Compiled, GradientOptions, StepPlans
+from .residency import readable
+from .run import Form, StepRun, held_interrupts
+from .state import StepState
+from .updates import NormClipping, OptimizerUpdates
+
+__all__ = ["GradientOptions", "TrainStep", "train_step"]
+
+UNFINISHED = (
+    "the step is unfinished and nothing is lost: when the cause is gone, call it again with the same inputs, "
+    "or its resume(); its abandon() gives the step up"
+)
+LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
+
+
+@dataclass
+class _Call:
+    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before."""
+
+    inputs: tuple[Any, ...]
+    parts: list[tuple[Any, ...]]
+    number: int = 0
+    loss: Tensor | None = None
+    compiled: Compiled | None = None
+    run: StepRun | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no micro-batch is left."""
+        return self.number == len(self.parts)
+
+    @property
+    def advice(self) -> str:
+        """What can be done about this call when an error has stopped it."""
+        return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
+
+
+class TrainStep:
+    """`step(*inputs) -> loss`: one training step, planned when it is first called with inputs of these shapes.
+
+    Between two calls the model's parameters and the optimizer's state may be in the store. Who reads them through the
+    model or the optimizer (`state_dict()`, evaluation, `torch.save`) gets their current values: they are brought back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Optimizer,
+        options: Options,
+        gradients: GradientOptions,
+        processes: OneProcess | None = None,
+    ) -> None:
+        """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+        check_optimizer(optimizer)
+        self.gradients = gradients
+        self.optimizer = optimizer
+        self.processes = processes or OneProcess()
+        self.tracker: LiveBytes | None = None
+        self._call: _Call | None = None
+        clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
+        updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
+        self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
+        self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._add_up)
+        self._state.advice = self._advice
+        self.processes.begin_alike(self._state.parameters, self._state.buffers)
+        self._state.take_hold()
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+            optimizer.register_state_dict_post_hook(_with_plain_state),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
+            optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
+        ]
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """One step on `inputs`; its loss, a scalar without gradient.
+
+        With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is
+        their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. After an error that left the
+        step unfinished, as it says, only the same inputs are taken, and the step is finished.
+        """
+        if self._call is not None:
+            if not batches.same(self._call.inputs, inputs):
+                raise RequestError(f"these are other inputs: {self._call.advice}")
+            return self.resume()
+        with self.processes.announcing():
+            self._state.check_model()
+            check_inputs(tree_flatten(inputs)[0], self._state.where)
+            self._state.adopt_parameters()
+            self._state.adopt_optimizer()
+            call = _Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
+        return self._go_on(call)
+
+    def resume(self) -> Tensor:
+        """Finish the step that an error stopped, from the instruction that failed; its loss, as if nothing had happened."""
+        if self._call is None:
+            raise RequestError("no step is unfinished; call the step with inputs")
+        if self._call.run is not None and self._call.run.lost:
+            raise RequestError(self._call.advice)
+        if self._state.engine is not None:
+            self._state.engine.settle()
+        return self._go_on(self._call)
+
+    def abandon(self) -> None:
+        """Give up the step that an error stopped, if there is one.
+
+        Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
+        """
+        call, self._call = self._call, None
+        if call is None:
+            return
+        if call.run is not None and call.compiled is not None:
+            takes = call.compiled.takes
+            wanted = [i for i, name in enumerate(takes) if isinstance(name, str) and name in self._state.residency]
+            for position, (form, value) in call.run.give_up(wanted, self._state.engine).items():
+                resident = self._state.residency[str(takes[position])]
+                if form is Form.HANDLE:
+                    resident.stored(value)
+                else:
+                    resident.put(value)
+        self._state.forget_sums()
+        self._state.arm()
+
+    def _go_on(self, call: _Call) -> Tensor:
+        self._call = call
+        try:
+            with held_interrupts() as may_go_on:
+                while not call.is_done:
+                    self._carry_on(call, may_go_on)
+        except BaseException as error:
+            self._stopped(call, error)
+            raise
+        finally:
+            self._state.arm()
+        self._call = None
+        self.optimizer._opt_called = True  # else schedulers warn that it never stepped
+        assert call.loss is not None
+        return call.loss
+
+    def _stopped(self, call: _Call, error: BaseException) -> None:
+        """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
+        run = call.run
+        if call.is_done:  # interrupted, but first it was finished
+            self._call = None
+        elif (call.number or run) and (isinstance(error, (StoreError, KeyboardInterrupt)) or (run and run.changed)):
+            what = self._moved(call)
+            if isinstance(error, StoreError):
+                raise StoreError(f"{what}{error}; {UNFINISHED}") from error
+            error.add_note(f"overspill: {call.advice}")
+        else:
+            self.abandon()
+
+    def _moved(self, call: _Call) -> str:
+        """Which tensor the instruction at fault moves, as the beginning of a message."""
+        if call.run is None or call.compiled is None:
+            return ""
+        position, name = call.run.where()
+        if position is not None:
+            name = readable(str(call.compiled.takes[position]))
+        return f"{name}: " if name else ""
+
+    def _advice(self) -> str:
+        return self._call.advice if self._call is not None and self._call.run is not None else ""
+
+    # -- what a user may ask
+
+    @property
+    def options(self) -> Options:
+        """What the user asked for."""
+        return self._plans.options
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in force, in the order in which they were made."""
+        return self._plans.plans
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned peak of the step."""
+        return max((plan.peak_bytes for plan in self.plans), default=0)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether an error has stopped a step that `resume` can finish, or `abandon` give up."""
+        return self._call is not None
+
+    @property
+    def engine(self) -> TransferEngine | None:
+        """The transfer engine, once a plan has needed one."""
+        return self._state.engine
+
+    @property
+    def measured_times(self) -> MeasuredTimes | None:
+        """Op times of the run so far, if the step profiles."""
+        return self._plans.measured_times
+
+    def graph(self, *inputs: Any) -> Graph:
+        """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
+        return self._plans.graph(inputs)
+
+    def synchronize(self) -> None:
+        """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
+        self._state.synchronize()
+
+    def close(self, *, bring_back: bool = True) -> None:
+        """Bring all back, undo the guards, and give the store back; model and optimizer are then as without Overspill.
+
+        Without `bring_back`, for who needs them no more, what is in the store is lost: it reads as NaN then.
+        """
+        if bring_back:
+            self.synchronize()
+        self._state.release()
+        for hook in self._hooks:
+            hook.remove()
+        self._plans.clear()
+        self._state.forget_sums()
+        if self._state.engine is not None:
+            self._state.engine.close()
+            self._state.engine = None
+
+    # -- one graph of the step
+
+    def _carry_on(self, call: _Call, may_go_on: Callable[[], None]) -> None:
+        """Run what is left of the micro-batch that is next."""
+        if call.run is None:
+            self._begin(call)
+        compiled, run = call.compiled, call.run
+        assert compiled is not None
+        assert run is not None
+        with torch.no_grad(), self.tracker or nullcontext():
+            loss, *results = run.go_on(may_go_on)
+        for name, value in zip(compiled.moving, results, strict=True):
+            if name in compiled.stored:
+                self._state.residency[name].stored(value)
+            else:
+                self._state.residency[name].put(value)
+        results.clear()  # should anything hold this frame, it holds no tensors
+        call.loss = loss if call.loss is None else call.loss + loss
+        call.number, call.run, call.compiled = call.number + 1, None, None
+
+    def _begin(self, call: _Call) -> None:
+        """Let everything be where the plan of the next micro-batch begins."""
+        part = call.parts[call.number]
+        compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
+        if self._state.engine is not None:
+            sent = self._state.residency.send(compiled.stored | compiled.parked, self._state.engine)
+            if sent and self._state.where.type == "cpu":
+                give_back()  # a model may have been built where the heap keeps what it frees
+            self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), self._state.engine)
+        if call.number == 0:
+            self.processes.share_buffers(self._state.buffers.values())
+        given = [*self._state.buffers.values(), *(leaf for leaf in tree_flatten(part)[0] if isinstance(leaf, Tensor))]
+        args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
+        if self.tracker is not None:
+            self.tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
+        call.compiled, call.run = compiled, StepRun(compiled.program, args)
+
+    def _taken(self, name: str, compiled: Compiled) -> Tensor:
+        """The tensor or handle of a resident, for the step to have alone."""
+        if name not in self._state.residency:
+            return self._state.parameters[name].data
+        resident = self._state.residency[name]
+        if name in compiled.stored:
+            assert resident.handle is not None
+            handle, resident.handle = resident.handle, None
+            return handle
+        return resident.take()
+
+    def _add_up(self, total: Tensor, gradient: Tensor) -> None:
+        """Add a micro-batch's gradient to those before it; the first one's is what they start from."""
+        if self._call is not None and self._call.number == 0:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+
+
+def _with_plain_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's state as a snapshot that later steps do not take away."""
+    state = {
+        key: {name: v.detach() if isinstance(v, Tensor) else v for name, v in of.items()}
+        if isinstance(of, dict)
+        else of
+        for key, of in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def train_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Optimizer,
+    *,
+    budget: str | float | None = None,
+    policy: str = "auto",
+    store: str | None = None,
+    store_dir: str | Path | None = None,
+    device: str | Device | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    times: MeasuredTimes | None = None,
+    placement: str | None = None,
+    process_group: torch.distributed.ProcessGroup | Literal[False] | None = None,
+    checksum: bool = False,
+) -> TrainStep:
+    """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
+
+    Forward, loss, backward and the optimizer's update are one plan: parameters, gradients and optimizer state move as
+    feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit. `loss_fn` is a
+    criterion of torch.nn, given the model's output and the last input, or a function of the model and all inputs; None
+    for a model that returns its own loss. `accumulate` splits each call's inputs into that many micro-batches, whose
+    mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The ranks of
+    `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
+    of the batch, gets its own loss, and gradients are averaged; False trains alone. With `checksum` what comes back
+    from the store is compared with what went there. The other arguments are those of
+    `overspill.compile`.
+
+    Raises RequestError and UnsupportedError for what cannot be right, and at the first call InfeasibleBudget with the
+    smallest budget that works, or StoreError.
+    """
+    options = Options(
+        budget, policy, store, store_dir, device=device, times=times, placement=placement, checksum=checksum
+    )
+    gradients = GradientOptions(accumulate, clip_norm, clip_value)
+    return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))

@@ -1,0 +1,256 @@
+"""The optimizer's part of a whole step: each parameter's update as an op of its own, by the user's own optimizer.
+
+An update runs the optimizer's own `step` on one parameter, slice by slice, so that its temporaries stay small. None of
+its arithmetic is written again here, so the numbers are those of `optimizer.step()`; the settings of parameter groups
+are read anew at every step, so that schedulers and users may change them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.runtime.optimizers import optimizer_like, scaled, temporary_bytes
+
+from .checks import INSTEAD
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
+)
+"""Optimizers of torch.optim that treat each element of a parameter by itself, so that slices give the same bits."""
+SLICE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+"""How much of a parameter is updated at a time; on CUDA a launch costs more than the temporaries."""
+PROBE_SHAPES = {1: (3072,), 2: (64, 48), 3: (17, 16, 12), 4: (12, 11, 6, 4), 5: (8, 7, 6, 4, 3)}
+"""Tiny parameters to try an optimizer on, by dimensions, which differ, so that those of a state tensor tell which of the
+parameter's they follow. Their elements outweigh step counts and other scalars."""
+SCALAR_BYTES = 1024
+"""Room for step counts and other scalars; Adafactor makes a dozen of them, each a storage of its own."""
+
+
+class ParameterState:
+    """One parameter as its optimizer knows it.
+
+    `shaped` names the tensors of the parameter's shape that are kept for it, with their dtypes, and `rest` is what else
+    is kept. `order` are the names of all, in the optimizer's own order; empty until it has
+    made them, be it at once, as Adagrad does, or at its first step.
+    """
+
+    def __init__(
+        self, updates: OptimizerUpdates, group: dict[str, Any], shaped: dict[str, torch.dtype], state: dict[str, Any]
+    ) -> None:
+        self.updates = updates
+        self.group = group
+        self.shaped = shaped
+        self.rest: dict[str, Any] = {}
+        self.order: list[str] = []
+        if state:
+            self.keep(state)
+
+    def take_over(self, other: ParameterState) -> None:
+        """Go on with the group and the state that `other` was found with."""
+        self.group, self.rest, self.order = other.group, other.rest, other.order
+
+    def keep(self, state: dict[str, Any]) -> None:
+        """What the optimizer has made of the state; tensors of the parameter's shape are not kept here."""
+        self.order = list(state)
+        self.rest = {key: value for key, value in state.items() if key not in self.shaped}
+
+    def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
+        """Step on `parameter` in place, given its gradient times `scale`, and its `state` in the order of `shaped`."""
+        self.updates.update(self, parameter, gradient, scale, *state)
+
+
+class OptimizerUpdates:
+    """The updates of the parameters of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, scales: bool = False) -> None:
+        """`scales`: updates will be given a factor for their gradients. Raises UnsupportedError for an optimizer
+        whose update of one parameter depends on others.
+        """
+        self.optimizer = optimizer
+        self.clip_value = clip_value
+        self.scales = scales
+        made_by_torch = type(optimizer).__module__.startswith("torch.optim.")
+        fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
+        self.elementwise = made_by_torch and not fused and type(optimizer).__name__ in ELEMENTWISE
+        self._twin: Optimizer | None = None
+        # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
+        self._needs: dict[tuple[int, torch.dtype, int], tuple[dict[str, Any], Needs]] = {}
+        if not made_by_torch:
+            _check_separate(optimizer)
+
+    def state_of(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> ParameterState:
+        """What the optimizer keeps, or will keep, for `parameter` of `group`, now that it has `state` for it."""
+        shaped = self._probed(parameter, group).shaped
+        if state:
+            found = {key: state[key] for key in shaped if isinstance(state.get(key), Tensor)}
+            shaped = {key: tensor.dtype for key, tensor in found.items() if tensor.shape == parameter.shape}
+        return ParameterState(self, group, dict(shaped), state)
+
+    def workspace_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
+        """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
+        needs = self._probed(parameter, group)
+        first, later = (
+            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new)) for new in (True, False)
+        )
+        work = max(needs.first_share * first, needs.share * later)
+        return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
+
+    def rest_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
+        """Bytes of the state that is kept for `parameter` and has another shape: step counts, sums over rows."""
+        needs = self._probed(parameter, group)
+        return sum(scaled(shape, needs.probe, parameter.shape) * itemsize for shape, itemsize in needs.rest)
+
+    def update(
+        self, owned: ParameterState, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor
+    ) -> None:
+        """Step on `parameter`, which `owned` describes, slice by slice."""
+        after: dict[str, Any] = {}
+        for rows in self._slices(parameter, owned.group, not owned.order):
+            given = {key: tensor[rows] for key, tensor in zip(owned.shaped, state, strict=True)}
+            after = self._update_slice(owned, parameter[rows], gradient[rows], scale, given)
+        owned.keep(after)
+
+    def _update_slice(
+        self, owned: ParameterState, rows: Tensor, gradient: Tensor, scale: Tensor | None, given: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """Step on `rows` with their state `given`; the state afterwards, without its tensors of the parameter's shape."""
+        part = rows.detach().requires_grad_()
+        part.grad = self._gradient(gradient, scale)
+        rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
+        before = given | rest
+        after = self._stepped(owned, part, {key: before[key] for key in owned.order})
+        for key, tensor in given.items():
+            if after[key] is not tensor:
+                tensor.copy_(after[key])
+            after[key] = None
+        return after
+
+    def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None:
+            gradient = gradient * scale.to(gradient.device)
+        if self.clip_value is not None:
+            gradient = gradient.clamp(-self.clip_value, self.clip_value)
+        return gradient
+
+    def _stepped(self, owned: ParameterState, part: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The state after a step on `part`."""
+        if self._twin is None:
+            self._twin = optimizer_like(self.optimizer, owned.group, [part])
+        twin = self._twin
+        twin.param_groups[:] = [{**owned.group, "params": [part]}]
+        twin.state = defaultdict(dict, {part: state} if state else {})
+        with torch.enable_grad():  # as a training loop calls it
+            twin.step()
+        after = dict(twin.state[part])
+        twin.state.clear()
+        twin.param_groups[0]["params"] = []
+        return after
+
+    def _slices(self, parameter: Tensor, group: dict[str, Any], new: bool) -> Iterator[Any]:
+        """Rows of `parameter` that are updated together: fewer while its state is `new`, which takes room of its own."""
+        nbytes = parameter.nbytes
+        limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
+        if new and (needs := self._probed(parameter, group)).first_share > needs.share:
+            limit = int(limit * needs.share / needs.first_share)
+        if not self.elementwise or nbytes <= limit or parameter.dim() == 0:
+            yield ...
+            return
+        rows = max(1, limit // (nbytes // parameter.shape[0]))
+        for start in range(0, parameter.shape[0], rows):
+            yield slice(start, start + rows)
+
+    def _probed(self, parameter: Tensor, group: dict[str, Any]) -> Needs:
+        key = (id(group), parameter.dtype, parameter.dim())
+        if key not in self._needs:
+            try:
+                self._needs[key] = group, self._probe(parameter, group)
+            except Exception as error:  # any class of optimizer may refuse a tensor in any way
+                raise RequestError(
+                    f"{type(self.optimizer).__name__} does not step on a parameter of {parameter.dim()} dimensions "
+                    f"of {str(parameter.dtype).removeprefix('torch.')}: {error}"
+                ) from error
+        return self._needs[key][1]
+
+    def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
+        """What two steps on a tiny parameter show; the first makes the state, beside that which the step has room for."""
+        shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
+        probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
+        probe.grad = self._gradient(torch.ones_like(probe), None)
+        tiny = optimizer_like(self.optimizer, group, [probe])
+        peaks = [temporary_bytes(tiny) for _ in range(2)]
+        kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
+        others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
+        return Needs(
+            shape,
+            {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
+            tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
+            *(peak / probe.nbytes + others for peak in peaks),
+        )
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an optimizer keeps and takes for parameters of one kind, as a `probe` of that shape shows.
+
+    `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest` the shapes and item sizes of
+    others; `first_share` and `share` the temporaries of the first update and of others as multiples of what is updated.
+    """
+
+    probe: tuple[int, ...]
+    shaped: dict[str, torch.dtype]
+    rest: tuple[tuple[tuple[int, ...], int], ...]
+    first_share: float
+    share: float
+
+
+def _check_separate(optimizer: Optimizer) -> None:
+    """Raises UnsupportedError if stepping on two tiny parameters together differs from stepping on each by itself."""
+    group = optimizer.param_groups[0]
+
+    def stepped(which: tuple[int, ...]) -> list[Tensor]:
+        probes = [torch.linspace(-1, 1, 48).reshape(8, 6).mul(i + 1).requires_grad_() for i in which]
+        tiny = optimizer_like(optimizer, group, list(probes))
+        for step in range(1, 4):
+            for i, probe in zip(which, probes, strict=True):
+                probe.grad = torch.linspace(step, -2, 48).reshape(8, 6) * (3 * i + 1)
+            tiny.step()
+        return [probe.detach() for probe in probes]
+
+    try:
+        together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
+    except Exception as error:  # any class of optimizer may refuse tiny parameters in any way
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); {INSTEAD}"
+        ) from error
+    if not all(map(torch.equal, together, apart)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} updates a parameter by what other parameters are, "
+            f"so that its step cannot be cut into pieces; {INSTEAD}"
+        )
+
+
+@dataclass(frozen=True)
+class NormClipping:
+    """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`, in two parts: each gradient's norm, and the factor."""
+
+    max_norm: float
+
+    def norm(self, gradient: Tensor) -> Tensor:
+        """The gradient's own norm, by the kernel that torch takes for it."""
+        if gradient.device.type == "cpu":
+            return torch.linalg.vector_norm(gradient, 2.0)
+        (norm,) = torch._foreach_norm([gradient], 2.0)
+        return norm
+
+    def factor(self, *norms: Tensor) -> Tensor:
+        """What all gradients are multiplied by."""
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
+        return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)

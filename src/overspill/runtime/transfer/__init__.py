@@ -1,0 +1,1 @@
+"""Transfers: stores, lanes, and the engine that moves tensors between them."""

@@ -1,0 +1,115 @@
+"""What goes wrong in the store ends in one clear error, never in wrong numbers; and the exactness tests can fail."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from overspill.core.errors import StoreError
+from overspill.models import load
+from overspill.runtime.compiled.session import Options
+from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.transfer.stores import DiskStore, HostStore
+
+JOB = Training(lambda: load("resnet18", small=True), 4, "momentum", 2)
+OPTIONS = Options(budget="1GiB", policy="vdnn-all", store="disk")
+
+
+def test_a_disk_that_fills_up_during_training_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    written, real = [0], os.pwrite
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        written[0] += 1
+        if written[0] > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StoreError, match=r"No space left on device.*bytes are missing"):
+        train(JOB, Options(budget="1GiB", policy="vdnn-all", store_dir=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_was_cut_short_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(StoreError, match="gave only 0 of"):
+        train(JOB, OPTIONS)
+
+
+def test_writes_and_reads_that_move_few_bytes_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:1000], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:777]], offset))
+    assert train(JOB, OPTIONS).identical_to(train_plain(JOB, OPTIONS))
+
+
+def test_one_flipped_bit_in_the_store_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, done = HostStore.read, [False]
+
+    def read(self: HostStore, slot, target: torch.Tensor) -> None:
+        real(self, slot, target)
+        if not done[0] and target.numel() > 4096:
+            target[2003] ^= 64  # an exponent bit of one number
+            done[0] = True
+
+    monkeypatch.setattr(HostStore, "read", read)
+    changed = train(JOB, Options(budget="1GiB", policy="vdnn-all", store="host"))
+    assert done[0]
+    assert not changed.identical_to(train_plain(JOB, OPTIONS))
+
+
+def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> None:
+    from dataclasses import replace
+
+    from overspill.core import Verb
+    from overspill.core.errors import InvalidSchedule
+    from overspill.runtime.training import preview
+    from overspill.simulate import check
+
+    plan = preview(JOB, OPTIONS)
+    for verb in (Verb.AWAIT_OFFLOAD, Verb.AWAIT_PREFETCH, Verb.PREFETCH, Verb.FREE, Verb.RUN):
+        index = next(i for i, x in enumerate(plan.schedule.instructions) if x.verb is verb)
+        cut = plan.schedule.instructions[:index] + plan.schedule.instructions[index + 1 :]
+        with pytest.raises(InvalidSchedule):
+            check(plan.graph, replace(plan.schedule, instructions=cut))
+
+
+def test_a_killed_process_leaves_nothing_behind(tmp_path) -> None:
+    script = textwrap.dedent(f"""
+        import sys
+        from overspill.models import load
+        from overspill.runtime.compiled.session import Options
+        from overspill.runtime.training import Training, train
+        job = Training(lambda: load("resnet18", small=True), 4, steps=1000)
+        options = Options(budget="1GiB", policy="vdnn-all", store_dir={str(tmp_path)!r})
+        train(job, options, lambda step, loss: print(step, flush=True))
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == "0"
+        child.send_signal(signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
+    store = DiskStore(tmp_path)
+    sizes = []
+    import overspill.runtime.compiled.session as module
+
+    original = module.make_store
+    module.make_store = lambda *_: store
+    try:
+        train(
+            Training(lambda: load("resnet18", small=True), 4, steps=4),
+            OPTIONS,
+            lambda *_: sizes.append((store.capacity_bytes, store.peak_bytes)),
+        )
+    finally:
+        module.make_store = original
+    assert len(set(sizes)) == 1
+    assert store.used_bytes == 0

@@ -1,0 +1,52 @@
+"""`placement=` of a session: plans that lie within the budget, and steps that the allocator is told of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.core.errors import RequestError
+from overspill.placement.place import place
+from overspill.runtime.live.planned_steps import Phase
+from overspill.simulate import trace_of
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+
+
+def test_a_plan_stays_within_the_budget_where_the_solver_places_it() -> None:
+    model = net()
+    managed = overspill.compile(model, budget=0.9, placement="planned", store="host")
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    managed(torch.randn(4096, 64)).sum().backward()
+    (plan,) = managed.overspill.plans
+    placed = place(trace_of(plan.graph, plan.schedule), "portfolio")
+    assert plan.peak_bytes <= placed.peak_bytes <= plan.budget_bytes
+    torch._dynamo.reset()
+
+
+def test_every_training_step_is_told_to_the_live_allocator_and_evaluation_is_not() -> None:
+    model = net()
+    managed = overspill.compile(model, store="host")
+    session = managed.overspill
+    session.place_live("simulated")
+    assert session.steps is not None
+    phases = []
+    for _ in range(5):
+        managed(torch.randn(32, 64)).sum().backward()
+        session.steps.allocator.free(session.steps.allocator.allocate(4096))
+        phases.append(session.steps.phase)
+        with torch.no_grad():
+            managed(torch.randn(32, 64))
+    assert phases == [Phase.WARM_UP, Phase.RECORDING, Phase.RECORDING, Phase.PLANNED, Phase.PLANNED]
+    assert session.steps.allocator.statistics().planned == 2
+    torch._dynamo.reset()
+
+
+def test_an_unknown_placement_is_refused_at_once() -> None:
+    with pytest.raises(RequestError, match="nothing that places blocks is called 'pytroch'"):
+        overspill.compile(net(), placement="pytroch")

@@ -1,0 +1,86 @@
+"""Training loops whose steps are recorded, solved and replayed, on host memory that keeps every byte."""
+
+from __future__ import annotations
+
+import pytest
+from tests.runtime.live.live import FirstFit, Witness
+
+from overspill.core.errors import RequestError
+from overspill.runtime.live.allocator import LiveAllocator
+from overspill.runtime.live.planned_steps import Phase, PlannedSteps
+
+
+class Loop:
+    """A loop that keeps a state made in its first step, and gradients from one step to the next."""
+
+    def __init__(self) -> None:
+        self.witness = Witness(LiveAllocator("host"))
+        self.steps = PlannedSteps(self.witness.allocator, FirstFit())
+        self.gradients: list[int] = []
+        self.state: list[int] = []
+
+    def run(self, batch: int) -> None:
+        self.steps.begin_step()
+        activations = [self.witness.allocate(512 * batch * n) for n in (3, 1, 4, 1, 5)]
+        for gradient in self.gradients:
+            self.witness.free(gradient)
+        self.gradients = []
+        for activation in reversed(activations):
+            self.gradients.append(self.witness.allocate(2048))
+            self.witness.free(activation)
+        if not self.state:
+            self.state = [self.witness.allocate(2048) for _ in self.gradients]
+        self.witness.check_all()
+
+    def planned_share(self, batch: int) -> float:
+        before = self.witness.allocator.statistics()
+        self.run(batch)
+        now = self.witness.allocator.statistics()
+        return (now.planned - before.planned) / (now.requests - before.requests)
+
+
+def test_the_first_steps_are_recorded_and_all_others_planned() -> None:
+    loop = Loop()
+    phases = []
+    for _ in range(6):
+        loop.run(batch=4)
+        phases.append(loop.steps.phase)
+    assert phases == [Phase.WARM_UP, *[Phase.RECORDING] * 2, *[Phase.PLANNED] * 3]
+    assert loop.planned_share(batch=4) == 1
+    assert loop.planned_share(batch=3) == 1  # smaller requests have room in their places
+    assert loop.steps.plans == 1
+
+
+def test_a_larger_step_is_served_and_then_planned_anew() -> None:
+    loop = Loop()
+    for _ in range(4):
+        loop.run(batch=4)
+    assert loop.planned_share(batch=5) == 0.5  # the gradients
+    for _ in range(2):
+        loop.run(batch=5)
+        assert loop.steps.phase is Phase.RECORDING
+    assert loop.planned_share(batch=5) == 1
+    assert loop.steps.plans == 2
+
+
+def test_a_loop_that_never_repeats_itself_is_planned_less_and_less_often() -> None:
+    loop = Loop()
+    for batch in range(1, 40):
+        loop.run(batch)
+    assert loop.steps.plans == 5  # in steps 4, 7, 11, 17 and 27
+
+
+def test_the_arena_is_as_large_as_the_layout_and_holds_the_step() -> None:
+    loop = Loop()
+    for _ in range(5):
+        loop.run(batch=4)
+    assert loop.steps.layout is not None
+    assert loop.steps.trace is not None
+    loop.steps.layout.validate(loop.steps.trace)
+    state = 2 << 20  # a segment of the pool, for what the first step made
+    assert loop.witness.allocator.statistics().reserved_bytes <= state * 2 + loop.steps.layout.peak_bytes + 4096
+
+
+def test_a_negative_warm_up_is_refused() -> None:
+    with pytest.raises(RequestError, match="-1 steps"):
+        PlannedSteps(LiveAllocator("host"), FirstFit(), warm_up_steps=-1)

@@ -1,0 +1,108 @@
+"""What a whole step has on the device is what its plan says, from the first step on and between micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.step.whole_steps import CPU, OPTIMIZERS, Lm, Mlp, Pair, planned_peak
+from torch import Tensor, nn
+
+from overspill.core import TensorKind, Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.runtime.step.updates import SCALAR_BYTES
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.transfer.stores import HostStore
+
+
+def wide() -> nn.Module:
+    return Mlp(200)
+
+
+def on_device(pair: Pair) -> list[Tensor]:
+    """All tensors of the job that have bytes now."""
+    kept = [v for of in pair.optimizer.state.values() for v in dict.values(of) if isinstance(v, Tensor)]
+    parameters = [p for m in pair.model.modules() for p in dict.values(m._parameters) if p is not None]
+    return [*parameters, *pair.model.buffers(), *kept, *pair.inputs]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_the_whole_call_stays_within_the_plan_and_near_it(optimizer: str, accumulate: int) -> None:
+    pair = Pair(wide, OPTIMIZERS[optimizer], {"accumulate": accumulate, "clip_norm": 1.0})
+    pair.train()
+    pair.step.tracker = None
+    for _ in range(2):
+        watched = LiveBytes(CPU)
+        watched.add(on_device(pair))
+        with watched:
+            pair.step(*pair.inputs)
+        small = 32 * len(on_device(pair)) + SCALAR_BYTES  # tombstones and handles
+        assert 0.98 * planned_peak(pair.step) - small <= watched.peak_bytes <= planned_peak(pair.step) + small
+
+
+def test_a_model_larger_than_its_budget_is_trained_from_the_first_step_on() -> None:
+    pair = Pair(wide)
+    pair.train(2)
+    parameters = sum(p.numel() * p.element_size() for p in pair.plain.model.parameters())
+    assert planned_peak(pair.step) < 2.5 * parameters  # there are four such: with gradients and two moments
+    assert planned_peak(pair.step) < 0.6 * pair.step.plans[0].unmanaged_peak_bytes
+    assert pair.step.tracker is not None
+    assert pair.step.tracker.peak_bytes <= planned_peak(pair.step)
+    pair.assert_same()
+
+
+def test_state_that_the_last_micro_batch_has_on_the_device_counts_in_those_before() -> None:
+    with pytest.raises(InfeasibleBudget) as refusal:
+        Pair(wide, options={"budget": 1}).train()
+    pair = Pair(wide, gradients={"accumulate": 2}, options={"budget": int(1.6 * refusal.value.floor_bytes)})
+    pair.train(2)
+    last, before = pair.step.plans
+    names = {t.name for t in last.graph.tensors if t.kind is TensorKind.OPTIMIZER_STATE and t.movable}
+    stored = {last.graph.tensors[t].name for t in last.schedule.stored}
+    staying = sum(t.nbytes for t in last.graph.tensors if t.name in names - stored)
+    assert staying > 0
+    assert staying in {t.nbytes for t in before.graph.tensors if t.kind is TensorKind.OPTIMIZER_STATE}
+    assert before.budget_bytes == last.budget_bytes
+    assert pair.step.tracker is not None
+    assert pair.step.tracker.peak_bytes <= planned_peak(pair.step)
+
+
+def test_inputs_of_all_micro_batches_count_in_each() -> None:
+    pair = Pair(Lm, OPTIMIZERS["sgd"], {"accumulate": 4}, {"policy": "liveness", "budget": "1GiB"})
+    pair.train()
+    nbytes = sum(t.numel() * t.element_size() for t in pair.inputs)
+    for plan in pair.step.plans:
+        assert plan.graph.bytes_of(TensorKind.INPUT) == nbytes
+
+
+def test_what_is_only_read_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(Lm)
+    pair.train()
+    written: list[int] = []
+    real = HostStore.write
+    monkeypatch.setattr(HostStore, "write", lambda self, slot, source: (written.append(1), real(self, slot, source)))
+    pair.train(2)
+    (plan,) = pair.step.plans
+    offloads = plan.schedule.targets(Verb.OFFLOAD)
+    assert len(written) == 2 * len(offloads)
+    persistent = [t for t in offloads if plan.graph.tensors[t].persistent]
+    assert len(persistent) == len(set(persistent))  # once a step
+    changed = {t for op in plan.graph.ops for t in op.writes}
+    assert set(persistent) <= changed
+
+
+def test_the_store_does_not_grow_after_the_first_step() -> None:
+    pair = Pair(wide, gradients={"accumulate": 2})
+    pair.train()
+    assert pair.step.engine is not None
+    store = pair.step.engine.store
+    before: Any = (store.capacity_bytes, store.used_bytes)
+    pair.train(3)
+    assert (store.capacity_bytes, store.used_bytes) == before
+    assert pair.step.engine.stored_count == len(pair.step._state.residency.away()) - len(
+        [n for n in pair.step._state.residency.away() if pair.step._state.residency[n].handle is None]
+    )
+    pair.step.close()
+    assert torch.equal(pair.model.last.weight, pair.plain.model.last.weight)

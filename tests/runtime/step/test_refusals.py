@@ -1,0 +1,278 @@
+"""What a whole step refuses, with one line that says what was wrong and what would work; and it leaves no trace then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, batch_for, cross_entropy, made
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import overspill
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.runtime.step.residency import Guarded
+from overspill.runtime.step.train_step import TrainStep
+from overspill.runtime.transfer.engine import make_engine
+from overspill.runtime.transfer.stores import HostStore
+
+
+class Coupled(torch.optim.SGD):
+    """Divides by the norm of all gradients, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in parameters]).norm()  # type: ignore[union-attr]
+        for p in parameters:
+            p.data.sub_(p.grad / total)  # type: ignore[operator]
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+def step_for(model: nn.Module, optimizer: Any = None, loss_fn: Any = cross_entropy, **options: Any) -> TrainStep:
+    return overspill.train_step(model, loss_fn, optimizer or OPTIMIZERS["sgd"](model.parameters()), **options)
+
+
+OPTIMIZERS_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "LBFGS": (torch.optim.LBFGS, "LBFGS.*several times; use one that updates each parameter by itself, such as AdamW"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam.*sparse; use one"),
+    "closure": (
+        lambda p: NeedsClosure(p, 0.1),
+        r"NeedsClosure.step cannot do without an argument \(closure\); use one",
+    ),
+    "coupled": (lambda p: Coupled(p, 0.1), "Coupled updates a parameter by what other parameters are.*use one"),
+    "capturable": (
+        lambda p: torch.optim.Adam(p, capturable=True),
+        "capturable=True; a planned step needs capturable=False",
+    ),
+    "differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), "needs differentiable=False"),
+    "no optimizer": (list, "is a list; give a torch.optim.Optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS_REFUSED)
+def test_an_optimizer_that_cannot_be_cut_into_updates_is_named(name: str) -> None:
+    make, message = OPTIMIZERS_REFUSED[name]
+    model = made()
+    with pytest.raises(OverspillError, match=message):
+        step_for(model, make(model.parameters()))
+    assert not any(isinstance(m._parameters, Guarded) for m in model.modules())
+
+
+def test_muon_is_whole_tensors_at_a_time() -> None:
+    class Matrices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Tanh(), nn.Linear(16, 5, bias=False))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+    pair = Pair(Matrices, lambda p: torch.optim.Muon(p, 0.01))
+    pair.train(3)
+    pair.assert_same()
+
+
+def hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def test_step_hooks_are_refused() -> None:
+    model = made()
+    with pytest.raises(UnsupportedError, match=r"step hooks.*behind step"):
+        step_for(model, hooked(OPTIMIZERS["sgd"](model.parameters())))
+
+
+def test_parameters_of_another_model_are_refused() -> None:
+    model = made()
+    with pytest.raises(RequestError, match=r"9 parameters that are not the model's.*make it from model.parameters\(\)"):
+        step_for(model, OPTIMIZERS["sgd"](made().parameters()))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4, sparse=True)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+MODELS_REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sparse gradients": (Sparse, "embed makes sparse gradients.*sparse=False"),
+    "complex": (Complex, "weight is complex; keep its real and imaginary parts"),
+    "not initialised": (lambda: nn.LazyLinear(3), "not initialised yet; call the model once"),
+    "two devices": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "on 2 devices.*cpu, meta"),
+    "no parameters": (nn.ReLU, "no parameters to train"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS_REFUSED)
+def test_a_model_whose_parameters_cannot_move_is_refused(name: str) -> None:
+    make, message = MODELS_REFUSED[name]
+    model = make()
+    other = torch.optim.SGD(made().parameters(), 0.1)
+    with pytest.raises(OverspillError, match=message):
+        step_for(model, other)
+
+
+def test_a_second_step_of_the_same_model_is_refused_until_the_first_is_closed() -> None:
+    model = made()
+    first = step_for(model)
+    with pytest.raises(RequestError, match=r"another train_step has this model; call its close\(\) first"):
+        step_for(model)
+    first.close()
+    step_for(model).close()
+
+
+def vector_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def item_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = cross_entropy(model, x, y)
+    return loss * loss.item()
+
+
+def branching_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model, x, y) if x.sum() > 0 else model(x).sum()
+
+
+def nonzero_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x)[y.nonzero()].sum()
+
+
+def numpy_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model, x, y) * float(x.detach().numpy().sum())
+
+
+LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
+    "not scalar": (vector_loss, r"the loss is a tensor of shape \(8,\); .*mean or sum"),
+    "no tensor": (lambda model, x, y: 3.0, "the loss is float"),
+    "of no parameter": (lambda model, x, y: x.sum(), "no parameter gets a gradient|depends on none"),
+    "item()": (item_loss, r"reads values.*\.item\(\).*torch.where.*overspill.compile"),
+    "if": (branching_loss, "reads values.*torch.where.*overspill.compile"),
+    "nonzero": (nonzero_loss, r"follow from values \(test_refusals.py, line \d+\)"),
+    "numpy": (numpy_loss, r"numpy\(\)"),
+    "no loss": (None, "the model returns no loss|the loss is"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_REFUSED)
+def test_a_loss_that_cannot_be_captured_is_one_clear_error(name: str) -> None:
+    loss, message = LOSSES_REFUSED[name]
+    model = made()
+    step = step_for(model, None, loss)
+    inputs = batch_for(model)[: 1 if loss is None else 2]
+    with pytest.raises(OverspillError, match=message) as raised:
+        step(*inputs)
+    assert "\n" not in str(raised.value)
+    assert not step.is_unfinished
+    step.close()
+    assert model(inputs[0]).isfinite().all()
+
+
+def test_inputs_that_cannot_be_right_are_refused() -> None:
+    model = made()
+    step = step_for(model)
+    x, y = batch_for(model)
+    with pytest.raises(RequestError, match=r"input 0 is on meta and the model on cpu; move it with \.to\('cpu'\)"):
+        step(x.to("meta"), y)
+    with pytest.raises(RequestError, match=r"input 0 requires a gradient.*detach\(\)"):
+        step(x.requires_grad_(), y)
+    with pytest.raises(RequestError, match="8 samples cannot be split into 3 equal micro-batches"):
+        step_for(made(), accumulate=3)(x.detach(), y)
+
+
+def test_a_plain_mistake_in_the_model_is_shown_as_it_is() -> None:
+    model = made()
+    with pytest.raises(RuntimeError, match=r"reduction dim|mat1 and mat2"):
+        step_for(model)(torch.randn(8, 13), torch.randint(0, 5, (8,)))
+
+
+def test_a_parameter_that_was_replaced_is_noticed() -> None:
+    pair = Pair(Mlp)
+    pair.train(2)
+    pair.model.last.weight = nn.Parameter(torch.zeros(5, 32))
+    with pytest.raises(RequestError, match=r"a parameter of Linear is not the one.*close\(\).*anew"):
+        pair.step(*pair.inputs)
+    pair.step.close()
+
+
+def test_weights_assigned_by_load_state_dict_are_noticed() -> None:
+    pair = Pair(Mlp)
+    pair.train(2)
+    pair.model.load_state_dict(made().state_dict(), assign=True)
+    with pytest.raises(RequestError, match=r"not the one that the step was made for"):
+        pair.step(*pair.inputs)
+
+
+def test_a_model_of_another_dtype_is_noticed() -> None:
+    pair = Pair(Mlp)
+    pair.train(2)
+    pair.model.double()
+    with pytest.raises(RequestError, match=r"first.weight was float32 \(32, 12\) on cpu and is now float64.*anew"):
+        pair.step(pair.inputs[0].double(), pair.inputs[1])
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused(register: str) -> None:
+    model = made()
+    getattr(model.last.weight, register)(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"last.weight has a gradient hook.*clip_norm"):
+        step_for(model)(*batch_for(model))
+
+
+def test_hooks_on_modules_are_part_of_the_step() -> None:
+    def doubled(_module: nn.Module, _args: Any, result: Tensor) -> Tensor:
+        return 2 * result
+
+    def hooked_model() -> nn.Module:
+        model = Mlp()
+        model.last.register_forward_hook(doubled)
+        return model
+
+    pair = Pair(hooked_model)
+    pair.train(2)
+    pair.assert_same()
+
+
+def test_a_buffer_that_is_assigned_anew_is_refused() -> None:
+    class Counting(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            return super().forward(x)
+
+    model = made(Counting)
+    with pytest.raises(UnsupportedError, match=r"assigns seen anew in its forward; change it in place, with copy_\(\)"):
+        step_for(model)(*batch_for(model))
+
+
+def test_checksums_are_for_the_cpu() -> None:
+    with pytest.raises(RequestError, match="checksum=True is for the CPU"):
+        make_engine(HostStore(), torch.device("cuda"), checksum=True)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"accumulate": 0}, "accumulate=0 is not a positive number"),
+    ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+    ({"policy": "best"}, "unknown policy"),
+])  # fmt: skip
+def test_impossible_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    model = made()
+    with pytest.raises(RequestError, match=message):
+        step_for(model, **options)
+    assert not any(isinstance(m._parameters, Guarded) for m in model.modules())

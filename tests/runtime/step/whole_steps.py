@@ -1,0 +1,196 @@
+"""Small models, the plain training loop that a whole step has to equal, and both side by side."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import overspill
+from overspill.core.errors import InfeasibleBudget
+from overspill.runtime.step.train_step import TrainStep
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.training import same_bits
+
+CPU = torch.device("cpu")
+SMALLEST = "smallest"
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adamw, foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.9, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+}
+
+
+class Mlp(nn.Module):
+    """Linear layers with batch norm, an activation in place, dropout, and a frozen bias."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.act = nn.ReLU(inplace=True)
+        self.middle = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(width, 5)
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.middle(self.act(self.norm(self.first(x))))))
+
+
+class Cnn(nn.Module):
+    """Convolutions with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout2d(0.1),
+        )  # fmt: skip
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Lm(nn.Module):
+    """One transformer block whose output layer is its embedding."""
+
+    def __init__(self, words: int = 40, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.1, batch_first=True, norm_first=True)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(words)))
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def batch_for(model: nn.Module, size: int = 8) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    if isinstance(model, Lm):
+        words = torch.randint(0, 40, (size, 7), generator=drawn)
+        return words[:, :-1].contiguous(), words[:, 1:].contiguous()
+    shape = (size, 3, 8, 8) if isinstance(model, Cnn) else (size, 12)
+    return torch.randn(shape, generator=drawn), torch.randint(0, 5, (size,), generator=drawn)
+
+
+def made(model: Callable[[], nn.Module] = Mlp) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+@dataclass
+class Plain:
+    """The plain training loop: micro-batches, clipping, one step of the optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    loss_fn: Callable[..., Tensor] = cross_entropy
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        total: Tensor | None = None
+        for part in zip(*(i.chunk(self.accumulate) for i in inputs), strict=True):
+            loss = self.loss_fn(self.model, *part)
+            loss = loss if self.accumulate == 1 else loss / self.accumulate
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(trained, self.clip_norm)
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(trained, self.clip_value)
+        self.optimizer.step()
+        assert total is not None
+        return total
+
+
+@dataclass
+class Pair:
+    """One model trained by the plain loop, and a copy of it by a whole step within a budget."""
+
+    make_model: Callable[[], nn.Module] = Mlp
+    make_optimizer: MakeOptimizer = OPTIMIZERS["adamw"]
+    gradients: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.plain = Plain(made(self.make_model), None, **self.gradients)
+        self.model = copy.deepcopy(self.plain.model)
+        self.plain.optimizer = self.make_optimizer(self.plain.model.parameters())
+        self.optimizer = self.make_optimizer(self.model.parameters())
+        self.inputs = batch_for(self.model)
+        self.given = {"policy": "window", "budget": SMALLEST, "store": "host"} | self.options | self.gradients
+        self.make_step()
+        self.seed = 0
+
+    def make_step(self) -> None:
+        given = self.given | ({"budget": 1} if self.given["budget"] == SMALLEST else {})
+        self.step: TrainStep = overspill.train_step(self.model, cross_entropy, self.optimizer, **given)
+        self.step.tracker = LiveBytes(CPU)
+
+    def first_step(self, *inputs: Tensor) -> Tensor:
+        """A step; if its budget is to be the smallest that works, that is found by being refused."""
+        budget = 1
+        while True:
+            try:
+                return self.step(*inputs)
+            except InfeasibleBudget as refusal:
+                if self.given["budget"] != SMALLEST or refusal.floor_bytes <= budget:
+                    raise
+                budget = refusal.floor_bytes
+                self.step._plans.options = replace(self.step.options, budget=budget)
+
+    def train(self, steps: int = 1, inputs: tuple[Tensor, ...] | None = None) -> None:
+        """Both take `steps`, which must have the same losses."""
+        for _ in range(steps):
+            self.seed += 1
+            torch.manual_seed(self.seed)
+            expected = self.plain(*(inputs or self.inputs))
+            torch.manual_seed(self.seed)
+            assert same_bits(self.first_step(*(inputs or self.inputs)), expected)
+
+    def differences(self) -> list[str]:
+        """The names of weights, buffers and state that are not the same to the last bit."""
+        return differences(self.plain.model, self.plain.optimizer, self.model, self.optimizer)
+
+    def assert_same(self) -> None:
+        assert self.differences() == []
+
+
+def differences(model: nn.Module, optimizer: Optimizer, other: nn.Module, other_optimizer: Optimizer) -> list[str]:
+    state, other_state = model.state_dict(), other.state_dict()
+    found = [name for name, value in state.items() if not same_bits(value, other_state[name])]
+    kept, other_kept = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert {k: list(v) for k, v in kept.items()} == {k: list(v) for k, v in other_kept.items()}
+    return found + [
+        f"state {key} of {number}" for number, of in kept.items() for key, value in of.items()
+        if not same_bits(torch.as_tensor(value), torch.as_tensor(other_kept[number][key]))
+    ]  # fmt: skip
+
+
+def planned_peak(step: TrainStep) -> int:
+    return max(plan.peak_bytes for plan in step.plans)

@@ -1,0 +1,150 @@
+"""The transfer engine in trouble: stores that fail, handles that die early, and closing with work under way."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+from tests.runtime.transfer.engines import (
+    CPU,
+    ENGINES,
+    bring,
+    numbers,
+    send,
+    transfer_threads,
+    with_late_streams,
+    with_streams,
+    with_threads,
+)
+from torch import Tensor
+
+from overspill.core.errors import StoreError
+from overspill.runtime.transfer.engine import TransferEngine, make_engine
+from overspill.runtime.transfer.lanes import ThreadLane
+from overspill.runtime.transfer.stores import HostStore, Slot, Store
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> TransferEngine:
+    return ENGINES[request.param]()
+
+
+class Failing(HostStore):
+    """A host store that refuses to write, or to read."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def write(self, slot: Slot, source: Tensor) -> None:
+        if not self.writes:
+            raise StoreError("cannot write")
+        super().write(slot, source)
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        raise StoreError("cannot read")
+
+
+def test_a_write_that_fails_in_a_thread_is_raised_where_it_is_awaited() -> None:
+    with closing(with_threads(Failing(writes=False))) as engine:
+        handle = engine.offload(numbers(10))
+        with pytest.raises(StoreError, match="cannot write"):
+            engine.await_offload(handle)
+
+
+def test_a_read_that_fails_in_a_thread_is_raised_where_it_is_awaited() -> None:
+    with closing(with_threads(Failing(writes=True))) as engine:
+        tensor = engine.prefetch(send(engine, numbers(10)))
+        with pytest.raises(StoreError, match="cannot read"):
+            engine.await_prefetch(tensor)
+
+
+@pytest.mark.parametrize("make", [with_threads, with_streams])
+def test_a_store_that_fails_is_never_silent(make: Callable[[Store], TransferEngine]) -> None:
+    with closing(make(Failing(writes=False))) as engine, pytest.raises(StoreError, match="cannot write"):
+        send(engine, numbers(10))
+
+
+@pytest.mark.parametrize("make", [with_threads, with_streams])
+def test_a_write_that_failed_keeps_no_slot(make: Callable[[Store], TransferEngine]) -> None:
+    with closing(make(Failing(writes=False))) as engine:
+        with contextlib.suppress(StoreError):
+            send(engine, numbers(10))
+        gc.collect()
+        assert (engine.stored_count, engine.store.used_bytes) == (0, 0)
+
+
+class Held(HostStore):
+    """A host store that does not read until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = threading.Event()
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        self.let_go.wait(10)
+        super().read(slot, target)
+
+
+def reads_what_was_stored_after_its_handle_died(engine: TransferEngine, let_go: Callable[[], None]) -> bool:
+    """Whether a prefetch is right that was started before its handle died, and went on while the next offload ran."""
+    handle = send(engine, numbers(1000))
+    back = engine.prefetch(handle)
+    del handle
+    other = send(engine, -numbers(1000))
+    let_go()
+    engine.await_prefetch(back)
+    return torch.equal(back, numbers(1000)) and other.numel() == 1
+
+
+def test_a_slot_is_not_reused_while_a_thread_still_reads_it() -> None:
+    store = Held()
+    with closing(with_threads(store)) as engine:
+        assert reads_what_was_stored_after_its_handle_died(engine, store.let_go.set)
+
+
+def test_a_slot_is_not_reused_while_a_stream_still_reads_it() -> None:
+    with closing(with_late_streams()) as engine:
+        assert reads_what_was_stored_after_its_handle_died(engine, lambda: None)
+
+
+def test_closing_leaves_no_thread_and_can_be_done_twice(engine: TransferEngine) -> None:
+    handle = send(engine, numbers(10))
+    bring(engine, handle)
+    engine.close()
+    engine.close()
+    assert transfer_threads(engine) == []
+    del handle  # the table is gone: nothing to give back, nothing to complain about
+    assert engine.stored_count == 0
+
+
+def test_closing_with_transfers_under_way_is_clean(engine: TransferEngine) -> None:
+    ready = send(engine, numbers(100_000))
+    handles = [engine.offload(numbers(100_000)) for _ in range(5)]
+    tensors = [engine.prefetch(ready) for _ in range(5)]
+    engine.close()
+    assert transfer_threads(engine) == []
+    del ready, handles, tensors
+
+
+def test_a_handle_outlives_its_engine() -> None:
+    engine = with_threads(HostStore())
+    handle = send(engine, numbers(10))
+    engine.close()
+    del engine
+    gc.collect()
+    del handle
+
+
+def test_a_cpu_engine_uses_one_thread_each_way() -> None:
+    engine = make_engine(HostStore(), CPU)
+    assert isinstance(engine._outward, ThreadLane)
+    handle = send(engine, numbers(10))
+    bring(engine, handle)
+    assert sorted(transfer_threads(engine)) == ["overspill-offload_0", "overspill-prefetch_0"]
+    engine.close()

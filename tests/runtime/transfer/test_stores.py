@@ -1,0 +1,265 @@
+"""Every store gives back the bytes it was given, reuses its slots, and says clearly when it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.transfer.stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, Slot, Store, make_store
+
+SIZES = (0, 1, 2, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 1_000_003)
+
+
+class FakeDriver:
+    """`torch.cuda.cudart()`, which records what was registered; `status` is what registering answers."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.registered: dict[int, int] = {}
+        self.calls: list[str] = []
+
+    def cudart(self) -> FakeDriver:
+        return self
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        self.calls.append("register")
+        if self.status == 0:
+            self.registered[pointer] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.calls.append("unregister")
+        del self.registered[pointer]
+        return 0
+
+
+MAKERS: dict[str, Callable[[], Store]] = {
+    "disk": DiskStore,
+    "host": HostStore,
+    "pinned": lambda: PinnedStore(FakeDriver()),
+}
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    made = MAKERS[request.param]()
+    yield made
+    made.close()
+
+
+def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def read(store: Store, slot: Slot, nbytes: int) -> Tensor:
+    target = torch.empty(nbytes, dtype=torch.uint8)
+    store.read(slot, target)
+    return target
+
+
+def test_bytes_come_back_as_they_went(store: Store) -> None:
+    slots = [store.allocate(n) for n in SIZES]
+    for i, (slot, n) in enumerate(zip(slots, SIZES, strict=True)):
+        store.write(slot, some_bytes(n, i))
+    for i, (slot, n) in enumerate(zip(slots, SIZES, strict=True)):
+        assert torch.equal(read(store, slot, n), some_bytes(n, i))
+
+
+def test_nothing_grows_from_the_second_round_on(store: Store) -> None:
+    capacities = []
+    for _ in range(4):
+        slots = [store.allocate(n) for n in SIZES]
+        for slot in slots:
+            store.release(slot)
+        capacities.append(store.capacity_bytes)
+    assert capacities == [capacities[0]] * 4
+    assert store.used_bytes == 0
+    assert store.peak_bytes == capacities[0]
+
+
+def test_what_was_reserved_needs_no_growth(store: Store) -> None:
+    needed = sum(max(1, -(-n // PAGE_BYTES)) * PAGE_BYTES for n in SIZES)
+    store.reserve(needed)
+    assert store.capacity_bytes == needed
+    store.reserve(needed // 2)
+    for n in SIZES:
+        store.allocate(n)
+    assert store.capacity_bytes == needed
+
+
+def test_a_slot_is_aligned_to_pages_and_holds_what_was_asked(store: Store) -> None:
+    for n in SIZES:
+        slot = store.allocate(n)
+        assert slot.offset % PAGE_BYTES == 0
+        assert slot.nbytes >= max(1, n)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Allocations, writes and releases in any order: live slots never overlap and keep what was written."""
+
+    make: Callable[[], Store]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = type(self).make()
+        self.live: list[tuple[Slot, Tensor]] = []
+        self.seed = 0
+
+    def _fresh(self, nbytes: int) -> Tensor:
+        self.seed += 1
+        return some_bytes(nbytes, self.seed)
+
+    @rule(nbytes=st.sampled_from(SIZES[:-1]))
+    def allocate(self, nbytes: int) -> None:
+        slot, content = self.store.allocate(nbytes), self._fresh(nbytes)
+        self.store.write(slot, content)
+        self.live.append((slot, content))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def overwrite(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.live) - 1))
+        slot, old = self.live[index]
+        self.live[index] = slot, self._fresh(old.numel())
+        self.store.write(*self.live[index])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        slot, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.store.release(slot)
+
+    @rule(nbytes=st.integers(1, 10 * PAGE_BYTES))
+    def reserve(self, nbytes: int) -> None:
+        self.store.reserve(nbytes)
+        assert self.store.capacity_bytes >= nbytes
+
+    @invariant()
+    def live_slots_never_overlap(self) -> None:
+        spans = sorted((slot.chunk, slot.offset, slot.offset + slot.nbytes) for slot, _ in self.live)
+        assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(spans))
+
+    @invariant()
+    def contents_survive(self) -> None:
+        for slot, content in self.live:
+            assert torch.equal(read(self.store, slot, content.numel()), content)
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        assert self.store.used_bytes == sum(slot.nbytes for slot, _ in self.live)
+        assert self.store.used_bytes <= self.store.peak_bytes <= self.store.capacity_bytes or not self.store.peak_bytes
+
+    def teardown(self) -> None:
+        self.store.close()
+
+
+def _machine(name: str) -> type:
+    machine = type(f"AnyOrder_{name}", (AnyOrder,), {"make": staticmethod(MAKERS[name])})
+    case: type = machine.TestCase  # type: ignore[attr-defined]
+    case.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)  # type: ignore[attr-defined]
+    return case
+
+
+TestAnyOrderOnDisk = _machine("disk")
+TestAnyOrderInHostMemory = _machine("host")
+TestAnyOrderInPinnedMemory = _machine("pinned")
+
+
+def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore()
+    slot = store.allocate(10)
+    store.write(slot, some_bytes(10))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", refuse)
+        with pytest.raises(StoreError, match=r"1\.0 GiB more of host memory.*--store disk"):
+            store.reserve(2**30 + PAGE_BYTES)
+    assert store.capacity_bytes == PAGE_BYTES
+    assert torch.equal(read(store, slot, 10), some_bytes(10))
+
+
+def test_an_allocation_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore()
+    monkeypatch.setattr(store, "_allocate_chunk", lambda _: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(StoreError):
+        store.allocate(10)
+    assert (store.used_bytes, store.peak_bytes, store.capacity_bytes) == (0, 0, 0)
+
+
+def test_pinned_memory_is_registered_as_it_grows_and_unregistered_once() -> None:
+    driver = FakeDriver()
+    store = PinnedStore(driver)
+    store.reserve(PAGE_BYTES)
+    store.allocate(PAGE_BYTES)
+    store.allocate(5 * PAGE_BYTES)
+    assert sorted(driver.registered.values()) == [PAGE_BYTES, 5 * PAGE_BYTES]
+    store.close()
+    store.close()
+    assert driver.registered == {}
+    assert driver.calls == ["register", "register", "unregister", "unregister"]
+
+
+def test_a_driver_that_refuses_to_pin_is_a_store_error_and_nothing_stays() -> None:
+    driver = FakeDriver(status=2)
+    store = PinnedStore(driver)
+    with pytest.raises(StoreError, match="host memory"):
+        store.reserve(PAGE_BYTES)
+    assert store.capacity_bytes == 0
+    store.close()
+    assert driver.calls == ["register"]
+
+
+def test_the_advice_of_the_pinned_store_works_on_cuda() -> None:
+    with pytest.raises(StoreError) as caught:
+        PinnedStore(FakeDriver(status=2)).reserve(PAGE_BYTES)
+    assert "--store disk" not in str(caught.value)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "kind"),
+    [
+        (None, CPU, DiskStore),
+        ("disk", CPU, DiskStore),
+        ("host", CPU, HostStore),
+        (None, CUDA, PinnedStore),
+        ("pinned", CUDA, PinnedStore),
+    ],
+)
+def test_a_store_is_made_by_name_or_by_default(name: str | None, device: torch.device, kind: type[Store]) -> None:
+    made = make_store(name, device)
+    assert type(made) is kind
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "directory", "message"),
+    [
+        ("tape", CPU, None, "unknown store 'tape'; stores: disk, host, pinned"),
+        ("host", CPU, ".", "--store-dir is for the disk store, not for 'host'"),
+        (None, CUDA, ".", "--store-dir is for the disk store"),
+        ("pinned", CPU, None, "use --store disk or --store host"),
+        ("disk", CUDA, None, "use --store pinned"),
+        ("host", CUDA, None, "use --store pinned"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_with_what_can(
+    name: str | None, device: torch.device, directory: Path | None, message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        make_store(name, device, directory)
+    assert message in str(caught.value)
