@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from overspill.core.errors import RequestError
+from overspill.core.registry import Registry
 
 from .base import Solver
 from .solvers.cp_sat import CpSat
@@ -25,14 +23,9 @@ _ALL: tuple[Solver, ...] = (
     Mip(),
     CpSat(),
 )
-SOLVERS: dict[str, Solver] = {solver.name: solver for solver in _ALL}
+SOLVERS: Registry[Solver] = Registry("solver", "solvers", {solver.name: solver for solver in _ALL})
 
 
 def solver_named(name: str = DEFAULT) -> Solver:
     """The solver registered as `name`. Raises RequestError with the names that exist."""
-    try:
-        return SOLVERS[name]
-    except KeyError:
-        close = get_close_matches(name, SOLVERS, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise RequestError(f"unknown solver {name!r}{hint} Solvers: {', '.join(SOLVERS)}") from None
+    return SOLVERS.named(name)

@@ -1,0 +1,74 @@
+"""What can be asked for by name: ours, and what installed packages add through entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from .errors import RequestError
+
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
+    """`; did you mean 'auto'?` where one of `known` is close to `name`, else a full stop: the end of a first sentence."""
+    close = get_close_matches(name.lower(), tuple(known), n=most, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Things of one kind by name. Those of other packages come from the entry point group `overspill.<plural>`.
+
+    A package that has, say, `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
+    pyproject.toml adds a policy `mine`; `register` adds one to the running process. Names of ours cannot be replaced.
+    """
+
+    def __init__(self, kind: str, plural: str, own: Mapping[str, T]) -> None:
+        self.kind, self.plural = kind, plural
+        self._known: dict[str, T] = dict(own)
+
+    def register(self, name: str, thing: T) -> None:
+        """Add `thing` under a name of its own. Raises RequestError when the name is taken."""
+        if name in self:
+            raise RequestError(f"there is a {self.kind} {name!r} already; choose another name")
+        self._known[name] = thing
+
+    def named(self, name: str) -> T:
+        """What is registered as `name`. Raises RequestError with the names that exist and what was meant."""
+        if name not in self:
+            raise RequestError(
+                f"unknown {self.kind} {name!r}{did_you_mean(name, self)} {self.plural.capitalize()}: {', '.join(self)}"
+            )
+        return self[name]
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._known:
+            self._known[name] = self._loaded(self._entry_points[name])
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from dict.fromkeys((*self._known, *self._entry_points))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self._entry_points
+
+    @cached_property
+    def _entry_points(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=f"overspill.{self.plural}")}
+
+    def _loaded(self, point: EntryPoint) -> T:
+        """What an entry point names. Raises RequestError when its package cannot be imported."""
+        try:
+            thing: T = point.load()
+        except Exception as error:
+            package = point.dist.name if point.dist is not None else point.value
+            raise RequestError(
+                f"{self.kind} {point.name!r} of the package {package} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        return thing
