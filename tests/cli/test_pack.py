@@ -10,6 +10,7 @@ from tests.cli.commands import Overspill
 from tests.placement.packing.first_fit import FirstFit
 
 from overspill.core import Block, Trace
+from overspill.core.registry import Registry
 from overspill.placement import ALLOCATE, FREE, Events
 from overspill.placement.packing import registry
 from overspill.placement.packing.base import Limits, Packing
@@ -34,7 +35,8 @@ class Hopeless(FirstFit):
 @pytest.fixture(autouse=True)
 def solvers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Solvers whose answers are known, and `blocks.csv` in the current directory."""
-    monkeypatch.setattr(registry, "SOLVERS", {solver.name: solver for solver in (FirstFit(), Hopeless())})
+    known = {solver.name: solver for solver in (FirstFit(), Hopeless())}
+    monkeypatch.setattr(registry, "SOLVERS", Registry("solver", "solvers", known))
     Path("blocks.csv").write_text(BLOCKS, encoding="utf-8")
 
 
