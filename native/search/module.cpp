@@ -11,15 +11,15 @@
 #include <utility>
 #include <vector>
 
+#include "annealing.hpp"
 #include "changes.hpp"
-#include "decoder.hpp"
+#include "list_scheduler.hpp"
 #include "planner.hpp"
 #include "program.hpp"
-#include "walk.hpp"
 
 namespace nb = nanobind;
 
-namespace overspill::planning {
+namespace overspill::search {
 namespace {
 
 template <typename T>
@@ -34,7 +34,9 @@ std::vector<T> vector_of(const Column<T>& column) {
     return {column.data(), column.data() + column.shape(0)};
 }
 
-Flags flags_of(const Column<bool>& column) { return {column.data(), column.data() + column.shape(0)}; }
+Flags flags_of(const Column<bool>& column) {
+    return {column.data(), column.data() + column.shape(0)};
+}
 
 void must(bool holds, const char* what) {
     if (!holds) throw nb::value_error(what);
@@ -84,7 +86,8 @@ void make_graph(Graph* at, const nb::object& graph, const Column<double>& second
         made.workspace.push_back(nb::cast<Bytes>(op.attr("workspace_bytes")));
         std::vector<Algorithm>& algorithms = made.algorithms.emplace_back();
         for (const nb::handle one : op.attr("algorithms"))
-            algorithms.push_back({nb::cast<Bytes>(one.attr("workspace_bytes")), nb::cast<double>(one.attr("slowdown"))});
+            algorithms.push_back(
+                {nb::cast<Bytes>(one.attr("workspace_bytes")), nb::cast<double>(one.attr("slowdown"))});
     }
     for (const nb::handle tensor : graph.attr("tensors")) {
         made.nbytes.push_back(nb::cast<Bytes>(tensor.attr("nbytes")));
@@ -114,87 +117,66 @@ void make_planner(Planner* at, const Graph& graph, const Column<std::int32_t>& c
     new (at) Planner(std::move(with_algorithms), link_of(device), budget);
 }
 
-nb::object fitting(const Planner& planner, const Column<bool>& recompute, const Column<bool>& fleeting) {
-    Flags dropped = flags_of(recompute);
-    const auto tensors = static_cast<std::size_t>(planner.graph().tensors());
-    must(dropped.size() == tensors && fleeting.shape(0) == tensors, "there must be one flag a tensor");
-    auto decoder = planner.fitting(dropped, flags_of(fleeting));
-    if (!decoder) return nb::none();
-    return nb::make_tuple(std::move(decoder), those(dropped));
+void make_groups(RematGroups* at, std::vector<std::vector<Index>> tensors, std::vector<std::vector<Index>> alike,
+                 std::vector<Index> near) {
+    new (at) RematGroups{std::move(tensors), std::move(alike), std::move(near)};
 }
 
-Decoded decode(const Decoder& decoder, const Column<double>& dearer, const Column<bool>& first) {
-    must(dearer.shape(0) == static_cast<std::size_t>(decoder.whats()), "there must be one value a tensor and an op");
-    must(first.shape(0) == static_cast<std::size_t>(decoder.candidates().size()), "there must be one flag a candidate");
-    return decoder.decode({dearer.data(), dearer.shape(0)}, flags_of(first));
-}
-
-Array<Index> as_chosen(const Decoder& decoder, const Decoder& other, const Decoded& plan) {
-    must(std::ranges::all_of(plan.chosen, [&](Index c) { return c < other.candidates().size(); }),
-         "no plan of the other decoder");
-    return those(decoder.as_chosen(other, plan));
-}
-
-void make_units(Units* at, std::vector<std::vector<Index>> tensors, std::vector<std::vector<Index>> alike,
-                std::vector<Index> near) {
-    new (at) Units{std::move(tensors), std::move(alike), std::move(near)};
-}
-
-void make_walk(Walk* at, const Planner& planner, const Units& units) {
+void make_annealing(Annealing* at, const Planner& planner, const RematGroups& groups) {
     const auto below = [](const std::vector<std::vector<Index>>& lists, Index count) {
         return std::ranges::all_of(lists, [&](const auto& list) {
             return std::ranges::all_of(list, [&](Index i) { return i >= 0 && i < count; });
         });
     };
-    must(units.near.size() == static_cast<std::size_t>(planner.graph().tensors()) &&
-             units.alike.size() == units.tensors.size() && below(units.tensors, planner.graph().tensors()) &&
-             below(units.alike, units.size()),
-         "units of another graph");
-    new (at) Walk(planner, units);
+    must(groups.near.size() == static_cast<std::size_t>(planner.graph().tensors()) &&
+             groups.alike.size() == groups.tensors.size() && below(groups.tensors, planner.graph().tensors()) &&
+             below(groups.alike, groups.size()),
+         "groups of another graph");
+    new (at) Annealing(planner, groups);
 }
 
-void begin(Walk& walk, const Column<bool>& recompute, const Column<Key>& away) {
-    must(recompute.shape(0) == walk.tensors(), "there must be one flag a tensor");
-    walk.begin(flags_of(recompute), vector_of(away));
+void begin(Annealing& annealing, const Column<bool>& recompute) {
+    must(recompute.shape(0) == annealing.tensors(), "there must be one flag a tensor");
+    annealing.begin(flags_of(recompute));
 }
 
-void go_on(Walk& walk, std::int64_t most, std::int64_t until, double steering, Seconds warm, Seconds aim) {
-    must(walk.best() != nullptr, "the walk has not begun");
+void anneal(Annealing& annealing, std::int64_t most, std::int64_t most_evaluations, double perturbation_rate,
+            Seconds temperature, Seconds target_seconds) {
+    must(annealing.best() != nullptr, "the annealing has no start");
     const nb::gil_scoped_release released;
-    walk.go_on(most, until, steering, warm, aim, [] {
+    annealing.anneal(most, most_evaluations, perturbation_rate, temperature, target_seconds, [] {
         const nb::gil_scoped_acquire held;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     });
 }
 
 }  // namespace
-}  // namespace overspill::planning
+}  // namespace overspill::search
 
 NB_MODULE(_search, module) {
-    using namespace overspill::planning;
+    using namespace overspill::search;
     module.doc() = "The native part of overspill.policies.auto.search.";
-    nb::class_<Decoded>(module, "Decoded")
-        .def_ro("seconds", &Decoded::seconds)
-        .def_ro("moved_bytes", &Decoded::moved_bytes)
-        .def_ro("peak_bytes", &Decoded::peak_bytes)
-        .def_prop_ro("chosen", [](const Decoded& self) { return array_of(self.chosen); }, kNew)
-        .def_prop_ro("trips", [](const Decoded& self) { return array_of(self.trips); }, kNew)
-        .def_prop_ro("release", [](const Decoded& self) { return array_of(self.release); }, kNew)
-        .def_prop_ro("issue", [](const Decoded& self) { return array_of(self.issue); }, kNew)
-        .def_prop_ro("lost", [](const Decoded& self) { return array_of(self.lost); }, kNew);
-    nb::class_<Decoder>(module, "Decoder")
-        .def("__len__", [](const Decoder& self) { return self.candidates().size(); })
-        .def("decode", &decode, nb::arg("dearer"), nb::arg("first"))
-        .def("among", [](const Decoder& self, const Column<Key>& gaps) { return those(self.among(vector_of(gaps))); },
-             nb::arg("gaps"))
-        .def("as_chosen", &as_chosen, nb::arg("other"), nb::arg("plan"))
-        .def("trips",
-             [](const Decoder& self) {
+    nb::class_<TimedPlan>(module, "TimedPlan")
+        .def_ro("seconds", &TimedPlan::seconds)
+        .def_ro("moved_bytes", &TimedPlan::moved_bytes)
+        .def_ro("peak_bytes", &TimedPlan::peak_bytes)
+        .def_prop_ro(
+            "chosen", [](const TimedPlan& self) { return array_of(self.chosen); }, kNew)
+        .def_prop_ro(
+            "swaps", [](const TimedPlan& self) { return array_of(self.swaps); }, kNew)
+        .def_prop_ro(
+            "release", [](const TimedPlan& self) { return array_of(self.release); }, kNew)
+        .def_prop_ro("issue", [](const TimedPlan& self) { return array_of(self.issue); }, kNew);
+    nb::class_<ListScheduler>(module, "ListScheduler")
+        .def("__len__", [](const ListScheduler& self) { return self.candidates().size(); })
+        .def("swaps",
+             [](const ListScheduler& self) {
                  std::vector<Index> found;
-                 for (const Trip& t : self.candidates().trips()) found.insert(found.end(), {t.tensor, t.start, t.end, t.copy});
+                 for (const Swap& t : self.candidates().swaps())
+                     found.insert(found.end(), {t.tensor, t.start, t.end, t.copy});
                  return array_of(std::move(found));
              })
-        .def("slower", [](const Decoder& self) {
+        .def("slower", [](const ListScheduler& self) {
             std::vector<Index> found;
             for (const Slower& s : self.candidates().slower()) found.insert(found.end(), {s.op, s.number});
             return array_of(std::move(found));
@@ -203,22 +185,20 @@ NB_MODULE(_search, module) {
         .def("__init__", &make_graph, nb::arg("graph"), nb::arg("seconds"), nb::arg("forward"), nb::arg("leaves"),
              nb::arg("least"), nb::arg("whole"));
     nb::class_<Planner>(module, "Planner")
-        .def("__init__", &make_planner, nb::arg("graph"), nb::arg("chosen"), nb::arg("device"), nb::arg("budget"))
-        .def("fitting", &fitting, nb::arg("recompute"), nb::arg("fleeting"));
-    nb::class_<Units>(module, "Units")
-        .def("__init__", &make_units, nb::arg("tensors"), nb::arg("alike"), nb::arg("near"));
+        .def("__init__", &make_planner, nb::arg("graph"), nb::arg("chosen"), nb::arg("device"), nb::arg("budget"));
+    nb::class_<RematGroups>(module, "RematGroups")
+        .def("__init__", &make_groups, nb::arg("tensors"), nb::arg("alike"), nb::arg("near"));
     nb::class_<Attempt>(module, "Attempt")
-        .def_prop_ro("recompute", [](const Attempt& self) { return those(self.decision.recompute); }, kNew)
-        .def_prop_ro("fleeting", [](const Attempt& self) { return those(self.decision.fleeting); }, kNew)
-        .def_ro("decoder", &Attempt::decoder)
-        .def_ro("plan", &Attempt::plan)
-        .def("seconds_on",
-             [](const Attempt& self, const nb::object& device) { return self.decoder->seconds_on(link_of(device), self.plan); },
-             nb::arg("device"));
-    nb::class_<Walk>(module, "Walk")
-        .def("__init__", &make_walk, nb::arg("planner"), nb::arg("units"))
-        .def_rw("looks", &Walk::looks)
-        .def_prop_ro("best", &Walk::best)
-        .def("begin", &begin, nb::arg("recompute"), nb::arg("away"))
-        .def("go_on", &go_on, nb::arg("most"), nb::arg("until"), nb::arg("steering"), nb::arg("warm"), nb::arg("aim"));
+        .def_prop_ro(
+            "recompute", [](const Attempt& self) { return those(self.decision.recompute); }, kNew)
+        .def_prop_ro(
+            "drop_after_use", [](const Attempt& self) { return those(self.decision.drop_after_use); }, kNew)
+        .def_ro("scheduler", &Attempt::scheduler)
+        .def_ro("plan", &Attempt::plan);
+    nb::class_<Annealing>(module, "Annealing")
+        .def("__init__", &make_annealing, nb::arg("planner"), nb::arg("groups"))
+        .def_prop_ro("best", &Annealing::best)
+        .def("begin", &begin, nb::arg("recompute"))
+        .def("anneal", &anneal, nb::arg("attempts"), nb::arg("evaluations"), nb::arg("perturbation_rate"),
+             nb::arg("temperature_seconds"), nb::arg("target_seconds"));
 }

@@ -1,4 +1,4 @@
-// From what is recomputed to a program that fits, and its decoder.
+// From what is recomputed to a program that fits into the budget, and its list scheduler.
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "decoder.hpp"
+#include "list_scheduler.hpp"
 #include "program.hpp"
-#include "trips.hpp"
+#include "swaps.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
 // A graph, a device's link and a budget: makes decoders for programs that recompute one thing or another.
 class Planner {
@@ -21,9 +21,9 @@ class Planner {
 
     const Graph& graph() const { return *graph_; }
 
-    // The most seconds that steering adds to trips of a tensor, by tensor, and then to slower algorithms, by op. Twin of
-    // most_dearer in src/overspill/policies/units.py.
-    std::vector<Seconds> most_dearer() const {
+    // The most seconds of penalty that a change draws: for swaps of a tensor, by tensor, then for slower algorithms, by
+    // op.
+    std::vector<Seconds> most_penalty() const {
         std::vector<Seconds> found;
         for (const Bytes nbytes : graph_->nbytes) found.push_back(link_.offload(nbytes));
         for (Index op = 0; op < graph_->ops(); ++op) {
@@ -34,11 +34,11 @@ class Planner {
         return found;
     }
 
-    // A decoder of the program that recomputes `dropped`, which become those for which there is room where they are made
-    // again; none where no program fits.
-    std::shared_ptr<const Decoder> fitting(Flags& dropped, const Flags& fleeting) const {
+    // A scheduler of the program that recomputes `dropped`, which become those for which there is room where they are
+    // made again; none where no program fits.
+    std::shared_ptr<const ListScheduler> fitting(Flags& dropped, const Flags& drop_after_use) const {
         while (true) {
-            const Program program(*graph_, dropped, fleeting);
+            const Program program(*graph_, dropped, drop_after_use);
             const std::vector<Bytes> alone = program.alone();
             Flags around(alone.size() + 2, 0);
             bool over = false;
@@ -47,12 +47,12 @@ class Planner {
                 over = true;
                 around[i ? i - 1 : 0] = around[i] = around[i + 1] = 1;
             }
-            if (!over) return std::make_shared<const Decoder>(graph_, program, link_, budget_);
+            if (!over) return std::make_shared<const ListScheduler>(graph_, program, link_, budget_);
             if (std::none_of(dropped.begin(), dropped.end(), [](auto flag) { return flag != 0; })) return nullptr;
             bool crowded = false;
             Flags fewer = dropped;
             for (const Gap& gap : program.gaps) {
-                if (!gap.remade || !around[gap.end] || !dropped[gap.tensor]) continue;
+                if (!gap.rematerialized || !around[gap.end] || !dropped[gap.tensor]) continue;
                 fewer[gap.tensor] = 0;
                 crowded = true;
             }
@@ -66,4 +66,4 @@ class Planner {
     Bytes budget_;
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

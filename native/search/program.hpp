@@ -1,5 +1,4 @@
-// The steps of a graph with recomputations put in, and the lifetimes that follow from their order. Twin of
-// src/overspill/policies/program.py and the rules of base.py.
+// The steps of a graph with recomputations put in, and the lifetimes that follow from their order.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace overspill::planning {
+namespace overspill::search {
 
 using Bytes = std::int64_t;
 using Seconds = double;
@@ -79,7 +78,7 @@ struct Graph {
     std::vector<Index> least;   // its algorithm of least workspace
     std::vector<Bytes> nbytes;
     Flags persistent, movable, leaves, output;  // leaves: worth a transfer as well
-    Flags can_remake;                           // its producer can make it again
+    Flags can_rematerialize;                    // its producer can make it again
     bool whole = false;                         // one graph runs the whole step
     std::vector<Index> producer, last_use;      // -1: none
 
@@ -94,7 +93,7 @@ struct Graph {
         return seconds[op] * (algorithm ? algorithms[op][algorithm].slowdown : 1.0);
     }
 
-    bool remakes(Index op, Index tensor) const {
+    bool rematerializes(Index op, Index tensor) const {
         const auto made = recompute_writes[op];
         return std::find(made.begin(), made.end(), tensor) != made.end();
     }
@@ -109,10 +108,10 @@ struct Graph {
                 if (!persistent[t] && producer[t] < 0) producer[t] = op;
             }
         }
-        can_remake.assign(nbytes.size(), 0);
+        can_rematerialize.assign(nbytes.size(), 0);
         for (Index t = 0; t < tensors(); ++t) {
             if (output[t]) last_use[t] = ops();
-            can_remake[t] = producer[t] >= 0 && remakes(producer[t], t);
+            can_rematerialize[t] = producer[t] >= 0 && rematerializes(producer[t], t);
         }
     }
 };
@@ -125,7 +124,7 @@ struct Step {
 
 struct Gap {
     Index tensor, start, end;
-    bool remade;
+    bool rematerialized;
 
     bool wraps() const { return end <= start; }
 };
@@ -133,15 +132,15 @@ struct Gap {
 // Puts recomputations in front of the backward ops that need them, each as late as it can be.
 class Recomputations {
   public:
-    Recomputations(const Graph& graph, const Flags& dropped, const Flags& fleeting)
-        : graph_(graph), dropped_(dropped), fleeting_(fleeting), remade_(graph.nbytes.size(), 0) {}
+    Recomputations(const Graph& graph, const Flags& dropped, const Flags& drop_after_use)
+        : graph_(graph), dropped_(dropped), drop_after_use_(drop_after_use), rematerialized_(graph.nbytes.size(), 0) {}
 
     std::vector<Step> steps() {
         std::vector<Step> steps;
         for (Index op = 0; op < graph_.ops(); ++op) {
             if (!graph_.forward[op]) {
-                for (const Index t : fleeing_) remade_[t] = 0;
-                fleeing_.clear();
+                for (const Index t : dropping_) rematerialized_[t] = 0;
+                dropping_.clear();
                 for (const Index t : graph_.reads[op]) ensure(t, op, steps);
             }
             steps.push_back({op, false, {}});
@@ -152,15 +151,15 @@ class Recomputations {
   private:
     const Graph& graph_;
     const Flags& dropped_;
-    const Flags& fleeting_;
-    Flags remade_;
-    std::vector<Index> fleeing_, pending_;
+    const Flags& drop_after_use_;
+    Flags rematerialized_;
+    std::vector<Index> dropping_, pending_;
 
     // Whether op `now` needs a recomputation of a tensor that it reads.
-    bool missing(Index tensor, Index now) const { return graph_.can_remake[tensor] && gone(tensor, now); }
+    bool missing(Index tensor, Index now) const { return graph_.can_rematerialize[tensor] && gone(tensor, now); }
 
     bool gone(Index tensor, Index now) const {
-        if (graph_.persistent[tensor] || remade_[tensor]) return false;
+        if (graph_.persistent[tensor] || rematerialized_[tensor]) return false;
         return graph_.forward[graph_.producer[tensor]] && (dropped_[tensor] || graph_.last_use[tensor] < now);
     }
 
@@ -181,8 +180,8 @@ class Recomputations {
             for (const Index t : graph_.recompute_writes[op])
                 if (t == wanted || (dropped_[t] && gone(t, now))) step.makes.push_back(t);
             for (const Index t : step.makes) {
-                remade_[t] = 1;
-                if (fleeting_[t]) fleeing_.push_back(t);
+                rematerialized_[t] = 1;
+                if (drop_after_use_[t]) dropping_.push_back(t);
             }
             steps.push_back(std::move(step));
             pending_.pop_back();
@@ -193,14 +192,13 @@ class Recomputations {
 class Program {
   public:
     std::vector<Step> steps;
-    Lists births, written;  // by tensor
-    std::vector<Gap> gaps;    // those in which a tensor is remade, or may leave
-    std::vector<Bytes> live;  // when nothing is away but what is remade, with the algorithms chosen
+    Lists births, written;    // by tensor
+    std::vector<Gap> gaps;    // those in which a tensor is rematerialized, or may leave
+    std::vector<Bytes> live;  // when nothing is away but what is rematerialized, with the algorithms chosen
     Index end_of_forward = 0;
 
-    Program(const Graph& graph, const Flags& dropped, const Flags& fleeting)
-        : steps(Recomputations(graph, dropped, fleeting).steps()),
-          graph_(graph) {
+    Program(const Graph& graph, const Flags& dropped, const Flags& drop_after_use)
+        : steps(Recomputations(graph, dropped, drop_after_use).steps()), graph_(graph) {
         find_live(find_gaps());
     }
 
@@ -234,7 +232,7 @@ class Program {
         std::vector<Bytes> found = live;
         ByStep away(steps.size());
         for (const Gap& gap : gaps) {
-            if (gap.remade) continue;
+            if (gap.rematerialized) continue;
             away.add(gap.start + 1, gap.wraps() ? length() : gap.end, -graph_.nbytes[gap.tensor]);
             if (gap.wraps()) away.add(0, gap.end, -graph_.nbytes[gap.tensor]);
         }
@@ -295,10 +293,10 @@ class Program {
                 there.add(uses.front(), uses.back() + 1, graph_.nbytes[t]);
             if (graph_.persistent[t] && !graph_.movable[t]) continue;
             for (std::size_t k = 0; k + 1 < uses.size(); ++k) {
-                const bool remade = !graph_.persistent[t] && births[t].size() > 1 &&
-                                    std::ranges::binary_search(births[t].subspan(1), uses[k + 1]);
-                if (remade || (graph_.leaves[t] && uses[k + 1] > uses[k] + 1))
-                    gaps.push_back({t, uses[k], uses[k + 1], remade});
+                const bool rematerialized = !graph_.persistent[t] && births[t].size() > 1 &&
+                                            std::ranges::binary_search(births[t].subspan(1), uses[k + 1]);
+                if (rematerialized || (graph_.leaves[t] && uses[k + 1] > uses[k] + 1))
+                    gaps.push_back({t, uses[k], uses[k + 1], rematerialized});
             }
             if (graph_.persistent[t] && graph_.leaves[t] && !uses.empty() && uses.front() + length() > uses.back() + 1)
                 gaps.push_back({t, uses.back(), uses.front(), false});
@@ -308,7 +306,7 @@ class Program {
 
     void find_live(ByStep there) {
         for (const Gap& gap : gaps) {
-            if (!gap.remade) continue;
+            if (!gap.rematerialized) continue;
             there.add(gap.start + 1, gap.end, -graph_.nbytes[gap.tensor]);
         }
         live.assign(steps.size(), 0);
@@ -323,4 +321,4 @@ class Program {
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

@@ -1,5 +1,5 @@
-// Random numbers that the twin draws as well: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom
-// number generators", §3). Twin of src/overspill/policies/randoms.py.
+// Random numbers that are the same on every machine: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom
+// number generators", §3).
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 #include "program.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
 class Random {
   public:
@@ -33,4 +33,4 @@ class Random {
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

@@ -1,5 +1,4 @@
-// The greedy choice of what to take off the device, cheapest per byte-second relieved first. Twin of
-// src/overspill/policies/select.py, which gives the same answer.
+// The greedy choice of what to take off the device, cheapest per byte-second relieved first.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "over.hpp"
+#include "excess.hpp"
 #include "program.hpp"
-#include "trips.hpp"
+#include "swaps.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
 // Scores with their candidates, the least first, ties by candidate: a heap of those that are finite.
 class LeastFirst {
@@ -78,7 +77,7 @@ class Choice {
           budget_(budget),
           cost_(cost),
           open_(static_cast<std::size_t>(among.size()), 1),
-          over_(steps.ticks, excess(first)),
+          excess_steps_(steps.ticks, excess(first)),
           room_out_(steps.in_forward),
           room_back_(steps.in_backward) {
         out_.reserve(static_cast<std::size_t>(among.size()));
@@ -87,8 +86,8 @@ class Choice {
             if (first[i]) mark(i);
     }
 
-    // The candidates taken. `looks`: how often one was looked at.
-    std::vector<Index> made(std::int64_t& looks) {
+    // The candidates taken. `evaluations`: how often one was looked at.
+    std::vector<Index> made(std::int64_t& evaluations) {
         // A score only grows while others are taken, but for those that become cheaper: one that has not grown since it
         // was looked at is the least.
         LeastFirst queue;
@@ -97,7 +96,7 @@ class Choice {
         queue.arrange();
         while (!queue.empty()) {
             const auto [before, index] = queue.top();
-            ++looks;
+            ++evaluations;
             const Seconds now = open_[index] ? score(index) : kNever;
             if (now > before) {
                 queue.raise(now);
@@ -118,7 +117,7 @@ class Choice {
     std::span<const Seconds> cost_;
     std::vector<Seconds> out_;
     Flags open_;
-    Over over_;
+    Excess excess_steps_;
     Seconds room_out_, room_back_;
     std::vector<Index> taken_;
     std::vector<Index> cheaper_;  // open candidates that the last one taken has made cheaper
@@ -142,20 +141,22 @@ class Choice {
     // The cost per byte and time relieved; infinite where nothing is.
     Seconds score(Index index) {
         const Candidate& c = among_[index];
-        const std::int64_t time = over_.within(c.spans[0]) + (c.spans[1].end ? over_.within(c.spans[1]) : 0);
+        const std::int64_t time =
+            excess_steps_.within(c.spans[0]) + (c.spans[1].end ? excess_steps_.within(c.spans[1]) : 0);
         const double area = static_cast<double>(c.nbytes) * static_cast<double>(time);
         if (!(area > 0)) return kNever;
-        const Seconds exposed = std::max(out_[index] - std::max(0.0, room_out_), 0.0) +
-                                std::max(c.back - std::max(0.0, room_back_), 0.0);
+        const Seconds exposed =
+            std::max(out_[index] - std::max(0.0, room_out_), 0.0) + std::max(c.back - std::max(0.0, room_back_), 0.0);
         return (cost_[index] + exposed) / area;
     }
 
     void take(Index index) {
-        for (const Span& span : among_[index].spans) over_.relieve(span, among_[index].nbytes, steps_.ticks);
+        for (const Span& span : among_[index].spans) excess_steps_.relieve(span, among_[index].nbytes, steps_.ticks);
         mark(index);
     }
 
-    // Counts a candidate as taken. Whichever part of a trip it is, one copy in the store serves every trip of its tensor.
+    // Counts a candidate as taken. Whichever part of a swap it is, one copy in the store serves every swap of its
+    // tensor.
     void mark(Index index) {
         const Candidate& c = among_[index];
         open_[index] = 0;
@@ -163,7 +164,7 @@ class Choice {
         room_back_ -= c.back;
         taken_.push_back(index);
         cheaper_.clear();
-        if (c.trip < 0) return;
+        if (c.swap < 0) return;
         for (const Index other : among_.of_tensor(among_.tensor_of(index)))
             if (std::exchange(out_[other], 0.0) > 0 && open_[other]) cheaper_.push_back(other);
     }
@@ -194,4 +195,4 @@ class Choice {
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

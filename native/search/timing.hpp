@@ -1,5 +1,4 @@
-// When transfers start and are awaited: the latest that costs no time, the earliest that memory demands. Twin of
-// src/overspill/policies/timing.py.
+// When transfers start and are awaited: the latest that costs no time, the earliest that memory demands.
 #pragma once
 
 #include <algorithm>
@@ -8,36 +7,37 @@
 #include <vector>
 
 #include "program.hpp"
-#include "trips.hpp"
+#include "swaps.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
 using Pairs = std::vector<std::pair<Index, Index>>;
 
 // Trips made, as numbers of `made`, by one of their steps; of the same step as in `made`.
-inline std::vector<Index> by(Index Trip::*step, const std::vector<Trip>& trips, const std::vector<Index>& made,
+inline std::vector<Index> by(Index Swap::* step, const std::vector<Swap>& swaps, const std::vector<Index>& made,
                              Index length) {
     Pairs found;
-    for (Index i = 0; i < static_cast<Index>(made.size()); ++i) found.emplace_back(trips[made[i]].*step, i);
+    for (Index i = 0; i < static_cast<Index>(made.size()); ++i) found.emplace_back(swaps[made[i]].*step, i);
     return Lists(length + 1, found).values;
 }
 
-// The trips that a plan makes: which send their tensor to the store, and before which steps each is released and issued.
+// The swaps that a plan makes: which send their tensor to the store, and before which steps each is released and
+// issued.
 class Timing {
   public:
-    Flags copied;                       // of each trip made: whether its tensor is sent, and not in the store already
-    std::vector<Index> release, issue;  // of each trip made
+    Flags copied;                       // of each swap made: whether its tensor is sent, and not in the store already
+    std::vector<Index> release, issue;  // of each swap made
 
-    // `made` are in the order of `trips`: by tensor, then by start. `live` are the bytes on the device at each step if no
-    // trip were made, `clock` tells when each step starts.
-    Timing(const std::vector<Trip>& trips, const std::vector<Index>& made, const Link& link, const Clock& clock,
+    // `made` are in the order of `swaps`: by tensor, then by start. `live` are the bytes on the device at each step if
+    // no swap were made, `clock` tells when each step starts.
+    Timing(const std::vector<Swap>& swaps, const std::vector<Index>& made, const Link& link, const Clock& clock,
            std::vector<Bytes> live, Bytes budget)
-        : trips_(trips), made_(made), link_(link), clock_(clock), live_(std::move(live)), budget_(budget) {
+        : swaps_(swaps), made_(made), link_(link), clock_(clock), live_(std::move(live)), budget_(budget) {
         ByStep away(live_.size());
         for (Index i = 0; i < count(); ++i) {
-            const Trip& trip = of(i);
-            away.add(trip.start + 1, trip.wraps() ? length() : trip.end, -trip.nbytes);
-            if (trip.wraps()) away.add(0, trip.end, -trip.nbytes);
+            const Swap& swap = of(i);
+            away.add(swap.start + 1, swap.wraps() ? length() : swap.end, -swap.nbytes);
+            if (swap.wraps()) away.add(0, swap.end, -swap.nbytes);
         }
         away.add_to(live_);
         find_copies();
@@ -51,7 +51,7 @@ class Timing {
   private:
     static constexpr double kIssueMargin = 1.2;  // timing.py's ISSUE_MARGIN
 
-    const std::vector<Trip>& trips_;
+    const std::vector<Swap>& swaps_;
     const std::vector<Index>& made_;
     const Link& link_;
     const Clock& clock_;
@@ -59,14 +59,14 @@ class Timing {
     Bytes budget_;
 
     Index count() const { return static_cast<Index>(made_.size()); }
-    const Trip& of(Index i) const { return trips_[made_[i]]; }
+    const Swap& of(Index i) const { return swaps_[made_[i]]; }
     Index length() const { return static_cast<Index>(live_.size()); }
 
     void add(Index from, Index to, Bytes nbytes) {
         for (Index i = from; i < to; ++i) live_[i] += nbytes;
     }
 
-    // One copy in the store serves the trips of a tensor until it is written again; one that wraps finds it there.
+    // One copy in the store serves the swaps of a tensor until it is written again; one that wraps finds it there.
     void find_copies() {
         copied.assign(made_.size(), 0);
         for (Index i = 0; i < count();) {
@@ -85,14 +85,14 @@ class Timing {
     void find_releases() {
         release.assign(made_.size(), 0);
         Pairs copies;
-        for (const Index i : by(&Trip::start, trips_, made_, length())) {
+        for (const Index i : by(&Swap::start, swaps_, made_, length())) {
             if (copied[i])
                 copies.emplace_back(of(i).copy, i);
             else
                 release[i] = of(i).start + 1;
         }
         const Lists starting(length() + 1, copies);
-        std::vector<std::pair<Index, Seconds>> leaving, staying;  // (trip made, when its copy is done)
+        std::vector<std::pair<Index, Seconds>> leaving, staying;  // (swap made, when its copy is done)
         Seconds link_free = 0, delay = 0;
         for (Index position = 0; position <= length(); ++position) {
             Seconds now = clock_[position] + delay;
@@ -106,10 +106,10 @@ class Timing {
                 if (of(i).start < position) over += of(i).nbytes;
             staying.clear();
             for (const auto& [i, done] : leaving) {
-                const Trip& trip = of(i);
-                if (trip.start < position && (done <= now || over > 0 || position >= trip.latest)) {
+                const Swap& swap = of(i);
+                if (swap.start < position && (done <= now || over > 0 || position >= swap.latest)) {
                     now = std::max(now, done);
-                    over -= trip.nbytes;
+                    over -= swap.nbytes;
                     release[i] = position;
                 } else {
                     staying.emplace_back(i, done);
@@ -124,7 +124,7 @@ class Timing {
     // Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need.
     void find_issues() {
         issue.assign(made_.size(), 0);
-        const std::vector<Index> order = by(&Trip::end, trips_, made_, length());
+        const std::vector<Index> order = by(&Swap::end, swaps_, made_, length());
         std::vector<Index> wanted(made_.size());
         Seconds next = kNever;
         for (auto i = order.rbegin(); i != order.rend(); ++i) {
@@ -132,15 +132,15 @@ class Timing {
             wanted[*i] = std::max(Index{0}, clock_.until(next));
         }
         for (const Index i : order) {
-            const Trip& trip = of(i);
-            const Index free = trip.wraps() ? 0 : release[i];
-            const Index first = std::min(std::max({wanted[i], trip.earliest, free}), trip.end);
-            Index at = trip.end;
-            while (at > first && live_[at - 1] + trip.nbytes <= budget_) --at;
+            const Swap& swap = of(i);
+            const Index free = swap.wraps() ? 0 : release[i];
+            const Index first = std::min(std::max({wanted[i], swap.earliest, free}), swap.end);
+            Index at = swap.end;
+            while (at > first && live_[at - 1] + swap.nbytes <= budget_) --at;
             issue[i] = at;
-            add(at, trip.end, trip.nbytes);
+            add(at, swap.end, swap.nbytes);
         }
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

@@ -2,7 +2,7 @@
 
 Beside the least that a step needs, some tensors have no room there: each is away as a whole, and comes back between
 that step and its next use. A *window* is the time from the end of one step to the start of another. In the window
-of such a trip the tensor crosses the link, or an op runs again to make it; what that op reads and had no room at the
+of such a swap the tensor crosses the link, or an op runs again to make it; what that op reads and had no room at the
 window's first step either, crosses the link or is made in the same window. Where an op runs again between two steps,
 what both of them use is there as well, or leaves after the one and is back before the other.
 
@@ -17,17 +17,13 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overspill.planning.step_program import Gap
 
-from .fluid import Terms
-from .linear_program import added
-
-if TYPE_CHECKING:
-    from .step_time import Bound
+from .linear_program import Terms, added
+from .relaxation import Relaxation
 
 NEIGHBOURS = 8
 """How many windows' ends are looked at together with one window's start."""
@@ -42,7 +38,7 @@ NEGLIGIBLE = 1e-5
 
 
 @dataclass(frozen=True)
-class Trip:
+class ForcedSwap:
     """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor."""
 
     gap: Gap
@@ -65,55 +61,57 @@ class _Move:
     out: bool = False
 
 
-class Windows:
-    """The rows of the trips that a budget forces in a `Bound`."""
+class ForcedTransfers:
+    """The rows of the swaps that a budget forces in a relaxation."""
 
-    def __init__(self, bound: Bound) -> None:
-        self.bound = bound
-        self.graph, self.program, self.lp = bound.graph, bound.program, bound.lp
-        self.room = bound.budget_bytes - bound.alone
+    def __init__(self, relaxation: Relaxation) -> None:
+        self.relaxation, self.recomputations = relaxation, relaxation.recomputations
+        self.graph, self.program, self.lp = relaxation.graph, relaxation.program, relaxation.lp
+        self.room = relaxation.budget_bytes - relaxation.alone
         self.gaps: dict[int, list[Gap]] = defaultdict(list)
-        for gap in bound.gaps:
+        for gap in relaxation.gaps:
             self.gaps[gap.tensor].append(gap)
-        self.trips = list(self._forced())
-        self.around = [gap for gap in bound.gaps if gap.wraps and any(self._without_room(gap))]
+        self.swaps = list(self._forced())
+        self.around = [gap for gap in relaxation.gaps if gap.wraps and any(self._without_room(gap))]
         self.leaving: list[_Move] = []
         self.coming: list[_Move] = []
         self.moved: dict[tuple[int, int, int], int] = {}  # (tensor, start, end) -> column
         self.again: dict[tuple[int, int, int], int | None] = {}  # (op, start, end) -> column, or None: it cannot
 
-    def bind(self) -> None:
+    def build(self) -> None:
         """Make the rows."""
         self.fixed, self.leaves = self._between()
-        for trip in self.trips:
-            self._return(trip)
-            self._departure(trip)
+        for swap in self.swaps:
+            self._return(swap)
+            self._departure(swap)
         for gap in self.around:
             self._over_the_end(gap)
         reruns = self._reruns()
         self._counts(reruns)
         for terms, start, end in self._in_turn(reruns):
-            self.bound.time.beyond(terms, start, end)
+            self.relaxation.time.beyond(terms, start, end)
         both = [self.leaving, self.coming]
-        for moves in both if self.bound.device.full_duplex else [self.leaving + self.coming]:
+        for moves in both if self.relaxation.device.full_duplex else [self.leaving + self.coming]:
             for terms, start, end in self._in_turn(moves):
-                self.bound.time.at_most(terms, start, end, after=True)
+                self.relaxation.time.at_most(terms, start, end, after=True)
 
-    # -- which trips
+    # -- which swaps
 
-    def _forced(self) -> Iterable[Trip]:
-        for gap in sorted(self.bound.gaps, key=lambda g: (g.start, g.tensor)):
+    def _forced(self) -> Iterable[ForcedSwap]:
+        for gap in sorted(self.relaxation.gaps, key=lambda g: (g.start, g.tensor)):
             nbytes = self.graph.tensors[gap.tensor].nbytes
             if gap.wraps or max(self._times(gap.tensor)) < NEGLIGIBLE:
                 continue
             away = np.flatnonzero(self.room[gap.start + 1 : gap.end] < nbytes)
             if away.size:
-                yield Trip(gap, gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1]))
+                yield ForcedSwap(gap, gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1]))
 
     def _times(self, tensor: int) -> tuple[float, float]:
         """Time that a transfer takes each way."""
-        device, nbytes = self.bound.device, self.graph.tensors[tensor].nbytes
-        return device.offload_seconds(nbytes) / self.bound.total, device.prefetch_seconds(nbytes) / self.bound.total
+        device, nbytes = self.relaxation.device, self.graph.tensors[tensor].nbytes
+        return device.offload_seconds(nbytes) / self.relaxation.total, device.prefetch_seconds(
+            nbytes
+        ) / self.relaxation.total
 
     def _absent(self, tensor: int, step: int) -> bool:
         """Whether `tensor`, born before `step`, cannot be on the device then."""
@@ -125,12 +123,12 @@ class Windows:
 
     # -- the way back
 
-    def _return(self, trip: Trip) -> None:
-        tensor, end = trip.gap.tensor, trip.gap.end
-        moved, again = self._get(tensor, trip.last, end, DEPTH)
+    def _return(self, swap: ForcedSwap) -> None:
+        tensor, end = swap.gap.tensor, swap.gap.end
+        moved, again = self._get(tensor, swap.last, end, DEPTH)
         self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
         if again is not None:
-            self.lp.row([(self.bound.remakes[trip.gap], 1.0), (again, -1.0)], lower=0.0)
+            self.lp.row([(self.recomputations.reruns[swap.gap], 1.0), (again, -1.0)], lower=0.0)
 
     def _get(self, tensor: int, start: int, end: int, depth: int) -> tuple[int, int | None]:
         """Columns: that `tensor` crosses the link in the window, and that the op which makes it runs there."""
@@ -144,7 +142,7 @@ class Windows:
 
     def _run_for(self, tensor: int, start: int, end: int, depth: int) -> int | None:
         """The column of whether the op that makes `tensor` runs again in the window, or None where it cannot."""
-        op = self.bound.maker(tensor, start)
+        op = self.recomputations.maker(tensor, start)
         return None if op is None else self._run(op, start, end, depth)
 
     def _run(self, op: int, start: int, end: int, depth: int) -> int | None:
@@ -171,7 +169,7 @@ class Windows:
         fixed = np.full(self.program.length + 1, always)
         leaves: list[list[int]] = [[] for _ in fixed]
         for gap in self.program.gaps:
-            if gap.wraps or not self.bound.stays(gap):
+            if gap.wraps or not self.relaxation.stays(gap):
                 continue
             tensor = self.graph.tensors[gap.tensor]
             if tensor.movable:  # and so used in the next step
@@ -200,7 +198,7 @@ class Windows:
         there = self.fixed[step] + sum(self.graph.tensors[t].nbytes for t in {*self.leaves[step], *own})
         algorithms, workspace = self.graph.ops[op].algorithms, self.graph.ops[op].workspace_bytes
         workspace = min((a.workspace_bytes for a in algorithms), default=workspace)
-        return there + workspace - self.bound.budget_bytes
+        return there + workspace - self.relaxation.budget_bytes
 
     def _own(self, op: int) -> set[int]:
         """Tensors that a recomputation of `op` needs and that are not always there."""
@@ -214,7 +212,7 @@ class Windows:
         if sum(self.graph.tensors[t].nbytes for t in leave) < over:
             return None
         run = self.lp.variable(1.0)
-        spent = [(run, self.bound.op_seconds[op] / self.bound.total)]
+        spent = [(run, self.relaxation.op_seconds[op] / self.relaxation.total)]
         made_room = []
         for tensor in leave:
             left = self.lp.variable(1.0)
@@ -227,23 +225,23 @@ class Windows:
             made_room.append((left, min(1.0, self.graph.tensors[tensor].nbytes / over)))
             spent.append((left, back + (out if step in self.program.written[tensor] else 0.0)))
         self.lp.row([*made_room, (run, -1.0)], lower=0.0)
-        self.bound.time.beyond(spent, step, step + 1)
+        self.relaxation.time.beyond(spent, step, step + 1)
         return run
 
     # -- the way out
 
-    def _departure(self, trip: Trip) -> None:
+    def _departure(self, swap: ForcedSwap) -> None:
         """A tensor that is not made again after it is first away, is in the store before that."""
-        gap = trip.gap
+        gap = swap.gap
         written = [step for step in self.program.written[gap.tensor] if step <= gap.start]
         if not written:  # as it was before the step: the store may have it
             return
-        again = self._run_for(gap.tensor, trip.first, gap.end, DEPTH)
+        again = self._run_for(gap.tensor, swap.first, gap.end, DEPTH)
         left = self.lp.variable(1.0)
         self.lp.row([(left, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
-        if again is not None and trip.first != trip.last:  # else it is as for the way back
-            self.lp.row([(self.bound.remakes[gap], 1.0), (again, -1.0)], lower=0.0)
-        self.leaving.append(_Move(gap.tensor, written[-1], trip.first, left, self._times(gap.tensor)[0], out=True))
+        if again is not None and swap.first != swap.last:  # else it is as for the way back
+            self.lp.row([(self.recomputations.reruns[gap], 1.0), (again, -1.0)], lower=0.0)
+        self.leaving.append(_Move(gap.tensor, written[-1], swap.first, left, self._times(gap.tensor)[0], out=True))
 
     # -- over the end of the step
 
@@ -276,7 +274,7 @@ class Windows:
 
     def _reruns(self) -> list[_Move]:
         """The runs of ops in windows, in order."""
-        seconds, total = self.bound.op_seconds, self.bound.total
+        seconds, total = self.relaxation.op_seconds, self.relaxation.total
         found = (_Move(*key, c, seconds[key[0]] / total) for key, c in self.again.items() if c is not None)
         return sorted(found, key=_in_order)
 
@@ -286,7 +284,7 @@ class Windows:
         for run in reruns:
             of[run.of].append(run)
         for op, windows in of.items():
-            runs = self.bound.runs(op, windows[0].start, max(w.end for w in windows))
+            runs = self.recomputations.runs(op, windows[0].start, max(w.end for w in windows))
             for window in windows:
                 self.lp.row([(runs, 1.0), (window.column, -1.0)], lower=0.0)
             self.lp.row(

@@ -9,6 +9,8 @@ from heapq import heappop, heappush
 import highspy
 import numpy as np
 
+Terms = list[tuple[int, float]]
+"""Columns with coefficients."""
 INFINITY = highspy.kHighsInf
 INTEGRAL = 1e-6
 """What is no further from 0 or 1 counts as such."""
@@ -44,12 +46,6 @@ class LinearProgram:
         self.row_lower.append(lower)
         self.row_upper.append(upper)
         return len(self.row_lower) - 1
-
-    def at_least(self, row: int, lower: float) -> None:
-        """Change the lower bound of a row."""
-        self.row_lower[row] = lower
-        if self._solver is not None:
-            self._solver.changeRowBounds(row, lower, self.row_upper[row])
 
     def solve(self) -> tuple[float, list[float]] | None:
         """The optimum and where it is, or None if there is no solution."""

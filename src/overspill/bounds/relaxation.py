@@ -1,287 +1,358 @@
-"""What a good plan is like: the fluid of a step in which ops run again by turns, a hint at what to do.
+"""The linear relaxation of a step within a budget: any part of a tensor may be away, whatever the link lets move.
 
-A recomputation belongs to a *turn*: one for forward, then one for each gap of its tensor that ends in backward. What
-it reads and is gone is recomputed in the same turn, or held on the device for it. That is as plans do it, not as every
-schedule must: the proven bound has rules of its own, in `bound.py`. Solved by HiGHS.
+Memory is looked at in *sample points*, some of the steps; elsewhere it may exceed the budget. Tensors whose gaps cover
+the same sample points are one *group*, of which any part may be away. The columns of a linear program say how much of
+each group is away at each sample point, how much moves between two of them, and by how much each step starts later than
+without a wait. Recomputations are columns of `recomputations.py`; `step_time.py` makes a bound of it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overspill.core import Device
+from overspill.planning.algorithms import memory_optimal
 from overspill.planning.step_program import Gap, Program
 
-from .fluid import Fluid, Transfers
-from .linear_program import added, minus
+from .linear_program import INFINITY, LinearProgram, Terms, added, minus
+from .recomputations import Recomputations
 
-NEIGHBOURS = 8
-"""How many of the next forced trips are looked at together with one."""
-LEAST_SHARE = 0.7
-"""Of what a budget leaves beside the least that each step needs, the smallest share for which a hint is asked."""
-SAFETY = 1e-6
-"""Share of the optimum that is given away, for the solver works to a tolerance."""
+SAMPLE_POINTS = 40
+"""In how many steps of about equal distance in time memory is looked at."""
+Transfers = dict[int, Terms]
+"""Terms by interval: the sample point that begins it, or -1 for the time before the step."""
 
 
-@dataclass(frozen=True)
-class Relaxed:
-    """An optimum of the relaxation: a step of `seconds`.
+@dataclass
+class Group:
+    """Gaps that cover the same sample points: `points` in the order of time, those before the end of the step first.
 
-    `away` is the share of each gap's group that leaves, `recompute` the share of each op that runs again in backward.
+    They begin in the interval `begins`. `copied`: the way to the store is paid for here, from the interval `since` on.
+    `most` is the column of what may leave over the link. `held` are (column, size) of inputs kept for recomputations.
     """
 
-    seconds: float
-    away: dict[Gap, float]
-    recompute: dict[int, float]
-
-
-Moves = list[tuple[int, int, list[tuple[int, float]]]]
-"""Transfers after the first of two steps and before the second: columns, with the time on the link that each takes."""
-
-
-@dataclass(frozen=True)
-class Trip:
-    """A gap in which the steps `first` and `last`, and maybe others between, have no room for the tensor.
-
-    It must move after the step `written`, or be recomputed; where it is `held` (a column) for a recomputation, as far as
-    it is held.
-    """
-
-    gap: Gap
-    written: int
-    first: int
-    last: int
-    size: float
+    points: tuple[int, ...]
     copied: bool
-    held: int | None = None
+    wraps: bool
+    begins: int
+    since: int
+    gaps: list[Gap] = field(default_factory=list)
+    held: Terms = field(default_factory=list)
+    size: float = 0.0
+    most: int = -1
+    away: dict[int, int] = field(default_factory=dict)  # sample point -> column
 
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return self.written, self.first, self.last, self.gap.end
+
+class Time:
+    """When steps start: after the ops before them, and a delay, a column for each of `positions` and the step's end."""
+
+    def __init__(self, lp: LinearProgram, durations: NDArray[np.float64], positions: Collection[int]) -> None:
+        self.lp = lp
+        self.clock = np.concatenate([[0.0], np.cumsum(durations)])
+        self.delay: dict[int, int] = {}
+        previous = None
+        for position in sorted({0, *positions, len(durations)}):
+            column = self.delay[position] = lp.variable(cost=1.0 if position == len(durations) else 0.0)
+            if previous is not None:
+                lp.row([(column, 1.0), (previous, -1.0)], lower=0.0)
+            previous = column
+
+    def at_most(self, terms: Sequence[tuple[int, float]], start: int, end: int, *, after: bool = False) -> None:
+        """The sum of `terms` takes no longer than from the start of step `start`, or its end, to the start of `end`."""
+        ops = self._span(max(0, start + 1 if after else start), end)
+        if sum(value * self.lp.upper[column] for column, value in terms) > ops:
+            self.lp.row([*terms, *self._delay(start, end)], upper=ops)
+
+    def beyond(self, terms: Sequence[tuple[int, float]], start: int, end: int) -> None:
+        """The sum of `terms` is spent between the two steps, beside the ops there."""
+        self.lp.row([*terms, *self._delay(start, end)], upper=0.0)
+
+    def _delay(self, start: int, end: int) -> Terms:
+        """Minus the delay between two steps; a start of -1 is before the first."""
+        return [(self.delay[end], -1.0), *([(self.delay[start], 1.0)] if start >= 0 else [])]
+
+    def _span(self, start: int, end: int) -> float:
+        return float(self.clock[end] - self.clock[start])
 
 
-class Relaxation(Fluid):
-    """The relaxation of running a program within a budget, to be solved for it and for parts of it.
+class Relaxation(ABC):
+    """The relaxation of running `program`, which recomputes nothing itself, on `device` within `budget_bytes`.
 
-    With a program that recomputes, it is of what is left to choose.
+    `seconds[i]` is what op `i` takes with its fastest algorithm. In the program, sizes are shares of the budget and times
+    shares of the ops' whole time, so that numbers are near one.
     """
-
-    least_share: ClassVar[float] = LEAST_SHARE
-    held_apart: ClassVar[bool] = False
-    """Whether an input that is held for recomputations serves those of one turn only."""
-    held_whole: ClassVar[bool] = False
-    """Whether such inputs have forced trips as well."""
 
     def __init__(self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
-        self.again: dict[tuple[int, int], int] = {}  # (op, turn) -> column, the share that is recomputed
-        self.due: dict[tuple[int, int], int] = {}  # the first step before which that may have to be done
-        self.latest: dict[tuple[int, int], int] = {}  # the last one
-        self.trips: list[Trip] = []
-        super().__init__(program, device, budget_bytes, seconds)
+        self.program = program
+        self.graph = program.graph
+        self.device = device
+        self.budget_bytes = budget_bytes
+        self.op_seconds = seconds
+        self.durations = program.durations(seconds)
+        self.total = float(self.durations.sum()) or 1.0
+        self.unit = float(max(1, budget_bytes))
+        self.lp = LinearProgram()
+        self.recomputations = Recomputations(program, self.lp, self.unit)
 
-    def solve(self, share: float = 1.0) -> Relaxed | None:
-        """An optimum, or None where even the relaxation has none; `share` as in a budget that leaves less to spare."""
-        if (found := self.optimum(share)) is None:
-            return None
-        delay, values = found
-        away = {
-            gap: max((values[c] for c in g.away.values()), default=0.0) / g.size
-            for g in self.groups.values() if g.size
-            for gap in g.gaps
-        }  # fmt: skip
-        return Relaxed(
-            seconds=self.total * (1.0 + delay * (1 - SAFETY)) * (1 - SAFETY),
-            away=away,
-            recompute={op: values[column] for (op, turn), column in self.again.items() if turn == 1},
-        )
+        # What may be away, what each step has with nothing away, and the least that it needs.
+        dropped = [gap for gap in program.gaps if self._may_be_dropped(gap)]
+        never_there = self._never_there_bytes()
+        self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
+        self.live = program.live_bytes(dropped) - never_there
+        least = Program(self.graph, algorithms=memory_optimal(self.graph))
+        self.alone = least.live_bytes([*self.gaps, *dropped]) - never_there
+        self.limits = np.maximum(self.alone, budget_bytes)
+        self.over = self.live > self.limits
 
-    @property
-    def _planned(self) -> bool:
-        return any(step.recompute for step in self.program.steps)
+        self.at = self._sample_points(SAMPLE_POINTS)
+        self.groups: dict[tuple[object, ...], Group] = {}
+        self.whole: set[Gap] = set()  # gaps whose tensors count as away only as a whole
+        self.choices: list[int] = []  # columns of algorithms, which are 0 or 1
+        self.absent: list[int] = []  # columns of such tensors at a sample point
+        self._build()
 
-    def _least_program(self) -> Program:
-        return self.program if self._planned else super()._least_program()
+    @abstractmethod
+    def _positions(self) -> Iterable[int]:
+        """Decide what counts only as a whole; the steps, beside the sample points, whose start is a column."""
 
-    def _copied_in(self, tensor: int, gaps: Sequence[Gap]) -> dict[Gap, int | None]:  # noqa: ARG002 - of any tensor
-        """One copy may serve several gaps: the longest pays for it."""
-        return {max(gaps, key=lambda g: (g.wraps, g.end - g.start)): None}
+    @abstractmethod
+    def _force_transfers(self) -> None:
+        """Make the rows of what single steps force, once those columns are there."""
 
-    # -- what runs again
-
-    def _recomputations(self) -> None:
-        """A column for every op that may run again to make a tensor which has a gap, and for what it needs for that."""
-        self.turn = self._turns()
-        if self._planned:
-            return  # what to recompute has been chosen
-        for gap in self.program.gaps:
-            tensor = self.graph.tensors[gap.tensor]
-            if tensor.persistent or gap.end - gap.start <= 1:
-                continue
-            self._due(gap)
-        self._hold_inputs()
-
-    def _turns(self) -> dict[Gap, int]:
-        """Which recomputation of its tensor one in this gap would be: 0 for any in forward, then 1, 2, … in backward.
-
-        A tensor that is dropped in two gaps of backward is made again twice.
-        """
-        turns: dict[Gap, int] = {}
-        count: dict[int, int] = defaultdict(int)
-        for gap in sorted(self.program.gaps, key=lambda g: (g.tensor, g.start)):
-            if gap.end >= self.program.end_of_forward:
-                count[gap.tensor] += 1
-            turns[gap] = count[gap.tensor]
-        return turns
-
-    def _due(self, gap: Gap) -> None:
-        """Note that a recomputation may have to give the tensor by the end of `gap`, and so its inputs that are gone."""
-        pending, turn = [gap.tensor], self.turn[gap]
-        while pending:
-            made = pending.pop()
-            op = self.graph.ops[self.graph.producer[made]]
-            if made not in op.recompute_writes:
-                continue
-            if (op.id, turn) not in self.again:
-                self.again[op.id, turn] = self.lp.variable(1.0)
-                pending += [t for t in op.recompute_reads if not self.graph.tensors[t].persistent]
-            self.due[op.id, turn] = min(self.due.get((op.id, turn), gap.end), gap.end)
-            # What is made for another recomputation may be wanted as late as any.
-            latest = gap.end if made == gap.tensor else self.program.length
-            self.latest[op.id, turn] = max(self.latest.get((op.id, turn), latest), latest)
-
-    def _column(self, tensor: int, turn: int) -> int | None:
-        """The column of the recomputation that makes `tensor` in that turn, if there is one."""
-        if self.graph.tensors[tensor].persistent:
-            return None
-        op = self.graph.ops[self.graph.producer[tensor]]
-        return self.again.get((op.id, turn)) if tensor in op.recompute_writes else None
-
-    def _remade(self, gap: Gap) -> int | None:
-        return self._column(gap.tensor, self.turn[gap])
-
-    def _hold_inputs(self) -> None:
-        """What a recomputation reads and nobody wants any more is recomputed as well, or held on the device for it."""
-        touches, tensors = self.program.touches, self.graph.tensors
-        # What is gone, maybe for each turn apart -> (op, turn) that reads it.
-        needed: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        for (op, turn), due in self.due.items():
-            for read in self.graph.ops[op].recompute_reads:
-                if not tensors[read].persistent and touches[read][-1] < due:
-                    needed[read, turn if self.held_apart else 0].append((op, turn))
-        for (read, _), events in needed.items():
-            held = self.lp.variable(1.0)
-            gap = Gap(read, touches[read][-1], min(self.due[event] for event in events))
-            made = (tensors[t].nbytes for op, _ in events for t in self.graph.ops[op].recompute_writes)
-            self.held.append((held, gap, min(tensors[read].nbytes, *made) / self.unit))
-            for op, turn in events:
-                again = self._column(read, turn)
-                terms = [(self.again[op, turn], 1.0), (held, -1.0)]
-                self.lp.row(terms if again is None else [*terms, (again, -1.0)], upper=0.0)
-
-    # -- what must be away as a whole
-
-    def _forced(self) -> list[Trip]:
-        """Trips that some step demands: beside the least that it needs, the whole tensor has no room."""
-        room = self.budget_bytes - self.alone
-        trips: list[Trip] = []
-        copied: set[int] = set()
-        wanted = [(gap, None) for gap in self.gaps if not gap.wraps]
-        held = [(gap, column) for column, gap, _ in self.held] if self.held_whole else []
-        for gap, column in sorted([*wanted, *held], key=lambda g: (g[0].start, g[0].tensor)):
-            nbytes = self.graph.tensors[gap.tensor].nbytes
-            away = np.flatnonzero(room[gap.start + 1 : gap.end] < nbytes)
-            if not away.size:
-                continue
-            first, last = gap.start + 1 + int(away[0]), gap.start + 1 + int(away[-1])
-            written = self._written_before(gap)
-            trips.append(Trip(gap, written, first, last, nbytes / self.unit, gap.tensor not in copied, column))
-            if column is None:
-                copied.add(gap.tensor)
-        return trips
-
-    def _written_before(self, gap: Gap) -> int:
-        """The last step up to `gap` that writes its tensor: from its end on, there is something to copy."""
-        touches, steps = self.program.touches[gap.tensor], self.program.steps
-        return max(
-            (p for p in touches if p <= gap.start and gap.tensor in self.program.op(steps[p]).writes), default=gap.start
-        )
-
-    def _windows(self) -> Iterable[int]:
-        self.trips = self._forced()
-        return {p for trip in self.trips for p in trip.positions}
-
-    def _bind_windows(self) -> None:
-        """A forced trip has only the steps between its uses and the place that has no room for it to move in."""
-        leaving: Moves = []
-        coming: Moves = []
-        for trip in self.trips:
-            self._trip(trip, leaving, coming)
-        for moves in [leaving, coming] if self.device.full_duplex else [leaving + coming]:
-            moves.sort(key=lambda m: m[:2])
-            for i, (start, end, _) in enumerate(moves):
-                for other in {end, *(max(end, m[1]) for m in moves[i + 1 : i + 1 + NEIGHBOURS])}:
-                    inside = []
-                    for a, b, terms in moves[i:]:
-                        if a >= other:
-                            break
-                        if b <= other:
-                            inside += terms
-                    self.time.at_most(added(inside), start, other, after=True)
-
-    def _trip(self, trip: Trip, leaving: Moves, coming: Moves) -> None:
-        """Add the transfers of a trip, which is made as far as its tensor is not recomputed."""
-        out, back = self._link_times()
-        moved = self._moved(trip, coming)
-        coming.append((trip.last, trip.gap.end, [(moved, back * trip.size)]))
-        if trip.copied:
-            leaving.append((trip.written, trip.first, [(moved, out * trip.size)]))
-
-    def _moved(self, trip: Trip, coming: Moves) -> int:  # noqa: ARG002 - a stricter rule has more to bring
-        """The column of the share of a trip that is made over the link."""
-        moved = self.lp.variable(1.0 if self.graph.tensors[trip.gap.tensor].movable else 0.0)
-        again = self._column(trip.gap.tensor, self.turn[trip.gap])
-        self.lp.row([(moved, 1.0), *([(again, 1.0)] if again is not None else [])], lower=1.0)
-        return moved
-
-    # -- time
-
+    @abstractmethod
     def _spend(self, busy: Transfers) -> None:
-        """Each interval is longer by its slower algorithm and its recomputations."""
-        forward = {key: column for key, column in self.again.items() if key[1] == 0}
-        backward = {key: column for key, column in self.again.items() if key[1] > 0}
-        boundary = self.program.end_of_forward
-        late = [k for k in range(len(self.at)) if self._interval(k)[1] > boundary]
-        again = [self._made_again(forward, list(range(len(self.at)))), self._made_again(backward, late)]
-        for k in range(len(self.at)):
-            start, end = self._interval(k)
-            spent = [(columns[k], 1.0) for columns in again if k in columns]
-            self.time.beyond([*spent, *busy.get(k, ())], start, end)
+        """Each interval is longer by its recomputations and by what keeps it `busy`: slower algorithms."""
 
-    def _deadline(self, recomputation: tuple[int, int]) -> int:
-        """The step before which an (op, turn) that runs again has done so."""
-        return self.latest[recomputation]
+    def _build(self) -> None:
+        self.recomputations.build(self.gaps)
+        self.time = Time(self.lp, self.durations / self.total, {*self.at, *self._positions()})
+        self._force_transfers()
+        self._make_groups()
+        leaving: Transfers = defaultdict(list)
+        coming: Transfers = defaultdict(list)
+        for group in self.groups.values():
+            self._flow(group, leaving, coming)
+        self._links(leaving, coming)
+        busy: Transfers = defaultdict(list)
+        for k, p in enumerate(self.at):
+            if self.over[p]:
+                self._memory(k, p, busy)
+        self._spend(busy)
 
-    def _made_again(self, events: Mapping[tuple[int, int], int], intervals: Sequence[int]) -> dict[int, int]:
-        """For each of `intervals` a column, the time of recomputations in it; each is done before it is due."""
-        if not events:
-            return {}
-        due: Transfers = defaultdict(list)
-        for key, column in events.items():
-            interval = bisect_left(self.at, self._deadline(key))
-            due[min(max(interval, intervals[0]), intervals[-1])].append((column, self.op_seconds[key[0]] / self.total))
-        spent: dict[int, int] = {}
-        done, wanted = None, None  # recomputed so far, and due so far
+    # -- gaps
+
+    def _may_be_away(self, gap: Gap) -> bool:
+        """Whether a tensor may be away in a gap, however small it is: because it moves, or because it is made again."""
+        if self._may_be_dropped(gap) or not (gap.wraps or gap.end - gap.start > 1):
+            return False
+        return self.graph.tensors[gap.tensor].movable or self.recomputations.maker(gap.tensor, gap.start) is not None
+
+    def _may_be_dropped(self, gap: Gap) -> bool:
+        """A gap that ends where the tensor is overwritten, and not read."""
+        return gap.end < self.program.length and gap.tensor not in self.program.op(self.program.steps[gap.end]).reads
+
+    def stays(self, gap: Gap) -> bool:
+        """Whether a tensor cannot be away in a gap: it would have to cross the link between two steps, or cannot move."""
+        return not (
+            self._may_be_away(gap)
+            or self._may_be_dropped(gap)
+            or self.recomputations.maker(gap.tensor, gap.start) is not None
+        )
+
+    def _never_there_bytes(self) -> int:
+        """Bytes of tensors that the program counts and that may be in the store for good."""
+        touches = self.program.touches
+        return sum(t.nbytes for t in self.graph.tensors if t.persistent and t.movable and not touches[t.id])
+
+    def _copied_in(self, tensor: int, gaps: Sequence[Gap]) -> dict[Gap, int]:
+        """Those of `gaps` that pay for the way to the store, with the step after which it may begin.
+
+        Of the gaps between two writes the longest pays; what is as it was before the step may have a copy.
+        """
+        written = self.program.written[tensor]
+        found: dict[int, Gap] = {}
+        for gap in sorted(gaps, key=lambda g: (g.wraps, g.end - g.start)):
+            if writes := bisect_right(written, gap.start):
+                found[writes] = gap
+        return {gap: written[writes - 1] for writes, gap in found.items()}
+
+    # -- sample points
+
+    def _sample_points(self, count: int) -> list[int]:
+        """Positions in order: in each of `count` equal spans of time the one with most bytes, and where forward ends."""
+        length = self.program.length
+        ends = np.cumsum(self.durations)
+        slot = np.minimum((ends - self.durations / 2) / self.total * count, count - 1).astype(int)
+        chosen = {0, min(self.program.end_of_forward, length - 1)}
+        for s in np.unique(slot):
+            inside = np.flatnonzero(slot == s)
+            chosen.add(int(inside[np.argmax(self.live[inside])]))
+        if length:
+            chosen.add(int(np.argmax(self.live)))
+        return sorted(chosen)
+
+    def _interval(self, k: int) -> tuple[int, int]:
+        """The steps from sample point `k` to the next; -1 is the time before the first step."""
+        if k < 0:
+            return -1, 0
+        return self.at[k], self.at[k + 1] if k + 1 < len(self.at) else self.program.length
+
+    def _interval_of(self, step: int) -> int:
+        """The interval that `step` lies in."""
+        return bisect_right(self.at, step) - 1
+
+    # -- what may be away
+
+    def _covered(self, gap: Gap) -> tuple[int, ...]:
+        first, last = bisect_right(self.at, gap.start), bisect_left(self.at, gap.end)
+        if gap.wraps:
+            return (*range(first, len(self.at)), *range(last))
+        return tuple(range(first, last))
+
+    def _group(self, gap: Gap, written: int | None, *, copied: bool) -> Group | None:
+        points = self._covered(gap)
+        if not any(self.over[self.at[k]] for k in points):
+            return None
+        begins = self._interval_of(gap.start)
+        since = begins if written is None else self._interval_of(written)
+        key = (points, copied, gap.wraps, begins, since, gap if gap in self.whole else None)
+        return self.groups.setdefault(key, Group(points, copied, gap.wraps, begins, since))
+
+    def _make_groups(self) -> None:
+        tensors = self.graph.tensors
+        by_tensor: dict[int, list[Gap]] = defaultdict(list)
+        for gap in self.gaps:
+            by_tensor[gap.tensor].append(gap)
+        for tensor, gaps in by_tensor.items():
+            copied = self._copied_in(tensor, gaps)
+            for gap in gaps:
+                if (group := self._group(gap, copied.get(gap), copied=gap in copied)) is not None:
+                    group.gaps.append(gap)
+                    group.size += tensors[tensor].nbytes / self.unit
+        for held, gap, size in self.recomputations.held:  # their way out is not counted
+            if (group := self._group(gap, None, copied=False)) is not None:
+                group.held.append((held, size))
+        for group in self.groups.values():
+            self._limit(group)
+
+    def _limit(self, group: Group) -> None:
+        """What of a group may leave over the link: all but what is recomputed, and what is held for recomputations."""
+        terms = [
+            (again, self.graph.tensors[gap.tensor].nbytes / self.unit)
+            for gap in group.gaps
+            if (again := self.recomputations.rematerialized.get(gap)) is not None
+        ]
+        if terms or group.held:
+            group.most = self.lp.variable()
+            held = [(column, -size) for column, size in group.held]
+            self.lp.row([(group.most, 1.0), *added([*terms, *held])], lower=group.size, upper=group.size)
+
+    # -- how it moves
+
+    def _flow(self, group: Group, leaving: Transfers, coming: Transfers) -> None:
+        """Bytes away at each sample point: what was away before, more what left, less what came back in between.
+
+        What a gap that wraps has away at the end of one step, it has at the start of the next.
+        """
+        lp, end_of_step = self.lp, len(self.at)
+        stored_between_steps = lp.variable(group.size) if group.wraps else -1
+        stops = list(group.points)
+        if group.wraps:
+            stops.insert(sum(k > group.begins for k in stops), end_of_step)
+        previous, start = None, group.since
+        for k in stops:
+            column = stored_between_steps
+            if k != end_of_step:
+                column = group.away[k] = lp.variable(INFINITY if group.most >= 0 else group.size)
+                if group.most >= 0:
+                    lp.row([(column, 1.0), (group.most, -1.0)], upper=0.0)
+            # The end of a step is the start of the next one.
+            self._move(group, range(-1, 0) if k == 0 else range(start, k), previous, column, leaving, coming)
+            previous, start = column, k
+        if previous is not None:
+            coming[-1 if start == end_of_step else start].append((previous, 1.0))
+
+    def _move(
+        self,
+        group: Group,
+        intervals: range,
+        before: int | None,
+        after: int,
+        leaving: Transfers,
+        coming: Transfers,
+    ) -> None:
+        """Between two stops in the intervals given, as much more is away `after` as left less than came back."""
+        terms = [(after, 1.0), *minus(before)]
         for k in intervals:
-            spent[k], now, want = self.lp.variable(), self.lp.variable(), self.lp.variable()
-            self.lp.row([(now, 1.0), (spent[k], -1.0), *minus(done)], lower=0.0, upper=0.0)
-            falling_due = [(c, -s) for c, s in due.get(k, ())]
-            self.lp.row([(want, 1.0), *falling_due, *minus(wanted)], lower=0.0, upper=0.0)
-            self.lp.row([(now, 1.0), (want, -1.0)], lower=0.0)
-            done, wanted = now, want
-        return spent
+            out = self.lp.variable()
+            terms.append((out, -1.0))
+            if group.copied:
+                leaving[k].append((out, 1.0))
+            if before is not None:
+                back = self.lp.variable()
+                terms.append((back, 1.0))
+                coming[k].append((back, 1.0))
+        self.lp.row(terms, lower=0.0, upper=0.0)
+
+    def _links(self, leaving: Transfers, coming: Transfers) -> None:
+        """In each interval, each direction of the link moves what its rate allows; one that is half duplex, both."""
+        out, back = self._link_times()
+        for k in range(-1, len(self.at)):
+            outward = [(c, out * v) for c, v in leaving.get(k, ())]
+            inward = [(c, back * v) for c, v in coming.get(k, ())]
+            both = [outward, inward] if self.device.full_duplex else [outward + inward]
+            for moved in both:
+                if moved:
+                    start, end = self._interval(k)
+                    self.time.at_most(added(moved), start, end)
+
+    def _link_times(self) -> tuple[float, float]:
+        """Time that the budget's size takes on the link, each way."""
+        device = self.device
+        return (
+            self.unit / device.offload_bytes_per_second / self.total,
+            self.unit / device.prefetch_bytes_per_second / self.total,
+        )
+
+    # -- budget
+
+    def _memory(self, k: int, p: int, busy: Transfers) -> None:
+        """At a sample point, what is away and what a smaller workspace saves make up for what is over the budget."""
+        terms: Terms = []
+        constant = 0.0
+        for group in self.groups.values():
+            if k not in group.away:
+                continue
+            away = [(group.away[k], 1.0)]
+            recomputed = group.size if group.most >= 0 else 0.0
+            if group.most >= 0:  # recomputed: size - most
+                away.append((group.most, -1.0))
+            if self.whole.isdisjoint(group.gaps):
+                terms += away
+                constant += recomputed
+            else:
+                column = self.lp.variable(1.0)
+                self.lp.row([(column, -group.size), *away], lower=-recomputed)
+                self.absent.append(column)
+                terms.append((column, group.size))
+        op, chosen = self.program.op(self.program.steps[p]), self.program.algorithm(self.program.steps[p])
+        others = []
+        for algorithm in op.algorithms:
+            saved = op.workspace_of(chosen) - algorithm.workspace_bytes
+            longer = self.op_seconds[op.id] * (algorithm.slowdown - op.slowdown_of(chosen)) / self.total
+            if saved > 0:
+                column = self.lp.variable(1.0)
+                others.append(column)
+                self.choices.append(column)
+                terms.append((column, saved / self.unit))
+                busy[k].append((column, max(0.0, longer)))
+        if others:
+            self.lp.row([(c, 1.0) for c in others], upper=1.0)
+        self.lp.row(terms, lower=(self.live[p] - self.limits[p]) / self.unit - constant)

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from overspill.core.errors import RequestError
 
-from .auto.policy import Auto, ThoroughAuto
+from .auto import Auto
 from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
 from .checkpoint import Checkpoint, CheckpointCost
@@ -37,15 +37,13 @@ POLICIES: dict[str, type[Policy]] = {
         Oracle,
     )
 }
-NAMED: dict[str, type[Policy]] = POLICIES | {ThoroughAuto.name: ThoroughAuto}
-"""All that can be asked for: beside the policies those that take their time, and are planned only where they are named."""
 
 
 def policy_named(name: str) -> Policy:
     """The policy registered as `name`, or as `name` without `:m`. Raises RequestError with the names that exist."""
     try:
-        return NAMED[name.removesuffix(MEMORY_OPTIMAL)](memory_optimal=name.endswith(MEMORY_OPTIMAL))
+        return POLICIES[name.removesuffix(MEMORY_OPTIMAL)](memory_optimal=name.endswith(MEMORY_OPTIMAL))
     except KeyError:
-        close = get_close_matches(name, NAMED, n=1, cutoff=0.5)
+        close = get_close_matches(name, POLICIES, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(NAMED)}") from None
+        raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(POLICIES)}") from None

@@ -1,4 +1,4 @@
-"""The native part of `search.py` (native/search/)."""
+"""The native search of `auto` (native/search/)."""
 
 from collections.abc import Sequence
 
@@ -8,38 +8,28 @@ from numpy.typing import NDArray
 from overspill.core import Device
 from overspill.core import Graph as CoreGraph
 
-class Decoded:
+class TimedPlan:
     """A plan: the step takes `seconds`, moves `moved_bytes` to the store and has `peak_bytes` at most on the device.
 
-    `chosen` are the candidates taken, `trips` those made, each released and issued before the steps that `release` and
-    `issue` name. `lost` are seconds: by tensor those that compute waited for it, then by op those that it took longer.
+    `chosen` are the candidates taken, `swaps` those of them that move a tensor, each released and issued before the
+    steps that `release` and `issue` name.
     """
 
     seconds: float
     moved_bytes: int
     peak_bytes: int
     chosen: NDArray[np.int32]
-    trips: NDArray[np.int32]
+    swaps: NDArray[np.int32]
     release: NDArray[np.int32]
     issue: NDArray[np.int32]
-    lost: NDArray[np.float64]
 
-class Decoder:
-    """A program under a budget, to be planned many times with other priorities of the candidates."""
+class ListScheduler:
+    """The candidates of a program under a budget: parts of swaps, then slower algorithms."""
 
     def __len__(self) -> int:
         """How many candidates there are."""
-    def decode(self, dearer: NDArray[np.float64], first: NDArray[np.bool_]) -> Decoded:
-        """The plan that takes candidates `first` before all others.
-
-        `dearer` are seconds that trips cost more, by tensor, and then slower algorithms, by op.
-        """
-    def among(self, gaps: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The candidates that are parts of trips in these gaps, given by their keys in order."""
-    def as_chosen(self, other: Decoder, plan: Decoded) -> NDArray[np.int32]:
-        """The candidates that are the same parts of the same trips as those that a plan of another decoder takes."""
-    def trips(self) -> NDArray[np.int32]:
-        """For each trip its tensor, the steps at the ends of its gap, and that before which its copy may start."""
+    def swaps(self) -> NDArray[np.int32]:
+        """For each swap its tensor, the steps at the ends of its gap, and that before which its copy may start."""
     def slower(self) -> NDArray[np.int32]:
         """For each slower algorithm, which are the last candidates, its op and its number."""
 
@@ -57,19 +47,12 @@ class Graph:
     ) -> None: ...
 
 class Planner:
-    """A graph with algorithms, a device's link and a budget: makes decoders for programs that recompute this or that."""
+    """A graph with algorithms, a device's link and a budget: what an annealing plans for."""
 
     def __init__(self, graph: Graph, chosen: NDArray[np.int32], device: Device, budget: int) -> None: ...
-    def fitting(
-        self, recompute: NDArray[np.bool_], fleeting: NDArray[np.bool_]
-    ) -> tuple[Decoder, NDArray[np.int32]] | None:
-        """A decoder of the program that recomputes these, less those for which there is no room where they are made again.
 
-        With it, what is left of `recompute`. None where no program fits that recomputes some of them.
-        """
-
-class Units:
-    """See `overspill.policies.auto.remat_groups.Units`."""
+class RematGroups:
+    """See `overspill.policies.auto.remat_groups.RematGroups`."""
 
     def __init__(
         self,
@@ -79,30 +62,32 @@ class Units:
     ) -> None: ...
 
 class Attempt:
-    """A plan that fits, and what it recomputes."""
+    """A plan that fits, what it recomputes, and what of that is dropped after each use."""
 
     recompute: NDArray[np.int32]
-    fleeting: NDArray[np.int32]
-    decoder: Decoder
-    plan: Decoded
+    drop_after_use: NDArray[np.int32]
+    scheduler: ListScheduler
+    plan: TimedPlan
 
-    def seconds_on(self, device: Device) -> float:
-        """What the step takes on a device with another link."""
+class Annealing:
+    """Simulated annealing from plan to plan, which keeps the best."""
 
-class Walk:
-    """The search's walk from plan to plan, which keeps the best; see `overspill.policies.walk.Walk`."""
-
-    looks: int
-    """How often candidates were looked at in all attempts, which is what takes time."""
-
-    def __init__(self, planner: Planner, units: Units) -> None: ...
+    def __init__(self, planner: Planner, groups: RematGroups) -> None: ...
     @property
     def best(self) -> Attempt | None:
         """The best plan so far."""
-    def begin(self, recompute: NDArray[np.bool_], away: NDArray[np.int64]) -> None:
-        """Try what recomputes these tensors and first makes the trips in these gaps, and repair it."""
-    def go_on(self, most: int, until: int, steering: float, warm: float, aim: float) -> None:
-        """Make `most` attempts near the best plan, or as many as there are before `looks` are `until`, or one takes `aim` seconds.
+    def begin(self, recompute: NDArray[np.bool_]) -> None:
+        """Start from the plan that recomputes these tensors (one flag a tensor), and repair its stalls."""
+    def anneal(
+        self,
+        attempts: int,
+        evaluations: int,
+        perturbation_rate: float,
+        temperature_seconds: float,
+        target_seconds: float,
+    ) -> None:
+        """Make `attempts` changes of the best plan, fewer where candidates were looked at `evaluations` times before.
 
-        Early changes may cost about `warm` seconds. Control-C ends it.
+        It ends early with a plan that takes `target_seconds`. Early changes may cost about `temperature_seconds`.
+        Control-C ends it.
         """

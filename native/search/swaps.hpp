@@ -1,5 +1,4 @@
-// What a plan is made of: trips of tensors to the store, slower algorithms, and what either relieves and costs. Twin of
-// src/overspill/policies/trips.py.
+// What a plan is made of: swaps of tensors to the store, slower algorithms, and what either relieves and costs.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +13,7 @@
 
 #include "program.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
 struct Link {
     Seconds latency;
@@ -27,9 +26,10 @@ struct Link {
     Seconds prefetch(Bytes nbytes) const { return latency + static_cast<double>(nbytes) / prefetch_bytes_per_second; }
 };
 
-// A trip that a tensor may make in a gap. Its copy may start before the step `copy`, where it is needed: unless the
-// store has the tensor as it is after `version` writes. It has to be gone by `latest`, and comes back from `earliest` on.
-struct Trip {
+// A swap that a tensor may make in a gap. Its copy may start before the step `copy`, where it is needed: unless the
+// store has the tensor as it is after `version` writes. It has to be gone by `latest`, and comes back from `earliest`
+// on.
+struct Swap {
     Index tensor, start, end, copy, latest, earliest, version;
     Bytes nbytes;
 
@@ -47,15 +47,15 @@ struct Span {
     Index start = 0, end = 0;
 };
 
-// The parts of a trip: while its tensor can be away without a stall, would still be leaving, would already be arriving.
+// The parts of a swap: while its tensor can be away without a stall, would still be leaving, would already be arriving.
 enum class Part : std::uint8_t { kAway, kLeaving, kArriving };
 
-// A way to have `nbytes` less on the device during the spans: a part of a trip, or (trip < 0) a slower algorithm.
+// A way to have `nbytes` less on the device during the spans: a part of a swap, or (swap < 0) a slower algorithm.
 struct Candidate {
     std::array<Span, 2> spans;
     Bytes nbytes;
     Seconds cost, out, back;
-    Index trip, slower;
+    Index swap, slower;
     Part part{};
 };
 
@@ -104,7 +104,8 @@ struct Steps {
             running.emplace_back(op.back(), i);
             seconds.push_back(graph.seconds_of(op.back(), graph.chosen[op.back()]));
         }
-        const Seconds longest = seconds.empty() ? 0 : *std::ranges::max_element(seconds) * static_cast<double>(length());
+        const Seconds longest =
+            seconds.empty() ? 0 : *std::ranges::max_element(seconds) * static_cast<double>(length());
         const double per_second = longest * kTicks > kMostTicks ? kMostTicks / longest : kTicks;
         for (const Seconds one : seconds) ticks.push_back(std::llrint(one * per_second) + kNoTime);
         of_op = Lists(graph.ops(), running);
@@ -120,8 +121,8 @@ class Candidates {
   public:
     Candidates(const Graph& graph, const Program& program, const Steps& steps, const Link& link) {
         for (const Gap& gap : program.gaps)
-            if (!gap.remade)
-                trips_.push_back({gap.tensor, gap.start, gap.end, program.copy_start(gap), program.latest_release(gap),
+            if (!gap.rematerialized)
+                swaps_.push_back({gap.tensor, gap.start, gap.end, program.copy_start(gap), program.latest_release(gap),
                                   program.earliest_return(gap), program.version(gap), graph.nbytes[gap.tensor]});
         find_slower(graph, steps);
         offer_trips(steps, link);
@@ -133,25 +134,25 @@ class Candidates {
         }
         std::vector<std::pair<Index, Index>> parts;
         for (Index c = 0; c < size(); ++c)
-            if (all_[c].trip >= 0) parts.emplace_back(tensor_of(c), c);
+            if (all_[c].swap >= 0) parts.emplace_back(tensor_of(c), c);
         of_tensor_ = Lists(graph.tensors(), parts);
     }
 
     Index size() const { return static_cast<Index>(all_.size()); }
     const Candidate& operator[](Index candidate) const { return all_[candidate]; }
     const std::vector<Candidate>& all() const { return all_; }
-    const std::vector<Trip>& trips() const { return trips_; }
+    const std::vector<Swap>& swaps() const { return swaps_; }
     const std::vector<Slower>& slower() const { return slower_; }
 
-    // The tensor of a candidate that is a part of a trip, and all such parts of a tensor's trips.
-    Index tensor_of(Index candidate) const { return trips_[all_[candidate].trip].tensor; }
+    // The tensor of a candidate that is a part of a swap, and all such parts of a tensor's swaps.
+    Index tensor_of(Index candidate) const { return swaps_[all_[candidate].swap].tensor; }
     std::span<const Index> of_tensor(Index tensor) const { return of_tensor_[tensor]; }
 
   private:
     static constexpr double kByteCost = 1e-15;  // select.py's BYTE_COST_SECONDS
 
     std::vector<Candidate> all_;
-    std::vector<Trip> trips_;
+    std::vector<Swap> swaps_;
     std::vector<Slower> slower_;
     Lists of_tensor_;
 
@@ -166,40 +167,42 @@ class Candidates {
         }
     }
 
-    // A trip relieves memory for nothing only while its tensor can be away without a stall; the rest of it costs the wait.
+    // A swap relieves memory for nothing only while its tensor can be away without a stall; the rest of it costs the
+    // wait.
     void offer_trips(const Steps& steps, const Link& link) {
         const Clock clock(steps.seconds);
-        for (Index t = 0; t < static_cast<Index>(trips_.size()); ++t) {
-            const Trip& trip = trips_[t];
-            const Seconds out = link.offload(trip.nbytes), back = link.prefetch(trip.nbytes);
+        for (Index t = 0; t < static_cast<Index>(swaps_.size()); ++t) {
+            const Swap& swap = swaps_[t];
+            const Seconds out = link.offload(swap.nbytes), back = link.prefetch(swap.nbytes);
             const Seconds disturbed = (out + back) * link.compute_share;
-            const Index first = trip.start + 1, last = trip.end;
+            const Index first = swap.start + 1, last = swap.end;
             Index gone = clock.from(clock[first] + out);
             Index needed = clock.until(clock[last] - back);
             std::array<Span, 2> away{}, leaving{Span{first, last}, Span{}}, arriving{};
-            if (trip.wraps()) {
+            if (swap.wraps()) {
                 gone = std::min(gone, steps.length());
                 needed = std::max(needed, Index{0});
                 away = {Span{0, needed}, Span{gone, steps.length()}};
             } else if (gone < needed) {
                 away = {Span{gone, needed}, Span{}};
             }
-            if (trip.wraps() || gone < needed) {
+            if (swap.wraps() || gone < needed) {
                 leaving = {Span{first, gone}, Span{}};
                 arriving = {Span{needed, last}, Span{}};
             }
-            offer(Part::kAway, away, trip.nbytes, disturbed, out, back, t);
-            offer(Part::kLeaving, leaving, trip.nbytes, disturbed + out, 0, 0, t);
-            offer(Part::kArriving, arriving, trip.nbytes, disturbed + back, 0, 0, t);
+            offer(Part::kAway, away, swap.nbytes, disturbed, out, back, t);
+            offer(Part::kLeaving, leaving, swap.nbytes, disturbed + out, 0, 0, t);
+            offer(Part::kArriving, arriving, swap.nbytes, disturbed + back, 0, 0, t);
         }
     }
 
-    void offer(Part part, std::array<Span, 2> spans, Bytes nbytes, Seconds cost, Seconds out, Seconds back, Index trip) {
+    void offer(Part part, std::array<Span, 2> spans, Bytes nbytes, Seconds cost, Seconds out, Seconds back,
+               Index swap) {
         if (spans[0].start >= spans[0].end) std::swap(spans[0], spans[1]);
         if (spans[0].start >= spans[0].end) return;
         if (spans[1].start >= spans[1].end) spans[1] = Span{};
-        all_.push_back({spans, nbytes, cost + kByteCost * static_cast<double>(nbytes), out, back, trip, -1, part});
+        all_.push_back({spans, nbytes, cost + kByteCost * static_cast<double>(nbytes), out, back, swap, -1, part});
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

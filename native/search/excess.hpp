@@ -7,14 +7,14 @@
 #include <utility>
 #include <vector>
 
-#include "trips.hpp"
+#include "swaps.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
 // The steps over the budget and how long they are.
-class Over {
+class Excess {
   public:
-    Over(const std::vector<std::int64_t>& weight, std::vector<Bytes> excess) : excess_(std::move(excess)) {
+    Excess(const std::vector<std::int64_t>& weight, std::vector<Bytes> excess) : excess_(std::move(excess)) {
         const std::size_t length = weight.size();
         time_.assign(length + 1, 0);
         next_.resize(length + 1);
@@ -38,9 +38,7 @@ class Over {
         }
     }
 
-    std::int64_t within(Span span) {
-        return next(span.start) < span.end ? before(span.end) - before(span.start) : 0;
-    }
+    std::int64_t within(Span span) { return next(span.start) < span.end ? before(span.end) - before(span.start) : 0; }
 
   private:
     std::vector<Bytes> excess_;       // of steps that are over the budget
@@ -59,4 +57,4 @@ class Over {
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

@@ -1,5 +1,5 @@
-// From priorities to a timed plan: which trips a program makes, when, and what that costs on the clock. Twin of
-// src/overspill/policies/twin.py.
+// List scheduling: swaps and slower algorithms chosen greedily, each transfer timed, and what that costs on the clock.
+// The clock gives the seconds of src/overspill/simulate/clock.py; a test holds them together.
 #pragma once
 
 #include <algorithm>
@@ -12,27 +12,28 @@
 
 #include "program.hpp"
 #include "select.hpp"
+#include "swaps.hpp"
 #include "timing.hpp"
-#include "trips.hpp"
 
-namespace overspill::planning {
+namespace overspill::search {
 
-struct Decoded {
-    std::int64_t looks = 0;  // how often a candidate was looked at: what the choice took
+struct TimedPlan {
+    std::int64_t evaluations = 0;  // how often a candidate was looked at: what the choice took
     Seconds seconds = 0;
     Bytes moved_bytes = 0;
     Bytes peak_bytes = 0;
     std::vector<Index> chosen;          // candidates, in the order in which they were taken
-    std::vector<Index> trips;           // those made, in their order
-    Flags copied;                       // of each trip made: whether its tensor is sent, and not in the store already
-    std::vector<Index> release, issue;  // of each trip made
-    std::vector<Seconds> lost;          // by tensor what compute waited for it, then by op what its algorithm took longer
+    std::vector<Index> swaps;           // those made, in their order
+    Flags copied;                       // of each swap made: whether its tensor is sent, and not in the store already
+    std::vector<Index> release, issue;  // of each swap made
+    std::vector<Seconds>
+        stall_seconds;  // by tensor what compute waited for it, then by op what its algorithm took longer
 
     // What is to be made small.
     std::pair<Seconds, Bytes> cost() const { return {seconds, moved_bytes}; }
 };
 
-// Stands for the gap of a trip in every program of a graph: for its tensor and the ops at its ends.
+// Stands for the gap of a swap in every program of a graph: for its tensor and the ops at its ends.
 using Key = std::int64_t;
 
 // The streams of simulate/clock.py: compute, and a copy stream each way.
@@ -75,9 +76,9 @@ class Streams {
     }
 };
 
-class Decoder {
+class ListScheduler {
   public:
-    Decoder(std::shared_ptr<const Graph> graph, const Program& program, Link link, Bytes budget)
+    ListScheduler(std::shared_ptr<const Graph> graph, const Program& program, Link link, Bytes budget)
         : graph_(std::move(graph)),
           link_(link),
           budget_(budget),
@@ -86,62 +87,48 @@ class Decoder {
 
     const Candidates& candidates() const { return candidates_; }
 
-    // How many there are of what may be dearer: tensors, then ops.
+    // How many there are of what may be penalty: tensors, then ops.
     Index whats() const { return graph_->tensors() + graph_->ops(); }
 
-    // The plan that takes the candidates `first` before all others, where trips of a tensor and then slower algorithms of
-    // an op cost `dearer` seconds more.
-    Decoded decode(std::span<const Seconds> dearer, const Flags& first) const {
-        Decoded plan;
-        plan.looks = candidates_.size();
+    // The plan that takes the candidates `first` before all others, where swaps of a tensor and then slower algorithms
+    // of an op cost `penalty` seconds more.
+    TimedPlan plan(std::span<const Seconds> penalty, const Flags& first) const {
+        TimedPlan plan;
+        plan.evaluations = candidates_.size();
         std::vector<Seconds> cost;
         cost.reserve(static_cast<std::size_t>(candidates_.size()));
-        for (Index c = 0; c < candidates_.size(); ++c) cost.push_back(candidates_[c].cost + dearer[what(c)]);
-        plan.chosen = Choice(candidates_, steps_, budget_, cost, first).made(plan.looks);
-        Flags made(candidates_.trips().size(), 0);
+        for (Index c = 0; c < candidates_.size(); ++c) cost.push_back(candidates_[c].cost + penalty[what(c)]);
+        plan.chosen = Choice(candidates_, steps_, budget_, cost, first).made(plan.evaluations);
+        Flags made(candidates_.swaps().size(), 0);
         for (const Index c : plan.chosen)
-            if (candidates_[c].trip >= 0) made[candidates_[c].trip] = 1;
-        for (Index trip = 0; trip < static_cast<Index>(made.size()); ++trip)
-            if (made[trip]) plan.trips.push_back(trip);
+            if (candidates_[c].swap >= 0) made[candidates_[c].swap] = 1;
+        for (Index swap = 0; swap < static_cast<Index>(made.size()); ++swap)
+            if (made[swap]) plan.swaps.push_back(swap);
         std::vector<Seconds> seconds = steps_.seconds;
         std::vector<Bytes> live = steps_.live;
         take_slower(plan.chosen, seconds, live);
         const Clock clock(seconds);
-        Timing timing(candidates_.trips(), plan.trips, link_, clock, std::move(live), budget_);
+        Timing timing(candidates_.swaps(), plan.swaps, link_, clock, std::move(live), budget_);
         plan.peak_bytes = timing.peak();
         plan.copied = std::move(timing.copied);
         plan.release = std::move(timing.release);
         plan.issue = std::move(timing.issue);
-        plan.lost.assign(graph_->nbytes.size() + graph_->forward.size(), 0);
-        plan.seconds = run(plan, seconds, link_, plan.lost);
-        for (Index i = 0; i < static_cast<Index>(plan.trips.size()); ++i)
-            if (plan.copied[i]) plan.moved_bytes += trip(plan, i).nbytes;
+        plan.stall_seconds.assign(graph_->nbytes.size() + graph_->forward.size(), 0);
+        plan.seconds = run(plan, seconds, plan.stall_seconds);
+        for (Index i = 0; i < static_cast<Index>(plan.swaps.size()); ++i)
+            if (plan.copied[i]) plan.moved_bytes += swap(plan, i).nbytes;
         return plan;
     }
 
-    // How long the step takes with another link.
-    Seconds seconds_on(const Link& link, const Decoded& plan) const {
-        std::vector<Seconds> seconds = steps_.seconds, lost(plan.lost.size());
-        std::vector<Bytes> live = steps_.live;
-        take_slower(plan.chosen, seconds, live);
-        return run(plan, seconds, link, lost);
-    }
+    // No candidate taken before the others.
+    Flags none() const { return Flags(static_cast<std::size_t>(candidates_.size()), 0); }
 
-    // The candidates that are parts of trips in these gaps, of which the keys are in order.
-    Flags among(std::span<const Key> gaps) const {
-        Flags found(static_cast<std::size_t>(candidates_.size()), 0);
-        if (gaps.empty()) return found;
-        for (Index c = 0; c < candidates_.size() && candidates_[c].trip >= 0; ++c)
-            found[c] = std::ranges::binary_search(gaps, key(c));
-        return found;
-    }
-
-    // The candidates that are the same parts of the same trips as those that a plan of another decoder takes.
-    Flags as_chosen(const Decoder& other, const Decoded& plan) const {
+    // The candidates that are the same parts of the same swaps as those that a plan of another scheduler takes.
+    Flags as_chosen(const ListScheduler& other, const TimedPlan& plan) const {
         Flags found(static_cast<std::size_t>(candidates_.size()), 0);
         for (const Index before : plan.chosen) {
             const Candidate& part = other.candidates_[before];
-            if (part.trip < 0) continue;
+            if (part.swap < 0) continue;
             const Key gap = other.key(before);
             for (const Index c : candidates_.of_tensor(other.candidates_.tensor_of(before)))
                 if (candidates_[c].part == part.part && key(c) == gap) found[c] = 1;
@@ -158,18 +145,18 @@ class Decoder {
 
     // What a candidate is of: a tensor's number, or the number of tensors and an op's.
     Index what(Index candidate) const {
-        if (candidates_[candidate].trip >= 0) return candidates_.tensor_of(candidate);
+        if (candidates_[candidate].swap >= 0) return candidates_.tensor_of(candidate);
         return graph_->tensors() + candidates_.slower()[candidates_[candidate].slower].op;
     }
 
-    // As `gap_keys` of src/overspill/policies/decoding.py.
+    // Stands for the gap of a swap in every program of the graph.
     Key key(Index candidate) const {
-        const Trip& trip = candidates_.trips()[candidates_[candidate].trip];
-        const Key last = trip.end < steps_.length() ? steps_.op[trip.end] : -1;
-        return (static_cast<Key>(trip.tensor) << 42) + (static_cast<Key>(steps_.op[trip.start]) << 21) + last;
+        const Swap& swap = candidates_.swaps()[candidates_[candidate].swap];
+        const Key last = swap.end < steps_.length() ? steps_.op[swap.end] : -1;
+        return (static_cast<Key>(swap.tensor) << 42) + (static_cast<Key>(steps_.op[swap.start]) << 21) + last;
     }
 
-    const Trip& trip(const Decoded& plan, Index made) const { return candidates_.trips()[plan.trips[made]]; }
+    const Swap& swap(const TimedPlan& plan, Index made) const { return candidates_.swaps()[plan.swaps[made]]; }
 
     // The seconds and bytes of the steps with the algorithms chosen, of several for an op the slowest.
     void take_slower(const std::vector<Index>& chosen, std::vector<Seconds>& seconds, std::vector<Bytes>& live) const {
@@ -190,13 +177,12 @@ class Decoder {
         }
     }
 
-    // Puts the plan on the clock, where steps take `seconds`; says how long it takes, and what is `lost`.
-    Seconds run(const Decoded& plan, const std::vector<Seconds>& seconds, const Link& link,
-                std::vector<Seconds>& lost) const {
+    // Puts the plan on the clock, where steps take `seconds`; says how long it takes, and what is `stall_seconds`.
+    Seconds run(const TimedPlan& plan, const std::vector<Seconds>& seconds, std::vector<Seconds>& stall_seconds) const {
         const Index length = steps_.length();
-        const auto of = [&](Index i) -> const Trip& { return trip(plan, i); };
+        const auto of = [&](Index i) -> const Swap& { return swap(plan, i); };
         Pairs ending, copying, releasing, coming;
-        for (const Index i : by(&Trip::start, candidates_.trips(), plan.trips, length)) {
+        for (const Index i : by(&Swap::start, candidates_.swaps(), plan.swaps, length)) {
             if (plan.copied[i]) copying.emplace_back(of(i).copy, i);
             releasing.emplace_back(plan.release[i], i);
             ending.emplace_back(of(i).end, i);
@@ -204,20 +190,20 @@ class Decoder {
         const Lists arrivals(length + 1, ending);
         for (const Index i : arrivals.values) coming.emplace_back(plan.issue[i], i);
         const Lists offloads(length + 1, copying), releases(length + 1, releasing), prefetches(length + 1, coming);
-        std::vector<Seconds> left(plan.trips.size(), 0), there(plan.trips.size(), 0);
-        Streams streams(link);
+        std::vector<Seconds> left(plan.swaps.size(), 0), there(plan.swaps.size(), 0);
+        Streams streams(link_);
         for (Index position = 0; position <= length; ++position) {
             for (const Index i : offloads[position]) left[i] = streams.offload(of(i).nbytes);
             for (const Index i : releases[position])
-                if (plan.copied[i]) lost[of(i).tensor] += streams.wait(left[i]);
+                if (plan.copied[i]) stall_seconds[of(i).tensor] += streams.wait(left[i]);
             for (const Index i : prefetches[position]) there[i] = streams.prefetch(of(i).nbytes);
-            for (const Index i : arrivals[position]) lost[of(i).tensor] += streams.wait(there[i]);
+            for (const Index i : arrivals[position]) stall_seconds[of(i).tensor] += streams.wait(there[i]);
             if (position == length) break;
             streams.compute(seconds[position]);
-            lost[graph_->tensors() + steps_.op[position]] += seconds[position] - steps_.seconds[position];
+            stall_seconds[graph_->tensors() + steps_.op[position]] += seconds[position] - steps_.seconds[position];
         }
         return streams.now();
     }
 };
 
-}  // namespace overspill::planning
+}  // namespace overspill::search

@@ -1,0 +1,110 @@
+// Simulated annealing over what is recomputed, dropped after use, and penalised: from plan to plan, keeping the best.
+// Source: Kirkpatrick, Gelatt and Vecchi 1983, "Optimization by simulated annealing".
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "changes.hpp"
+#include "list_scheduler.hpp"
+#include "planner.hpp"
+#include "random.hpp"
+
+namespace overspill::search {
+
+// A plan that fits, and the decision that it comes from.
+struct Attempt {
+    Decision decision;
+    std::shared_ptr<const ListScheduler> scheduler;
+    TimedPlan plan;
+};
+
+class Annealing {
+  public:
+    std::int64_t evaluations = 0;  // how often candidates were looked at in all attempts, which is what takes time
+
+    Annealing(Planner planner, RematGroups groups)
+        : planner_(std::move(planner)), groups_(std::move(groups)), most_penalty_(planner_.most_penalty()) {}
+
+    std::shared_ptr<const Attempt> best() const { return best_; }
+    std::size_t tensors() const { return groups_.near.size(); }
+
+    // A start: several plans, each of which avoids the stalls and slow algorithms of the one before.
+    void begin(Flags recompute) {
+        auto penalty = std::make_shared<const std::vector<Seconds>>(most_penalty_.size(), 0.0);
+        Decision decision{std::move(recompute), Flags(groups_.near.size(), 0), std::move(penalty)};
+        Made before;
+        for (int repair = 0; repair < kRepairs; ++repair) {
+            const Made made = attempt(std::move(decision), nullptr, false);
+            if (!made || (before && made->plan.cost() >= before->plan.cost())) break;
+            before = made;
+            if (!best_ || made->plan.cost() < best_->plan.cost()) best_ = made;
+            const std::vector<Seconds>& stall_seconds = made->plan.stall_seconds;
+            if (std::ranges::all_of(stall_seconds, [](Seconds s) { return s == 0; })) break;
+            decision = made->decision;
+            std::vector<Seconds> more = *decision.penalty;
+            for (std::size_t i = 0; i < more.size(); ++i) more[i] += stall_seconds[i];
+            decision.penalty = std::make_shared<const std::vector<Seconds>>(std::move(more));
+        }
+    }
+
+    // Changes of the best plan, drawn with a fixed seed, of which early ones may cost up to about `temperature`
+    // seconds: `most` attempts, or as many as there are before `evaluations` are `most_evaluations` or a plan takes
+    // `target_seconds` seconds. `alive` is called before each.
+    template <typename Alive>
+    void anneal(std::int64_t most, std::int64_t most_evaluations, double perturbation_rate, Seconds temperature,
+                Seconds target_seconds, Alive alive) {
+        Random random(0);
+        Changes changes(groups_, most_penalty_, perturbation_rate, random);
+        const std::int64_t begun = evaluations;
+        Made current = best_;
+        for (std::int64_t made = 0;
+             made < most && evaluations < most_evaluations && best_->plan.seconds > target_seconds; ++made) {
+            alive();
+            const double left = std::min(
+                static_cast<double>(most_evaluations - evaluations) / static_cast<double>(most_evaluations - begun),
+                1 - static_cast<double>(made) / static_cast<double>(most));
+            Decision decision = changes.of(current->decision, current->plan.stall_seconds);
+            const bool keeps = decision.penalised_like(current->decision) && random.uniform() < kKeeping;
+            const Made next = attempt(std::move(decision), current.get(), keeps);
+            if (!next) continue;
+            if (next->plan.seconds <= current->plan.seconds + temperature * (left * left) * random.exponential())
+                current = next;
+            if (next->plan.cost() <= best_->plan.cost()) best_ = next;
+        }
+    }
+
+  private:
+    using Made = std::shared_ptr<const Attempt>;
+
+    static constexpr int kRepairs = 3;  // how often a start is made again with its stalls as penalties
+    static constexpr double kKeeping =
+        0.9;  // how often a change of what is recomputed keeps the swaps of the plan before
+
+    Planner planner_;
+    RematGroups groups_;
+    std::vector<Seconds> most_penalty_;
+    Made best_;
+
+    // The plan that a decision leads to; none where it does not fit. `near` may have the same program; where the plan
+    // `keeps` its swaps, these are made but for those that are superfluous, others only where they leave too little
+    // room.
+    Made attempt(Decision decision, const Attempt* near, bool keeps) {
+        std::shared_ptr<const ListScheduler> scheduler;
+        if (near && near->decision.same_program(decision))
+            scheduler = near->scheduler;
+        else
+            scheduler = planner_.fitting(decision.recompute, decision.drop_after_use);
+        if (!scheduler) return nullptr;
+        decision.tidy();
+        const Flags first = keeps ? scheduler->as_chosen(*near->scheduler, near->plan) : scheduler->none();
+        TimedPlan plan = scheduler->plan(*decision.penalty, first);
+        evaluations += plan.evaluations;
+        return std::make_shared<const Attempt>(Attempt{std::move(decision), std::move(scheduler), std::move(plan)});
+    }
+};
+
+}  // namespace overspill::search

@@ -1,0 +1,45 @@
+"""How much work planning may take: one value for the search of `auto` and for the proof of the lower bound."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from overspill.core.errors import RequestError
+
+VARIABLE = "OVERSPILL_EFFORT"
+"""The environment variable that scales the usual effort: `0.1` plans in a tenth of the time, somewhat slower steps."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Limits of the search and of the bound, in counts and not in seconds, so that plans are the same on every machine.
+
+    `evaluations`: how often the search looks at a candidate in all; the default takes up to two seconds on one core.
+    `attempts_per_tensor`: how many plans it tries for each tensor that may be recomputed. `simplex_iterations`: what
+    branch and bound in the lower bound may take.
+    """
+
+    evaluations: int = 6_000_000
+    attempts_per_tensor: int = 500
+    simplex_iterations: int = 20_000
+
+    def scaled(self, factor: float) -> Effort:
+        """This effort times `factor`, at least one of each."""
+        return Effort(
+            max(1, int(self.evaluations * factor)),
+            max(1, int(self.attempts_per_tensor * factor)),
+            max(1, int(self.simplex_iterations * factor)),
+        )
+
+    @classmethod
+    def usual(cls) -> Effort:
+        """The default, scaled by the environment variable OVERSPILL_EFFORT where it is set. Raises RequestError."""
+        text = os.environ.get(VARIABLE, "1")
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = 0.0
+        if not 0.0 < factor < float("inf"):
+            raise RequestError(f"{VARIABLE}={text}: it is a factor above 0, as 0.1 or 5")
+        return cls().scaled(factor)
