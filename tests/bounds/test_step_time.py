@@ -16,7 +16,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.floor import algorithms_within, floor_of
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES, policy_named
 from overspill.simulate import check, simulate
 
@@ -47,7 +47,7 @@ def with_menus(draw: st.DrawFn) -> Graph:
 )
 @EXAMPLES
 def test_no_policy_beats_the_bound(graph: Graph, device: Device, share: float, name: str) -> None:
-    program = Program(graph)
+    program = StepProgram(graph)
     least = floor_of(program.with_algorithms(memory_optimal(graph))).nbytes
     budget = least + int(share * (int(program.live_bytes().max()) - least))
     seconds = op_seconds(graph, device)
@@ -122,7 +122,7 @@ def test_the_best_of_all_schedules_of_a_tiny_step_takes_no_less(
     )
     lengths = st.sampled_from([0.0, 1.0, 2.0, 5.0])
     seconds = tuple(data.draw(st.lists(lengths, min_size=len(graph.ops), max_size=len(graph.ops))))
-    program = Program(graph)
+    program = StepProgram(graph)
     least = floor_of(program.with_algorithms(memory_optimal(graph))).nbytes
     budget = least + data.draw(st.integers(-1, 2))
     found = shortest(graph, device, budget, seconds, STATES)
@@ -158,14 +158,14 @@ def test_one_run_for_two_outputs_counts_once() -> None:
 @EXAMPLES
 def test_with_memory_for_all_the_bound_is_the_time_of_the_ops(graph: Graph, device: Device) -> None:
     seconds = op_seconds(graph, device)
-    peak = int(Program(graph).live_bytes().max())
+    peak = int(StepProgram(graph).live_bytes().max())
     assert lower_bound_seconds(graph, device, peak, seconds) == sum(seconds)
 
 
 @given(graph=networks(), device=devices(), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)))
 @EXAMPLES
 def test_a_larger_budget_has_no_larger_bound(graph: Graph, device: Device, shares: tuple[float, float]) -> None:
-    program = Program(graph)
+    program = StepProgram(graph)
     least, most = floor_of(program).nbytes, int(program.live_bytes().max())
     small, large = (least + int(share * (most - least)) for share in sorted(shares))
     seconds = op_seconds(graph, device)
@@ -218,7 +218,7 @@ def test_what_runs_again_does_so_after_the_step_that_had_no_room_and_one_after_a
 def test_a_tensor_of_which_a_part_is_over_the_budget_leaves_as_a_whole() -> None:
     graph = network([Layer(1_000_000, random=True, flops=0) for _ in range(4)])
     seconds = op_seconds(graph, DEVICE)
-    peak = int(Program(graph).live_bytes().max())
+    peak = int(StepProgram(graph).live_bytes().max())
     out, back = DEVICE.offload_seconds(1_000_000), DEVICE.prefetch_seconds(1_000_000)
     bound = lower_bound_seconds(graph, DEVICE, peak - 500_000, seconds)
     assert 0.999 * (out + back) < bound - sum(seconds) <= out + back
@@ -233,6 +233,6 @@ def test_an_algorithm_that_has_no_room_alone_is_given_up_and_its_time_counted() 
     menu = (Algorithm("fast", 50_000), Algorithm("slow", 0, 2.0))
     graph = replace(graph, ops=(replace(graph.ops[0], algorithms=menu),))
     seconds = op_seconds(graph, DEVICE)
-    assert algorithms_within(Program(graph), 10_000) == {0: 1}
+    assert algorithms_within(StepProgram(graph), 10_000) == {0: 1}
     assert 1.5 * seconds[0] < lower_bound_seconds(graph, DEVICE, 10_000, seconds) <= 2 * seconds[0]
-    assert algorithms_within(Program(graph), 60_000) == {}
+    assert algorithms_within(StepProgram(graph), 60_000) == {}

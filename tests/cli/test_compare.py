@@ -70,15 +70,6 @@ def test_the_budget_is_respected_or_the_row_says_by_how_much_it_is_not(overspill
     assert answer["rows"][-1]["policy"] == "in-core"
 
 
-def test_the_thorough_search_is_made_where_it_is_named_and_is_never_slower(overspill: Overspill) -> None:
-    done = overspill(
-        "compare resnet18 --small --batch 16 --gpu rtx4090 --budget 0.6 --json --policies auto,auto:thorough"
-    )
-    rows = by_policy(done.answer)
-    assert rows["auto:thorough"]["fits"] is True
-    assert rows["auto:thorough"]["step_seconds"] <= rows["auto"]["step_seconds"]
-
-
 def test_a_share_is_of_what_plan_takes_it_of(overspill: Overspill) -> None:
     words = "alexnet --small --batch 16 --gpu titan-x --budget 90% --json"
     compared = overspill(f"compare {words} --policies auto").answer

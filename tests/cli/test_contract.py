@@ -17,7 +17,7 @@ import overspill as package
 from overspill.core import Device, Schedule
 from overspill.devices import device_names
 from overspill.models import names
-from overspill.policies import NAMED
+from overspill.policies import POLICIES
 from overspill.runtime import training
 
 PLAN_KEYS = {
@@ -171,7 +171,7 @@ def test_the_plan_is_saved_where_asked(overspill: Overspill, tmp_path: Path, com
 def test_the_lists_hold_all_there_is(overspill: Overspill) -> None:
     models, policies, devices = (overspill(f"{what} --json").answer for what in ("models", "policies", "devices"))
     assert [m["name"] for m in models["models"]] == list(names())
-    assert [p["name"] for p in policies["policies"]] == list(NAMED)
+    assert [p["name"] for p in policies["policies"]] == list(POLICIES)
     assert [d["name"] for d in devices["devices"]] == list(device_names())
     for answer in (models, policies, devices):
         assert_units(answer)

@@ -13,7 +13,7 @@ from tests.simulate.graphs import Build, networks
 from overspill.core import Graph, Phase, TensorKind, numbered
 from overspill.planning.assemble import assemble
 from overspill.planning.order import depth_first, in_graph_order, reordered
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=60, deadline=None)
@@ -42,7 +42,7 @@ def layers_in(graph: Graph, order: Sequence[int], phase: Phase) -> list[int]:
 
 
 def liveness(graph: Graph) -> int:
-    return check(graph, assemble(Program(graph), (), "liveness", None)).peak_bytes
+    return check(graph, assemble(StepProgram(graph), (), "liveness", None)).peak_bytes
 
 
 def test_the_inception_block_runs_branch_by_branch_as_in_figure_10b() -> None:
@@ -149,7 +149,7 @@ def test_every_op_sees_what_it_sees_in_the_order_of_the_graph(graph: Graph) -> N
     assert sorted(order) == list(range(len(graph.ops)))
     other = reordered(graph, order)
     assert [op.id for op in other.ops] == list(range(len(order)))
-    made = assemble(Program(other), (), "liveness", None)
+    made = assemble(StepProgram(other), (), "liveness", None)
     there = in_graph_order(made, order)
     assert check(graph, there).peak_bytes == check(other, made).peak_bytes
     assert there.targets(made.instructions[0].verb) == order

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, Schedule, Verb
-from overspill.core.errors import InfeasibleBudget
-from overspill.costs import MeasuredTimes, op_seconds, signature
+from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.costs import MeasuredTimes, signature
+from overspill.planning.effort import Effort
 from overspill.planning.floor import floor_of
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
-from overspill.planning.step_program import Program
-from overspill.policies.auto import policy as auto
-from overspill.policies.auto.policy import Auto
+from overspill.planning.step_program import StepProgram
+from overspill.policies.auto import Auto
 from overspill.policies.plan import unmanaged_peak
-from overspill.simulate import check, simulate
+from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 shares = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0])
@@ -26,7 +26,7 @@ shares = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0])
 
 def between(graph: Graph, share: float) -> int:
     """The budget at `share` of the way from the floor to the unmanaged peak."""
-    floor = floor_of(Program(graph)).nbytes
+    floor = floor_of(StepProgram(graph)).nbytes
     return floor + int(share * (unmanaged_peak(graph, DEVICE) - floor))
 
 
@@ -47,7 +47,7 @@ def naive_floor(graph: Graph) -> int:
 @given(networks())
 @EXAMPLES
 def test_the_floor_is_the_largest_need_of_one_op(graph: Graph) -> None:
-    assert floor_of(Program(graph)).nbytes == naive_floor(graph)
+    assert floor_of(StepProgram(graph)).nbytes == naive_floor(graph)
 
 
 @given(networks(), devices(), shares)
@@ -60,7 +60,7 @@ def test_the_peak_is_within_every_budget_from_the_floor_upwards(graph: Graph, de
 @given(networks(), devices(), st.sampled_from([1, 2, 1000]))
 @EXAMPLES
 def test_below_the_floor_the_error_names_it(graph: Graph, device: Device, short: int) -> None:
-    floor = floor_of(Program(graph)).nbytes
+    floor = floor_of(StepProgram(graph)).nbytes
     if floor <= short:
         return
     with pytest.raises(InfeasibleBudget) as caught:
@@ -92,9 +92,7 @@ def test_what_is_feasible_stays_so_when_sizes_and_budget_grow_alike(
 ) -> None:
     budget = between(graph, share)
     large = scaled(graph, factor)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "LINK_FACTOR", 1024)  # one link or two: whether a plan fits does not follow from them
-        assert check(large, Auto().plan(large, device, budget * factor)).peak_bytes <= budget * factor
+    assert check(large, Auto().plan(large, device, budget * factor)).peak_bytes <= budget * factor
 
 
 @given(networks(), devices(), shares)
@@ -136,10 +134,13 @@ def test_what_is_random_is_never_recomputed() -> None:
     assert Verb.RECOMPUTE not in moved(Auto().plan(graph, slow, between(graph, 0.5)))
 
 
-def test_a_larger_budget_is_never_slower() -> None:
-    layers = [Layer(20_000, flops=10**7), Layer(10_000, flops=10**5), Layer(40_000, flops=10**5)]
-    graph = network(layers)
-    seconds = op_seconds(graph, DEVICE)
-    plans = [Auto().plan(graph, DEVICE, between(graph, share)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    steps = [simulate(graph, made, DEVICE, seconds).step_seconds for made in plans]
-    assert steps == sorted(steps, reverse=True)
+@pytest.mark.parametrize("text", ["none", "0", "-1", "inf", "nan"])
+def test_an_effort_that_is_no_factor_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERSPILL_EFFORT", text)
+    with pytest.raises(RequestError, match=f"OVERSPILL_EFFORT={text}: it is a factor above 0"):
+        Auto()
+
+
+def test_the_usual_effort_is_scaled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERSPILL_EFFORT", "0.5")
+    assert Auto().effort == Effort().scaled(0.5) != Effort()

@@ -71,5 +71,7 @@ def test_with_room_for_everything_nothing_is_recomputed(graph: Graph) -> None:
 @given(networks())
 @EXAMPLES
 def test_each_op_is_recomputed_at_most_once(graph: Graph) -> None:
-    remade = CheckpointCost().plan(graph, DEVICE, floor_bytes(CheckpointCost(), graph, DEVICE)).targets(Verb.RECOMPUTE)
-    assert len(remade) == len(set(remade))
+    rematerialized = (
+        CheckpointCost().plan(graph, DEVICE, floor_bytes(CheckpointCost(), graph, DEVICE)).targets(Verb.RECOMPUTE)
+    )
+    assert len(rematerialized) == len(set(rematerialized))

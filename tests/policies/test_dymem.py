@@ -17,7 +17,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
 from overspill.planning.layers import layers_of
 from overspill.planning.order import depth_first
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies.dymem import UNLIMITED, Dymem, Planner, prefetch_starts
 from overspill.simulate import check, simulate
 
@@ -134,7 +134,7 @@ def test_what_its_last_reader_also_writes_leaves_behind_it() -> None:
 def starts(types: Sequence[LayerType]) -> dict[str, str]:
     """For each layer whose input is away, the layer in whose backward its prefetch starts."""
     graph = chain(types)
-    program = Program(graph)
+    program = StepProgram(graph)
     gaps = [gap for layer in layers_of(program) if layer.type is not LayerType.LOSS for gap in layer.inputs]
     found = prefetch_starts(program, gaps)
     return {
@@ -180,7 +180,7 @@ def test_chains_are_searched_as_in_algorithm_2(types: list[LayerType]) -> None:
 def test_a_layer_that_is_called_twice_has_two_turns() -> None:
     graph = chain([CONV, POOL, CONV, CONV, POOL])
     ops = tuple(replace(op, layer="pool") if op.layer in ("l1", "l4") else op for op in graph.ops)
-    program = Program(replace(graph, ops=ops))
+    program = StepProgram(replace(graph, ops=ops))
     gaps = {program.graph.tensors[g.tensor].name: g for layer in layers_of(program) for g in layer.inputs}
     found = prefetch_starts(program, gaps.values())
     begins = {name: program.op(program.steps[found[gap]]).id for name, gap in gaps.items()}

@@ -12,8 +12,8 @@ from overspill.core import Device, Graph, Phase, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.planning.floor import floor_of
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
-from overspill.planning.step_program import Program
-from overspill.policies import NAMED, POLICIES, policy_named
+from overspill.planning.step_program import StepProgram
+from overspill.policies import POLICIES, policy_named
 from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.simulate import check
 
@@ -28,7 +28,7 @@ def tight(graph: Graph, name: str, device: Device = DEVICE) -> int | None:
         return None
     with pytest.raises(InfeasibleBudget) as infeasible:
         POLICIES[name]().plan(graph, device, 1)
-    return max((floor_of(Program(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2, infeasible.value.floor_bytes)
+    return max((floor_of(StepProgram(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2, infeasible.value.floor_bytes)
 
 
 def at_the_boundary(graph: Graph, made: Schedule) -> int:
@@ -133,7 +133,7 @@ def test_the_garbage_collector_is_as_it_was_after_a_plan_and_after_none(on: bool
         gc.enable()
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_it_is_found_by_its_name_and_says_what_it_is(name: str) -> None:
     policy = policy_named(name)
     assert policy.name == name
@@ -145,4 +145,4 @@ def test_an_unknown_policy_name_lists_the_names_and_the_closest() -> None:
     with pytest.raises(RequestError) as caught:
         policy_named("vdnn-con")
     assert "did you mean 'vdnn-conv'?" in str(caught.value)
-    assert all(name in str(caught.value) for name in NAMED)
+    assert all(name in str(caught.value) for name in POLICIES)

@@ -19,9 +19,8 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networ
 from overspill.core import Device, Graph, Phase, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.planning.floor import floor_of
-from overspill.planning.levels import levels
-from overspill.planning.step_program import Program
-from overspill.policies.lms import LargeModelSupport, swap_in, swapped
+from overspill.planning.step_program import StepProgram
+from overspill.policies.lms import LargeModelSupport, levels, swap_in, swapped
 from overspill.policies.plan import unmanaged_peak
 
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -34,7 +33,7 @@ PEAK = FORWARD_PEAK + 10_000  # what the first two steps of backward need with e
 def away(graph: Graph, threshold: int) -> list[tuple[str, int, int]]:
     """What is swapped at `threshold`: names, and the steps between which."""
     depths = np.array([*levels(graph), max(levels(graph)) + 1])
-    gaps = swapped(Program(graph), depths, threshold)
+    gaps = swapped(StepProgram(graph), depths, threshold)
     return [(graph.tensors[gap.tensor].name, gap.start, gap.end) for gap in gaps]
 
 
@@ -84,7 +83,7 @@ def test_a_tensor_may_be_swapped_between_any_two_uses() -> None:
 
 @pytest.mark.parametrize(("ahead", "step"), [(0, 8), (1, 7), (2, 6), (3, 5), (4, 5), (100, 5)])
 def test_a_swap_in_starts_before_the_op_that_far_ahead_but_not_in_forward(ahead: int, step: int) -> None:
-    program = Program(CHAIN)
+    program = StepProgram(CHAIN)
     depths = np.array([*levels(CHAIN), 10])
     gap = next(gap for gap in program.gaps if (gap.start, gap.end) == (1, 8))
     assert swap_in(program, depths, gap, ahead) == step
@@ -113,12 +112,12 @@ def test_hyperparameters_that_need_more_say_how_much() -> None:
 
 
 def test_the_least_that_tuning_reaches_is_the_floor_of_all_policies_on_a_chain() -> None:
-    assert floor_bytes(LargeModelSupport(), CHAIN, DEVICE) == floor_of(Program(CHAIN)).nbytes
+    assert floor_bytes(LargeModelSupport(), CHAIN, DEVICE) == floor_of(StepProgram(CHAIN)).nbytes
 
 
 def test_tuning_finds_no_slower_schedule_than_its_grid_has() -> None:
     graph = network([Layer(10_000, flops=10**7) for _ in range(12)])
-    budget = (floor_of(Program(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2
+    budget = (floor_of(StepProgram(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2
     tuned = seconds_of(graph, LargeModelSupport().plan(graph, DEVICE, budget), DEVICE)
     for threshold in (0, 6, 12):
         by_hand = LargeModelSupport(threshold=threshold, ahead=2).plan(graph, DEVICE, budget)

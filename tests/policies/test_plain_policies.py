@@ -62,8 +62,8 @@ def test_checkpoint_keeps_what_random_ops_made_until_its_last_use(graph: Graph) 
 @given(networks())
 @EXAMPLES
 def test_checkpoint_recomputes_each_op_at_most_once(graph: Graph) -> None:
-    remade = Checkpoint().plan(graph, DEVICE).targets(Verb.RECOMPUTE)
-    assert len(remade) == len(set(remade))
+    rematerialized = Checkpoint().plan(graph, DEVICE).targets(Verb.RECOMPUTE)
+    assert len(rematerialized) == len(set(rematerialized))
 
 
 @given(layers())
@@ -88,10 +88,10 @@ def test_checkpoint_cuts_where_few_bytes_cross() -> None:
     sizes = [8000, 8000, 100, 8000, 8000, 8000, 100, 8000, 8000]
     graph = network([Layer(n) for n in sizes])
     made = Checkpoint().plan(graph, DEVICE)
-    remade = {t for op in made.targets(Verb.RECOMPUTE) for t in graph.ops[op].writes}
+    rematerialized = {t for op in made.targets(Verb.RECOMPUTE) for t in graph.ops[op].writes}
     small = {t.id for t in graph.tensors if t.name in ("y2", "y6")}
-    assert remade
-    assert not remade & small
+    assert rematerialized
+    assert not rematerialized & small
 
 
 def test_checkpoint_of_a_step_too_short_to_cut_is_liveness() -> None:

@@ -15,7 +15,7 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networ
 
 from overspill.core import Device, Graph, LayerType, Phase, Verb
 from overspill.planning.lru import evictions
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies.base import Policy
 from overspill.policies.plan import unmanaged_peak
 from overspill.policies.superneurons import (
@@ -100,7 +100,7 @@ def test_both_leave_when_memory_is_shorter_in_the_order_of_use() -> None:
 
 
 def test_a_checkpoint_is_fetched_when_the_one_before_it_has_arrived() -> None:
-    program = Program(NET)
+    program = StepProgram(NET)
     gaps = [g for g in program.gaps if (g.start, g.end) in ((1, 14), (4, 11))]
     assert sorted(one_ahead(program, gaps).values()) == [8, 11]
 
@@ -113,7 +113,7 @@ def test_the_cache_evicts_by_last_use_and_keeps_what_it_can() -> None:
     build.op([new], [])  # used once more: no longer the oldest
     build.op([], [large])
     build.op([old, new, large], [])
-    program = Program(build.graph())
+    program = StepProgram(build.graph())
     gaps = {gap: gap.end for gap in program.gaps if gap.end == 4 and gap.tensor != large}
     live = program.live_bytes()
     live[4] = 0  # what is wanted at once has to fit; not the cache's concern
@@ -145,7 +145,7 @@ def test_a_longer_segment_is_made_anew_for_each_layer() -> None:
 def test_memory_centric_recomputation_holds_no_more_than_one_layer_wants() -> None:
     graph = network([Layer(10_000, CONV), *[Layer(10_000, ACT)] * 6, Layer(10_000, CONV)])
     made = [t for s in segments_of(graph) for t in s.made]
-    at_once, one_by_one = Program(graph, made), Program(graph, made, fleeting=made)
+    at_once, one_by_one = StepProgram(graph, made), StepProgram(graph, made, drop_after_use=made)
     # y0, what is made of it and wanted at once, dy and dx.
     assert one_by_one.live_bytes()[9:].max() == 8192 + 4 + 40_000
     assert at_once.live_bytes()[9:].max() == 8192 + 4 + 90_000

@@ -16,7 +16,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
 from overspill.planning.floor import floor_of
 from overspill.planning.order import early_updates, feature_maps_alone, in_graph_order, reordered
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES, policy_named
 from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.simulate import check
@@ -48,7 +48,7 @@ def moved(graph: Graph, made: object) -> list[Tensor]:
 
 
 def middle(graph: Graph) -> int:
-    return (floor_of(Program(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2
+    return (floor_of(StepProgram(graph)).nbytes + unmanaged_peak(graph, DEVICE)) // 2
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -130,7 +130,7 @@ def test_an_update_follows_the_last_reader_of_its_parameter() -> None:
 def test_the_bound_is_below_the_plan_in_whatever_order_it_updates() -> None:
     step = whole(network(LAYERS))
     for share in (0.0, 0.3, 0.6):
-        least = floor_of(Program(step)).nbytes
+        least = floor_of(StepProgram(step)).nbytes
         plan = make_plan(step, DEVICE, "auto", int(least + share * (unmanaged_peak(step, DEVICE) - least)))
         assert sum(op_seconds(step, DEVICE)) <= plan.lower_bound_seconds * (1 + 1e-9)
         assert plan.lower_bound_seconds <= plan.step_seconds * (1 + 1e-9)
@@ -140,7 +140,7 @@ def test_the_bound_is_below_the_plan_in_whatever_order_it_updates() -> None:
 @EXAMPLES
 def test_no_policy_beats_the_bound(graph: Graph, device: Device, share: float) -> None:
     step = whole(graph)
-    least = floor_of(Program(step)).nbytes
+    least = floor_of(StepProgram(step)).nbytes
     budget = int(least + share * (unmanaged_peak(step, device) - least))
     bound = whole_step_bound_seconds(step, device, budget, op_seconds(step, device))
     for name in ("window", "lms", "auto", "checkpoint"):
@@ -157,7 +157,7 @@ def test_no_policy_beats_the_bound(graph: Graph, device: Device, share: float) -
 def test_auto_is_never_slower_than_a_plan_of_feature_maps_alone(graph: Graph, device: Device, share: float) -> None:
     step = whole(graph)
     alone = feature_maps_alone(step)
-    least = floor_of(Program(alone)).nbytes
+    least = floor_of(StepProgram(alone)).nbytes
     budget = int(least + share * (unmanaged_peak(step, device) - least))
     other = seconds_of(step, policy_named("auto").plan(alone, device, budget), device)
     assert seconds_of(step, policy_named("auto").plan(step, device, budget), device) <= other * (1 + 1e-9)

@@ -17,7 +17,7 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, layers, network
 from overspill.core import Device, Graph, Phase, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.planning.floor import floor_of
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies.plan import unmanaged_peak
 from overspill.policies.window import VariableSequence, Window
 from overspill.simulate import check
@@ -30,7 +30,7 @@ FORWARD_PEAK = 8192 + 4 + 40_000
 
 def swaps(graph: Graph, window_bytes: int) -> dict[str, int]:
     """Each swap-out by the tensor's name and the step behind which it starts, and the step before which it is back."""
-    found = VariableSequence(Program(graph)).swaps(window_bytes)
+    found = VariableSequence(StepProgram(graph)).swaps(window_bytes)
     return {f"{graph.tensors[gap.tensor].name} behind {gap.start}": back for gap, back in found.items()}
 
 
@@ -110,9 +110,9 @@ def test_parameters_that_may_move_live_in_the_store_between_steps() -> None:
     made = Window(window_bytes=0).plan(graph, DEVICE, floor_bytes(Window(), graph, DEVICE))
     home = [graph.tensors[t].name for t in made.stored]
     assert home == ["w2"]
-    trips = [move for move in moves(graph, made) if move.endswith(" w2")]
+    swaps = [move for move in moves(graph, made) if move.endswith(" w2")]
     # It comes for its forward, goes, comes for its update, and goes as it is now.
-    assert trips == [
+    assert swaps == [
         "2 prefetch w2", "2 await_prefetch w2", "8 prefetch w2", "8 await_prefetch w2", "9 offload w2",
         "10 await_offload w2",
     ]  # fmt: skip
@@ -135,14 +135,14 @@ def test_with_room_for_everything_nothing_moves(graph: Graph) -> None:
 @given(networks())
 @EXAMPLES
 def test_it_reaches_the_floor_of_all_policies_that_only_move(graph: Graph) -> None:
-    floor = min(floor_of(Program(graph)).nbytes, unmanaged_peak(graph, DEVICE))
+    floor = min(floor_of(StepProgram(graph)).nbytes, unmanaged_peak(graph, DEVICE))
     assert check(graph, Window().plan(graph, DEVICE, floor)).peak_bytes <= floor
 
 
 @given(layers().map(network).map(with_moving_state), devices(), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
 @EXAMPLES
 def test_every_budget_is_kept_where_parameters_move(graph: Graph, device: Device, share: float) -> None:
-    floor = floor_of(Program(graph)).nbytes
+    floor = floor_of(StepProgram(graph)).nbytes
     budget = floor + int(share * (unmanaged_peak(graph, device) - floor))
     check(graph, Window().plan(graph, device, budget))
 
@@ -150,7 +150,7 @@ def test_every_budget_is_kept_where_parameters_move(graph: Graph, device: Device
 @given(networks())
 @EXAMPLES
 def test_no_copy_is_made_twice_without_an_update_between(graph: Graph) -> None:
-    made = Window().plan(graph, DEVICE, floor_of(Program(graph)).nbytes)
+    made = Window().plan(graph, DEVICE, floor_of(StepProgram(graph)).nbytes)
     written = {t for op in graph.ops for t in op.writes if t in op.reads}
     copies = [t for t in made.targets(Verb.OFFLOAD) if t not in written]
     assert len(copies) == len(set(copies))
@@ -165,7 +165,7 @@ def test_larger_budgets_are_kept_and_never_slower(graph: Graph, device: Device) 
 @given(networks(), devices(), st.sampled_from([0.0, 0.3, 0.7]))
 @EXAMPLES
 def test_faster_links_are_never_slower(graph: Graph, device: Device, share: float) -> None:
-    floor = floor_of(Program(graph)).nbytes
+    floor = floor_of(StepProgram(graph)).nbytes
     budget = floor + int(share * (unmanaged_peak(graph, device) - floor))
     faster_links_are_never_slower(Window(), graph, device, budget)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -206,6 +207,21 @@ def layers(max_layers: int = 12) -> st.SearchStrategy[list[Layer]]:
 def networks() -> st.SearchStrategy[Graph]:
     """Random steps: forks, masks, random ops, tensors that are small or must stay, ops of no time."""
     return layers().map(network)
+
+
+def long_networks(least_ops: int = 20, most_ops: int = 500) -> st.SearchStrategy[Graph]:
+    """Random steps of so many ops: a few kinds of layers, repeated in an order drawn at random."""
+
+    def build(kinds: list[Layer], ops: int, random: Random) -> Graph:
+        made = [random.choice(kinds) for _ in range(max(1, ops // 4))]  # forward, backward, mostly update or sum
+        while len((graph := network(made)).ops) < least_ops:
+            made.append(random.choice(kinds))
+        return graph
+
+    kinds = st.lists(_LAYERS, min_size=2, max_size=6)
+    return st.builds(build, kinds, st.integers(least_ops, most_ops), st.randoms(use_true_random=False)).filter(
+        lambda graph: len(graph.ops) <= most_ops
+    )
 
 
 def devices(max_share: float = 0.5) -> st.SearchStrategy[Device]:

@@ -15,7 +15,7 @@ from overspill.core import Device, Graph, Schedule, Stream, Verb
 from overspill.core.errors import InfeasibleBudget, InvalidSchedule
 from overspill.costs import op_seconds
 from overspill.planning.floor import floor_of
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES
 from overspill.simulate import check, simulate, trace_of
 
@@ -29,7 +29,7 @@ def planned(draw: st.DrawFn, max_share: float = 0.5) -> tuple[Graph, Schedule, D
     policy = POLICIES[draw(st.sampled_from([*POLICIES, "auto", "auto", "auto"]))]()
     budget = None
     if policy.plans_for_budget:
-        floor, top = floor_of(Program(graph)).nbytes, int(Program(graph).live_bytes().max())
+        floor, top = floor_of(StepProgram(graph)).nbytes, int(StepProgram(graph).live_bytes().max())
         budget = floor + int(draw(st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9])) * (top - floor))
     try:
         return graph, policy.plan(graph, device, budget), device
@@ -68,8 +68,8 @@ def test_a_step_takes_at_least_its_ops_and_no_more_than_all_in_a_row(case: tuple
     graph, made, device = case
     seconds = op_seconds(graph, device)
     timeline = simulate(graph, made, device, seconds)
-    remade = sum(seconds[op] for op in made.targets(Verb.RECOMPUTE))
-    assert timeline.step_seconds >= (sum(seconds) + remade) * (1 - 1e-9)
+    rematerialized = sum(seconds[op] for op in made.targets(Verb.RECOMPUTE))
+    assert timeline.step_seconds >= (sum(seconds) + rematerialized) * (1 - 1e-9)
     assert timeline.step_seconds <= (timeline.compute_seconds + timeline.transfer_seconds) * (1 + 1e-9)
     assert timeline.step_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_transfer_seconds)
 
@@ -148,12 +148,12 @@ def test_a_schedule_with_an_instruction_missing_or_doubled_is_refused(
 ) -> None:
     graph, made, _ = case
     # A recomputation may be repeated, or find what it makes still there.
-    remade = {t for op in made.targets(Verb.RECOMPUTE) for t in graph.ops[op].recompute_writes}
+    rematerialized = {t for op in made.targets(Verb.RECOMPUTE) for t in graph.ops[op].recompute_writes}
     indices = [
         index
         for index, instruction in enumerate(made.instructions)
         if instruction.verb is not Verb.RECOMPUTE
-        and not (instruction.verb is Verb.FREE and instruction.target in remade)
+        and not (instruction.verb is Verb.FREE and instruction.target in rematerialized)
     ]
     with pytest.raises(InvalidSchedule):
         check(graph, spoil(made, data.draw(st.sampled_from(indices))))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from overspill.planning.step_program import Gap, Program
+from overspill.planning.step_program import Gap, StepProgram
 
 from .linear_program import LinearProgram, Terms, minus
 
@@ -33,7 +33,7 @@ class Reruns:
 class Recomputations:
     """The columns of what runs again in a program that recomputes nothing itself; sizes are in shares of `unit` bytes."""
 
-    def __init__(self, program: Program, lp: LinearProgram, unit: float) -> None:
+    def __init__(self, program: StepProgram, lp: LinearProgram, unit: float) -> None:
         self.program, self.graph, self.lp, self.unit = program, program.graph, lp, unit
         self.of_op: dict[int, Reruns] = {}
         self.rematerialized: dict[

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from overspill.core import Device
 from overspill.planning.algorithms import memory_optimal
-from overspill.planning.step_program import Gap, Program
+from overspill.planning.step_program import Gap, StepProgram
 
 from .linear_program import INFINITY, LinearProgram, Terms, added, minus
 from .recomputations import Recomputations
@@ -89,7 +89,7 @@ class Relaxation(ABC):
     shares of the ops' whole time, so that numbers are near one.
     """
 
-    def __init__(self, program: Program, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
+    def __init__(self, program: StepProgram, device: Device, budget_bytes: int, seconds: Sequence[float]) -> None:
         self.program = program
         self.graph = program.graph
         self.device = device
@@ -106,7 +106,7 @@ class Relaxation(ABC):
         never_there = self._never_there_bytes()
         self.gaps = [gap for gap in program.gaps if self._may_be_away(gap)]
         self.live = program.live_bytes(dropped) - never_there
-        least = Program(self.graph, algorithms=memory_optimal(self.graph))
+        least = StepProgram(self.graph, algorithms=memory_optimal(self.graph))
         self.alone = least.live_bytes([*self.gaps, *dropped]) - never_there
         self.limits = np.maximum(self.alone, budget_bytes)
         self.over = self.live > self.limits

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 
 from overspill.core import Device, Graph
 from overspill.planning.effort import Effort
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 
 from .forced_transfers import ForcedTransfers
 from .linear_program import Terms, minus
@@ -55,7 +55,7 @@ def lower_bound_seconds(
 
     `seconds[i]` is what op `i` takes with its fastest algorithm; `effort`: how long to branch, without it as usual.
     """
-    program = Program(graph)
+    program = StepProgram(graph)
     least = sum(seconds)
     if program.live_bytes().max(initial=0) <= budget_bytes:
         return least

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from overspill.core import Device, Graph, Phase, numbered
-from overspill.planning.gaps import possible_trips
-from overspill.planning.step_program import Program
+from overspill.planning.gaps import swappable_gaps
+from overspill.planning.step_program import StepProgram
 
 from .step_time import lower_bound_seconds
 
@@ -44,9 +44,9 @@ def without_updates(graph: Graph, kept: Sequence[int]) -> Graph:
 
 def forced_link_seconds(graph: Graph, device: Device, budget_bytes: int) -> float:
     """Seconds for which the busier direction of the link (of a half-duplex link, the link) is in use at least."""
-    program = Program(graph)
+    program = StepProgram(graph)
     tensors = graph.tensors
-    away_somewhere = {gap.tensor for gap in possible_trips(program)}
+    away_somewhere = {gap.tensor for gap in swappable_gaps(program)}
     moving = {t.id: t.nbytes for t in tensors if t.persistent and t.id in away_somewhere}
     fixed = sum(t.nbytes for t in tensors if t.persistent and not t.movable)
     total, away = sum(moving.values()), 0

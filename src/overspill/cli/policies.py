@@ -8,7 +8,7 @@ from .common import AsJson, Outcome
 def policies(json: AsJson = False) -> Outcome:
     """List the policies: what each does, and where it comes from."""
     del json  # `main` reads it from the arguments
-    from overspill.policies import NAMED
+    from overspill.policies import POLICIES
     from overspill.report.listing import listing, yes
 
     found = [
@@ -20,11 +20,11 @@ def policies(json: AsJson = False) -> Outcome:
             "recomputes": policy.recomputes,
             "plans_for_budget": policy.plans_for_budget,
         }
-        for name, policy in NAMED.items()
+        for name, policy in POLICIES.items()
     ]
     columns = ("name", "offloads", "recomputes", "plans for a budget", "what it does", "source")
     rows = [
         (p.name, yes(p.offloads), yes(p.recomputes), yes(p.plans_for_budget), p.summary, p.source)
-        for p in NAMED.values()
+        for p in POLICIES.values()
     ]
     return Outcome({"policies": found}, listing(columns, rows))

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from overspill.core import Instruction, Schedule, Verb
 
-from .step_program import Gap, Program, Step
+from .step_program import Gap, Step, StepProgram
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One trip of `gap`'s tensor to the store and back; every field names the step before which it happens.
+    """One swap of `gap`'s tensor to the store and back; every field names the step before which it happens.
 
     gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end;
     in a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may start
@@ -29,7 +29,7 @@ class Transfer:
 
 
 def assemble(
-    program: Program,
+    program: StepProgram,
     transfers: Collection[Transfer],
     policy: str,
     budget_bytes: int | None,
@@ -41,7 +41,7 @@ def assemble(
 
 
 class _Assembly:
-    def __init__(self, program: Program, transfers: Iterable[Transfer], held: frozenset[int]) -> None:
+    def __init__(self, program: StepProgram, transfers: Iterable[Transfer], held: frozenset[int]) -> None:
         self.program = program
         self.tensors = program.graph.tensors
         transfers = list(transfers)
@@ -67,7 +67,7 @@ class _Assembly:
         self.made: list[Instruction] = []
 
     def _plan_frees(self, held: frozenset[int]) -> dict[int, list[int]]:
-        """Tensors to free after each step: at their last touch, and where a remade tensor is dropped."""
+        """Tensors to free after each step: at their last touch, and where a rematerialized tensor is dropped."""
         frees: dict[int, list[int]] = defaultdict(list)
         last_backward = self.program.end_of_backward - 1
         for tensor in self.tensors:
@@ -76,7 +76,7 @@ class _Assembly:
                 continue
             frees[max(touches[-1], last_backward) if tensor.id in held else touches[-1]].append(tensor.id)
         for gap in self.program.gaps:
-            if gap.remade:
+            if gap.rematerialized:
                 frees[gap.start].append(gap.tensor)
         return frees
 
@@ -96,7 +96,7 @@ class _Assembly:
 
     def _move(self, position: int) -> None:
         for transfer in self.offloads[position]:
-            if (tensor := transfer.gap.tensor) not in self.stored:  # a second trip finds its copy in the store
+            if (tensor := transfer.gap.tensor) not in self.stored:  # a second swap finds its copy in the store
                 self.stored.add(tensor)
                 self.leaving.add(tensor)
                 self.made.append(Instruction(Verb.OFFLOAD, tensor))

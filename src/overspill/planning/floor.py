@@ -10,11 +10,11 @@ import numpy as np
 from overspill.core import Graph, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
-from overspill.planning.gaps import possible_trips
+from overspill.planning.gaps import swappable_gaps
 from overspill.simulate import check
 
 from .algorithms import fastest_within, memory_optimal
-from .step_program import Gap, Program
+from .step_program import Gap, StepProgram
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Floor:
     cause: str
 
 
-def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floor:
+def floor_of(program: StepProgram, fetched: Mapping[Gap, int] | None = None) -> Floor:
     """The floor of `program` when every tensor that can leave between two touches does, at once.
 
     `fetched`: when only those of certain gaps do, each until the step given.
     """
     graph = program.graph
-    absent = {gap: gap.end for gap in possible_trips(program)} if fetched is None else fetched
+    absent = {gap: gap.end for gap in swappable_gaps(program)} if fetched is None else fetched
     live = program.live_bytes(absent)
     for gap, back in absent.items():
         live[back : gap.end] += graph.tensors[gap.tensor].nbytes
@@ -55,14 +55,14 @@ def floor_of(program: Program, fetched: Mapping[Gap, int] | None = None) -> Floo
     )
 
 
-def algorithms_within(program: Program, budget_bytes: int) -> dict[int, int]:
+def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]:
     """The algorithm of every op that can not take its fastest: not even where all that can leave has left.
 
     The fastest with a workspace that has room then, or the least if none has; no plan within the budget is faster there.
     """
     graph = program.graph
     least = program.with_algorithms(memory_optimal(graph))
-    alone = least.live_bytes(possible_trips(least))
+    alone = least.live_bytes(swappable_gaps(least))
     found: dict[int, int] = {}
     for position, step in enumerate(least.steps):
         op = least.op(step)
@@ -72,7 +72,7 @@ def algorithms_within(program: Program, budget_bytes: int) -> dict[int, int]:
     return {op: number for op, number in found.items() if number}
 
 
-def infeasible(program: Program, budget_bytes: int, policy: str) -> InfeasibleBudget:
+def infeasible(program: StepProgram, budget_bytes: int, policy: str) -> InfeasibleBudget:
     """The error that says by how much and why the budget cannot be met."""
     return below(floor_of(program), budget_bytes, policy)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from overspill.core import LayerType, Phase
 from overspill.planning.gaps import saved_gaps
 
-from .step_program import Gap, Program
+from .step_program import Gap, StepProgram
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Layer:
     inputs: list[Gap] = field(default_factory=list)
 
 
-def layers_of(program: Program) -> list[Layer]:
+def layers_of(program: StepProgram) -> list[Layer]:
     """The layers in forward order, each with the movable saved tensors that it was the last to read.
 
     The reader that was last decides (vDNN's Refcnt, Fig. 3); what a layer made and read itself is not its input.
@@ -55,7 +55,7 @@ def backward_order(layers: Sequence[Layer]) -> list[int]:
     return sorted(begins, key=begins.__getitem__)
 
 
-def offload_step(program: Program, gap: Gap) -> int:
+def offload_step(program: StepProgram, gap: Gap) -> int:
     """The step before which the offload of an input starts: the one that is the last to read it, beside which it runs.
 
     Inputs are read-only (vDNN §III-B, Dymem §3.2.1); one that its last user writes starts behind that.

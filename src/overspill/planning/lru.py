@@ -9,14 +9,14 @@ from overspill.planning.gaps import latest_release
 
 from .assemble import Transfer
 from .floor import Floor, floor_of
-from .step_program import Gap, Positions, Program
+from .step_program import Gap, Positions, StepProgram
 
 ROUNDS = 4
 """Steps in a row in which persistent tensors that stay over the end of a step are looked for; two are mostly enough."""
 
 
 def evictions(
-    program: Program, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, *, always: bool = False
+    program: StepProgram, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, *, always: bool = False
 ) -> dict[Gap, int] | None:
     """The steps before which tensors give up their memory in the gaps `fetched`, or None where not even that is enough.
 
@@ -41,7 +41,7 @@ def evictions(
     return {gap: min(position, latest_release(program, gap)) for gap, position in cache.released.items()}
 
 
-def trips(program: Program, fetched: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
+def transfers(program: StepProgram, fetched: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
     """Transfers that are awaited where the memory or the tensor is needed.
 
     Copies start behind the first use at which the tensor could have left and after which it is not written: so a copy
@@ -67,12 +67,12 @@ def trips(program: Program, fetched: Mapping[Gap, int], released: Mapping[Gap, i
     ]
 
 
-def smallest(program: Program, options: Iterable[Mapping[Gap, int]], live: Positions) -> Floor:
+def smallest(program: StepProgram, options: Iterable[Mapping[Gap, int]], live: Positions) -> Floor:
     """The least memory in which one of `options`, each as `fetched` above, finds room."""
     return floor_of(program, min(options, key=lambda fetched: int(without(program, fetched, live).max(initial=0))))
 
 
-def without(program: Program, fetched: Mapping[Gap, int], live: Positions) -> Positions:
+def without(program: StepProgram, fetched: Mapping[Gap, int], live: Positions) -> Positions:
     """`live` when all tensors of `fetched` are away from the first step of their gaps until they come back."""
     live = live.copy()
     for gap, back in fetched.items():
@@ -89,7 +89,7 @@ class _Cache:
     """One step with a cache of the tensors that may go; `released` are those that did, and before which step."""
 
     def __init__(
-        self, program: Program, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, always: bool
+        self, program: StepProgram, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, always: bool
     ) -> None:
         self.tensors = program.graph.tensors
         self.length = program.length

@@ -39,14 +39,14 @@ class Step:
 class Gap(NamedTuple):
     """`tensor` is touched at the steps `start` and `end` and at none between.
 
-    `remade`: at `end` a recomputation makes it anew, so it is dropped at `start` and nothing need be stored.
+    `rematerialized`: at `end` a recomputation makes it anew, so it is dropped at `start` and nothing need be stored.
     A gap that `wraps` runs from a persistent tensor's last touch, over the end of the step, to its first in the next.
     """
 
     tensor: int
     start: int
     end: int
-    remade: bool = False
+    rematerialized: bool = False
 
     @property
     def wraps(self) -> bool:
@@ -60,11 +60,11 @@ class Gap(NamedTuple):
         return self.start < position < self.end
 
 
-class Program:
+class StepProgram:
     """The steps of `graph` when the tensors `recompute` are dropped after forward and made again where backward needs them.
 
     Whatever such a recomputation reads and is gone by then is recomputed as well; what cannot be is kept for it.
-    What is remade stays until its last use, tensors `fleeting` only until the op that wanted them has run.
+    What is rematerialized stays until its last use, tensors `drop_after_use` only until the op that wanted them has run.
     `algorithms` gives the number of the algorithm for ops that do not take their fastest.
     """
 
@@ -73,11 +73,11 @@ class Program:
         graph: Graph,
         recompute: Collection[int] = (),
         algorithms: Mapping[int, int] | None = None,
-        fleeting: Collection[int] = (),
+        drop_after_use: Collection[int] = (),
     ) -> None:
         self.graph = graph
         self.algorithms = dict(algorithms or {})
-        self.steps = tuple(_Recomputations(graph, frozenset(recompute), frozenset(fleeting)).steps())
+        self.steps = tuple(_Recomputations(graph, frozenset(recompute), frozenset(drop_after_use)).steps())
         self.length = len(self.steps)
         touches: list[list[int]] = [[] for _ in graph.tensors]
         births: list[list[int]] = [[] for _ in graph.tensors]
@@ -97,16 +97,11 @@ class Program:
         self.births = tuple(map(tuple, births))
         self.written = tuple(map(tuple, written))
 
-    def with_algorithms(self, algorithms: Mapping[int, int]) -> Program:
+    def with_algorithms(self, algorithms: Mapping[int, int]) -> StepProgram:
         """This program with another choice of algorithms; its steps, and so all lifetimes, are the same."""
         other = copy(self)
         other.algorithms = dict(algorithms)
         return other
-
-    def ends(self, gap: Gap) -> tuple[int, int, int]:
-        """The tensor of `gap` and the ops at its ends, which are the same in every program of a graph."""
-        steps, beyond = self.steps, len(self.graph.ops)
-        return gap.tensor, steps[gap.start].op, steps[gap.end].op if gap.end < self.length else beyond
 
     def op(self, step: Step) -> Op:
         """The op of `step`."""
@@ -161,18 +156,18 @@ class Program:
             touches = self.touches[tensor.id]
             if tensor.persistent and not tensor.movable:
                 continue
-            remade = set() if tensor.persistent else set(self.births[tensor.id][1:])
-            found += [Gap(tensor.id, start, end, end in remade) for start, end in pairwise(touches)]
+            rematerialized = set() if tensor.persistent else set(self.births[tensor.id][1:])
+            found += [Gap(tensor.id, start, end, end in rematerialized) for start, end in pairwise(touches)]
             if tensor.persistent and touches:
                 found.append(Gap(tensor.id, touches[-1], touches[0]))
         return tuple(found)
 
     def live_bytes(self, absent: Collection[Gap] = ()) -> Positions:
-        """Bytes on the device during each step, where tensors are away in the gaps `absent` and wherever they are remade."""
+        """Bytes on the device during each step, where tensors are away in the gaps `absent` and wherever they are rematerialized."""
         change = self._changes.copy()
         tensors = self.graph.tensors
         for gap in absent:
-            if gap.remade:
+            if gap.rematerialized:
                 continue
             nbytes = tensors[gap.tensor].nbytes
             change[gap.start + 1] -= nbytes
@@ -188,7 +183,7 @@ class Program:
 
     @cached_property
     def _changes(self) -> Positions:
-        """By how much the bytes on the device grow at each step when nothing is away but what is remade."""
+        """By how much the bytes on the device grow at each step when nothing is away but what is rematerialized."""
         change = np.zeros(self.length + 2, dtype=np.int64)
         for tensor in self.graph.tensors:
             if touches := self.touches[tensor.id]:
@@ -199,7 +194,7 @@ class Program:
             elif tensor.persistent:
                 change[0] += tensor.nbytes
         for gap in self.gaps:
-            if gap.remade:
+            if gap.rematerialized:
                 change[gap.start + 1] -= self.graph.tensors[gap.tensor].nbytes
                 change[gap.end] += self.graph.tensors[gap.tensor].nbytes
         return change
@@ -221,11 +216,11 @@ class Program:
 class _Recomputations:
     """Puts recomputations in front of the backward ops that need them, each as late as it can be."""
 
-    def __init__(self, graph: Graph, dropped: frozenset[int], fleeting: frozenset[int] = frozenset()) -> None:
+    def __init__(self, graph: Graph, dropped: frozenset[int], drop_after_use: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.dropped = dropped
-        self.fleeting = fleeting
-        self.remade: set[int] = set()
+        self.drop_after_use = drop_after_use
+        self.rematerialized: set[int] = set()
         self.last_use = [uses[-1] if uses else -1 for uses in graph.uses]
         for tensor in graph.outputs:
             self.last_use[tensor] = len(graph.ops)
@@ -234,7 +229,7 @@ class _Recomputations:
         steps: list[Step] = []
         for op in self.graph.ops:
             if op.phase is not Phase.FORWARD:
-                self.remade -= self.fleeting
+                self.rematerialized -= self.drop_after_use
                 for tensor in op.reads:
                     self._ensure(tensor, op.id, steps)
             steps.append(Step(op.id))
@@ -242,7 +237,7 @@ class _Recomputations:
 
     def _gone(self, tensor: int, now: int) -> bool:
         """Whether `tensor` is no longer there when op `now` is about to run."""
-        if self.graph.tensors[tensor].persistent or tensor in self.remade:
+        if self.graph.tensors[tensor].persistent or tensor in self.rematerialized:
             return False
         made_in_forward = self.graph.ops[self.graph.producer[tensor]].phase is Phase.FORWARD
         return made_in_forward and (tensor in self.dropped or self.last_use[tensor] < now)
@@ -256,15 +251,15 @@ class _Recomputations:
             if op is None or not op.recomputable or wanted not in op.recompute_writes:
                 pending.pop()
                 continue
-            missing = [t for t in op.recompute_reads if self._gone(t, now) and self._can_remake(t)]
+            missing = [t for t in op.recompute_reads if self._gone(t, now) and self._can_rematerialize(t)]
             if missing:
                 pending.extend(missing)
                 continue
             makes = tuple(t for t in op.recompute_writes if t == wanted or (t in self.dropped and self._gone(t, now)))
-            self.remade.update(makes)
+            self.rematerialized.update(makes)
             steps.append(Step(op.id, recompute=True, makes=makes))
             pending.pop()
 
-    def _can_remake(self, tensor: int) -> bool:
+    def _can_rematerialize(self, tensor: int) -> bool:
         op = self.graph.ops[self.graph.producer[tensor]]
         return op.recomputable and tensor in op.recompute_writes

@@ -1,13 +1,10 @@
-"""When transfers start and are awaited: the latest that costs no time, the earliest that memory demands.
-
-Copies start as soon as there is something to copy. Twin of native/search/timing.hpp.
-"""
+"""When offloads are awaited and prefetches issued: the latest that costs no time, the earliest that memory demands."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,66 +12,29 @@ from numpy.typing import NDArray
 from overspill.core import Device
 from overspill.planning.gaps import earliest_return, latest_release
 
-from .assemble import Transfer
-from .step_program import Gap, Positions, Program
+from .step_program import Gap, Positions, StepProgram
 
 Seconds = NDArray[np.float64]
-ISSUE_MARGIN = 1.2
-"""Prefetches are issued as if they took this much longer, for a transfer's real time varies."""
 
 
-def needs_copy(program: Program, gaps: Iterable[Gap]) -> set[Gap]:
-    """Those of `gaps` whose tensor must be sent to the store: a second trip, not updated since, finds its copy there."""
+def needs_copy(program: StepProgram, gaps: Iterable[Gap]) -> set[Gap]:
+    """Those of `gaps` whose tensor must be sent to the store: a second swap, not updated since, finds its copy there."""
     found: set[Gap] = set()
     by_tensor: dict[int, list[Gap]] = {}
     for gap in gaps:
         by_tensor.setdefault(gap.tensor, []).append(gap)
-    for tensor, trips in by_tensor.items():
+    for tensor, swaps in by_tensor.items():
         written = program.written[tensor]
-        copied = -1 if any(gap.wraps for gap in trips) else None  # when the store's copy was made
-        for gap in sorted(trips, key=lambda g: g.start):
+        copied = -1 if any(gap.wraps for gap in swaps) else None  # when the store's copy was made
+        for gap in sorted(swaps, key=lambda g: g.start):
             if copied is None or bisect_left(written, copied + 1) < bisect_left(written, gap.start + 1):
                 found.add(gap)
                 copied = gap.start
     return found
 
 
-def timed(
-    program: Program,
-    gaps: Collection[Gap],
-    live: Positions,
-    seconds: Sequence[float],
-    device: Device,
-    budget_bytes: int,
-) -> list[Transfer]:
-    """Transfers for `gaps`, released and issued as `releases` and `issues` find; `live` are the bytes without them.
-
-    `live` must be within the budget. Memory for a tensor that is still leaving or already arriving is taken only
-    where the budget has room.
-    """
-    clock = program.clock(seconds)
-    live = live.copy()
-    started = {gap: copy_start(program, gap) for gap in gaps}
-    released = releases(program, gaps, live, clock, device, budget_bytes, started)
-    issued = issues(program, gaps, live, clock, device, budget_bytes, released)
-    return [Transfer(gap, started[gap], released[gap], issued[gap], gap.end) for gap in gaps]
-
-
-def copy_start(program: Program, gap: Gap) -> int:
-    """The first step before which the copy for a trip in `gap` can start: behind the last that makes its tensor.
-
-    One that leaves in backward leaves no sooner than a backward graph begins.
-    """
-    boundary = program.end_of_forward
-    start = boundary if gap.start >= boundary and not program.graph.whole_step else 0
-    for made in (program.written[gap.tensor], program.births[gap.tensor]):
-        if before := bisect_right(made, gap.start):
-            start = max(start, made[before - 1] + 1)
-    return start
-
-
 def releases(
-    program: Program,
+    program: StepProgram,
     gaps: Collection[Gap],
     live: Positions,
     clock: Seconds,
@@ -119,27 +79,8 @@ def releases(
     return found
 
 
-def issues(
-    program: Program,
-    gaps: Collection[Gap],
-    live: Positions,
-    clock: Seconds,
-    device: Device,
-    budget_bytes: int,
-    released: Mapping[Gap, int],
-) -> dict[Gap, int]:
-    """Each prefetch is issued as late as it arrives in time, later where there is no room, in the order of need."""
-    wanted: dict[Gap, int] = {}
-    next_start = float("inf")
-    for gap in sorted(gaps, key=lambda g: (g.end, g.tensor), reverse=True):
-        duration = ISSUE_MARGIN * device.prefetch_seconds(program.graph.tensors[gap.tensor].nbytes)
-        next_start = min(clock[gap.end], next_start) - duration
-        wanted[gap] = max(0, int(np.searchsorted(clock, next_start, side="right")) - 1)
-    return where_there_is_room(program, wanted, live, budget_bytes, released)
-
-
-def where_there_is_room(
-    program: Program, wanted: Mapping[Gap, int], live: Positions, budget_bytes: int, released: Mapping[Gap, int]
+def where_memory_allows(
+    program: StepProgram, wanted: Mapping[Gap, int], live: Positions, budget_bytes: int, released: Mapping[Gap, int]
 ) -> dict[Gap, int]:
     """Prefetches issued at the steps `wanted`, later where there is no room, in the order of need.
 

@@ -12,7 +12,7 @@ import numpy as np
 from overspill.core import Device, Graph, Phase, Schedule, TensorKind
 from overspill.planning.assemble import assemble
 from overspill.planning.floor import below, floor_of
-from overspill.planning.step_program import Positions, Program
+from overspill.planning.step_program import Positions, StepProgram
 
 from .base import Policy
 
@@ -37,7 +37,7 @@ class Checkpoint(Policy):
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
         cuts = _even_cuts(graph, _crossing_bytes(graph))
         dropped = [tensor for segment in _dropped(graph, cuts) for tensor in segment]
-        return assemble(Program(graph, dropped), (), self.name, budget_bytes)
+        return assemble(StepProgram(graph, dropped), (), self.name, budget_bytes)
 
 
 class CheckpointCost(Policy):
@@ -55,13 +55,13 @@ class CheckpointCost(Policy):
     plans_for_budget = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        plain = Program(graph)
+        plain = StepProgram(graph)
         if budget_bytes is None or plain.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(plain, (), self.name, budget_bytes)
-        best: tuple[float, Program] | None = None
+        best: tuple[float, StepProgram] | None = None
         least = floor_of(plain, {})
         for dropped in dropped_sets(graph, seconds):
-            program = Program(graph, dropped)
+            program = StepProgram(graph, dropped)
             peak = int(program.live_bytes().max(initial=0))
             step_seconds = float(program.durations(seconds).sum())
             if peak < least.nbytes:

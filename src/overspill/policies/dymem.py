@@ -14,8 +14,8 @@ from overspill.planning.fastest import fastest
 from overspill.planning.floor import below, peak_of
 from overspill.planning.layers import layers_of, offload_step
 from overspill.planning.order import depth_first, in_graph_order, reordered
-from overspill.planning.step_program import Gap, Positions, Program
-from overspill.planning.timing import releases, where_there_is_room
+from overspill.planning.step_program import Gap, Positions, StepProgram
+from overspill.planning.timing import releases, where_memory_allows
 
 from .base import Policy
 
@@ -66,7 +66,7 @@ class Planner:
         self.device = device
         self.seconds = seconds
         self.least: Choice = memory_optimal(graph)
-        self.program = Program(graph, algorithms=self.least)
+        self.program = StepProgram(graph, algorithms=self.least)
         layers = layers_of(self.program)
         away = [gap for layer in layers if layer.type not in STAYING for gap in layer.inputs]
         self.wanted = prefetch_starts(self.program, away)
@@ -107,7 +107,7 @@ class Planner:
         live = self.live.copy()
         clock = self.program.with_algorithms(choice).clock(self.seconds)
         released = releases(self.program, self.wanted, live, clock, self.device, size, self.offloads)
-        issued = where_there_is_room(self.program, self.wanted, live, size, released)
+        issued = where_memory_allows(self.program, self.wanted, live, size, released)
         transfers = [Transfer(gap, self.offloads[gap], released[gap], issued[gap], gap.end) for gap in self.wanted]
         return transfers, live
 
@@ -122,7 +122,7 @@ class Planner:
         return found
 
 
-def prefetch_starts(program: Program, gaps: Collection[Gap]) -> dict[Gap, int]:
+def prefetch_starts(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, int]:
     """The steps at which Algorithm 2 starts the prefetch of the tensors away in `gaps`; for the others, where they are needed.
 
     As each layer's backward starts, the search goes through the layers that follow in backward. It takes those that are
@@ -158,7 +158,7 @@ class _Turn:
     conv: int = 0
 
 
-def _turns(program: Program) -> list[_Turn]:
+def _turns(program: StepProgram) -> list[_Turn]:
     """The layers in the order of backward; one that forward calls several times has as many turns."""
     turns: list[_Turn] = []
     for position in range(program.end_of_forward, program.end_of_backward):

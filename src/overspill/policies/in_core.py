@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from overspill.core import Device, Graph, Schedule, TensorKind
 from overspill.planning.assemble import assemble
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 
 from .base import Policy
 
@@ -22,7 +22,7 @@ class InCore(Policy):
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
         feature_maps = [t.id for t in graph.tensors if t.kind is TensorKind.ACTIVATION]
-        return assemble(Program(graph), (), self.name, budget_bytes, held=feature_maps)
+        return assemble(StepProgram(graph), (), self.name, budget_bytes, held=feature_maps)
 
 
 class Liveness(Policy):
@@ -33,7 +33,7 @@ class Liveness(Policy):
     source = "SuperNeurons (PPoPP'18) §3.2; vDNN §III-A"
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        return assemble(Program(graph), (), self.name, budget_bytes)
+        return assemble(StepProgram(graph), (), self.name, budget_bytes)
 
 
 class Oracle(Liveness):

@@ -11,10 +11,9 @@ from overspill.core import Device, Graph, Schedule
 from overspill.planning.assemble import assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below
-from overspill.planning.gaps import earliest_return, may_leave
-from overspill.planning.levels import levels
-from overspill.planning.lru import evictions, smallest, trips
-from overspill.planning.step_program import Gap, Positions, Program
+from overspill.planning.gaps import earliest_return, may_swap
+from overspill.planning.lru import evictions, smallest, transfers
+from overspill.planning.step_program import Gap, Positions, StepProgram
 
 from .base import Policy
 
@@ -51,7 +50,7 @@ class LargeModelSupport(Policy):
         self.ahead = ahead
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        program = Program(graph)
+        program = StepProgram(graph)
         live = program.live_bytes()
         if budget_bytes is None or live.max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
@@ -69,7 +68,7 @@ class LargeModelSupport(Policy):
             return (self.threshold,)
         return tuple(dict.fromkeys(int(share * depths[-1]) for share in THRESHOLDS))
 
-    def _options(self, program: Program, depths: NDArray[np.int64]) -> Iterator[Swaps]:
+    def _options(self, program: StepProgram, depths: NDArray[np.int64]) -> Iterator[Swaps]:
         """What all pairs of hyperparameters swap, and when it comes back; no two the same."""
         seen: set[frozenset[tuple[Gap, int]]] = set()
         for threshold in self._thresholds(depths):
@@ -82,15 +81,15 @@ class LargeModelSupport(Policy):
                     yield swaps
 
     def _candidates(
-        self, program: Program, options: Iterable[Swaps], live: Positions, budget_bytes: int
+        self, program: StepProgram, options: Iterable[Swaps], live: Positions, budget_bytes: int
     ) -> Iterator[Schedule]:
         for swaps in options:
             released = evictions(program, swaps, live, budget_bytes, always=True)
             if released is not None:
-                yield assemble(program, trips(program, swaps, released), self.name, budget_bytes)
+                yield assemble(program, transfers(program, swaps, released), self.name, budget_bytes)
 
 
-def swapped(program: Program, depths: NDArray[np.int64], threshold: int) -> list[Gap]:
+def swapped(program: StepProgram, depths: NDArray[np.int64], threshold: int) -> list[Gap]:
     """The gaps between uses further apart than `threshold`; variables stay where forward and backward are two graphs."""
     graph = program.graph
 
@@ -100,15 +99,33 @@ def swapped(program: Program, depths: NDArray[np.int64], threshold: int) -> list
     return [
         gap
         for gap in program.gaps
-        if may_leave(program, gap)
+        if may_swap(program, gap)
         and (graph.whole_step or not graph.tensors[gap.tensor].persistent)
         and distance(gap) > threshold
     ]
 
 
-def swap_in(program: Program, depths: NDArray[np.int64], gap: Gap, ahead: int) -> int:
+def swap_in(program: StepProgram, depths: NDArray[np.int64], gap: Gap, ahead: int) -> int:
     """The step before which `gap`'s tensor is swapped in: the last that lies at least `ahead` below its use."""
     first = 0 if gap.wraps else gap.start + 1
     below_use = np.flatnonzero(depths[first : gap.end + 1] <= depths[gap.end] - ahead)
     found = first + int(below_use[-1]) if below_use.size else 0
     return max(found, earliest_return(program, gap))
+
+
+def levels(graph: Graph) -> tuple[int, ...]:
+    """For each op, the number of ops on the longest chain that it must wait for: its level in topological order.
+
+    An op waits for the last writer of what it reads, and where it writes also for those who have used that before.
+    """
+    found: list[int] = []
+    ready: dict[int, int] = {}  # tensor -> the level from which it may be read
+    idle: dict[int, int] = {}  # tensor -> the level from which it may be written
+    for op in graph.ops:
+        level = max([0, *(ready.get(t, 0) for t in op.reads), *(idle.get(t, 0) for t in op.writes)])
+        for tensor in (*op.reads, *op.writes):
+            idle[tensor] = max(idle.get(tensor, 0), level + 1)
+        for tensor in op.writes:
+            ready[tensor] = level + 1
+        found.append(level)
+    return tuple(found)

@@ -9,10 +9,10 @@ from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule
 from overspill.planning.assemble import assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below, floor_of
-from overspill.planning.gaps import earliest_return, may_leave
-from overspill.planning.lru import evictions, smallest, trips, without
-from overspill.planning.step_program import Gap, Positions, Program
-from overspill.planning.timing import where_there_is_room
+from overspill.planning.gaps import earliest_return, may_swap
+from overspill.planning.lru import evictions, smallest, transfers, without
+from overspill.planning.step_program import Gap, Positions, StepProgram
+from overspill.planning.timing import where_memory_allows
 
 from .base import Policy
 
@@ -56,7 +56,7 @@ class SuperneuronsOffload(Policy):
     plans_for_budget = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        plain = Program(graph)
+        plain = StepProgram(graph)
         peak = int(plain.live_bytes().max(initial=0))
         if budget_bytes is None or peak <= budget_bytes:
             return assemble(plain, (), self.name, budget_bytes)
@@ -70,10 +70,10 @@ class SuperneuronsOffload(Policy):
             raise below(min(floors, key=lambda floor: floor.nbytes), budget_bytes, self.name)
         return best
 
-    def _program(self, plain: Program, segments: Sequence[Segment]) -> Program:  # noqa: ARG002
+    def _program(self, plain: StepProgram, segments: Sequence[Segment]) -> StepProgram:  # noqa: ARG002
         return plain
 
-    def _candidates(self, program: Program, gaps: Sequence[Gap], budget_bytes: int) -> Iterator[Schedule]:
+    def _candidates(self, program: StepProgram, gaps: Sequence[Gap], budget_bytes: int) -> Iterator[Schedule]:
         live = program.live_bytes()
         tried: list[Mapping[Gap, int]] = []
         for fetched in fetches(program, gaps, live):
@@ -82,7 +82,7 @@ class SuperneuronsOffload(Policy):
             tried.append(fetched)
             released = evictions(program, fetched, live, budget_bytes)
             if released is not None:
-                yield assemble(program, trips(program, fetched, released), self.name, budget_bytes)
+                yield assemble(program, transfers(program, fetched, released), self.name, budget_bytes)
 
 
 class Superneurons(SuperneuronsOffload):
@@ -100,12 +100,12 @@ class Superneurons(SuperneuronsOffload):
     source = "SuperNeurons (PPoPP'18) §3.2 to §3.4"
     recomputes = True
 
-    def _program(self, plain: Program, segments: Sequence[Segment]) -> Program:
+    def _program(self, plain: StepProgram, segments: Sequence[Segment]) -> StepProgram:
         graph = plain.graph
         most = layer_peak_bytes(graph)
         dropped = [t for segment in segments for t in segment.dropped]
-        fleeting = [t for s in segments if speed_centric_bytes(graph, s) > most for t in s.made]
-        return Program(graph, dropped, fleeting=fleeting)
+        drop_after_use = [t for s in segments if speed_centric_bytes(graph, s) > most for t in s.made]
+        return StepProgram(graph, dropped, drop_after_use=drop_after_use)
 
 
 def segments_of(graph: Graph) -> list[Segment]:
@@ -175,7 +175,7 @@ def speed_centric_bytes(graph: Graph, segment: Segment) -> int:
     return last.workspace_bytes + sum(graph.tensors[t].nbytes for t in forward | beside)
 
 
-def checkpoint_gaps(program: Program, segments: Sequence[Segment], *, joins: bool) -> list[Gap]:
+def checkpoint_gaps(program: StepProgram, segments: Sequence[Segment], *, joins: bool) -> list[Gap]:
     """The gaps in which checkpoints may be off the device: those of convolutions, and of `joins` (§3.3: not of the rest)."""
     offered = {
         tensor
@@ -183,10 +183,10 @@ def checkpoint_gaps(program: Program, segments: Sequence[Segment], *, joins: boo
         if segment.start.layer_type is LayerType.CONV or (joins and segment.join)
         for tensor in segment.checkpoints
     }
-    return [gap for gap in program.gaps if gap.tensor in offered and may_leave(program, gap)]
+    return [gap for gap in program.gaps if gap.tensor in offered and may_swap(program, gap)]
 
 
-def fetches(program: Program, gaps: Collection[Gap], live: Positions) -> Iterator[dict[Gap, int]]:
+def fetches(program: StepProgram, gaps: Collection[Gap], live: Positions) -> Iterator[dict[Gap, int]]:
     """Steps before which tensors come back: one checkpoint ahead, where the memory set aside for that has room for them.
 
     The shares of memory do not depend on the budget, so a larger one has the same to choose from.
@@ -196,10 +196,10 @@ def fetches(program: Program, gaps: Collection[Gap], live: Positions) -> Iterato
     low, high = int(least.max(initial=0)), int(live.max(initial=0))
     left = {gap: gap.start + 1 for gap in gaps}
     for share in ROOM_SHARES:
-        yield where_there_is_room(program, wanted, least.copy(), low + int(share * (high - low)), left)
+        yield where_memory_allows(program, wanted, least.copy(), low + int(share * (high - low)), left)
 
 
-def one_ahead(program: Program, gaps: Collection[Gap]) -> dict[Gap, int]:
+def one_ahead(program: StepProgram, gaps: Collection[Gap]) -> dict[Gap, int]:
     """Each tensor is fetched when the checkpoint that is wanted before it has arrived."""
     ends = sorted({gap.end for gap in gaps})
     before = dict(zip(ends, [0, *ends], strict=False))

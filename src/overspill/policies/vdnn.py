@@ -11,7 +11,7 @@ from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.floor import below, peak_of
 from overspill.planning.gaps import earliest_return, latest_release
 from overspill.planning.layers import Layer, backward_order, layers_of, offload_step
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.simulate import simulate
 
 from .base import Policy
@@ -36,7 +36,7 @@ def all_layers(kind: LayerType) -> bool:
 
 
 def vdnn_schedule(
-    program: Program, offloads: Offloading, policy: str, budget_bytes: int | None, *, one_stream: bool = False
+    program: StepProgram, offloads: Offloading, policy: str, budget_bytes: int | None, *, one_stream: bool = False
 ) -> Schedule:
     """The schedule of `program` that offloads the inputs X of the layers `offloads` and prefetches as Fig. 10 finds them.
 
@@ -65,7 +65,7 @@ class VdnnAll(Policy):
         return all_layers(kind)
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        return vdnn_schedule(Program(graph), self._offloads, self.name, budget_bytes)
+        return vdnn_schedule(StepProgram(graph), self._offloads, self.name, budget_bytes)
 
 
 class VdnnConv(VdnnAll):
@@ -88,7 +88,7 @@ class Sequential(Policy):
     offloads = True
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        return vdnn_schedule(Program(graph), all_layers, self.name, budget_bytes, one_stream=True)
+        return vdnn_schedule(StepProgram(graph), all_layers, self.name, budget_bytes, one_stream=True)
 
 
 class VdnnDynamic(Policy):
@@ -114,15 +114,17 @@ class VdnnDynamic(Policy):
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         limit = device.usable_bytes if budget_bytes is None else budget_bytes
-        least = vdnn_schedule(Program(graph, algorithms=memory_optimal(graph)), all_layers, self.name, None)
+        least = vdnn_schedule(StepProgram(graph, algorithms=memory_optimal(graph)), all_layers, self.name, None)
         if (floor := peak_of(graph, least)).nbytes > limit:
             raise below(floor, limit, self.name)
-        passes = [*self._passes(Program(graph), device, limit, seconds), least]
+        passes = [*self._passes(StepProgram(graph), device, limit, seconds), least]
         timelines = [simulate(graph, made, device, seconds) for made in passes]
         passed = [(line.step_seconds, i) for i, line in enumerate(timelines) if line.peak_bytes <= limit]
         return replace(passes[min(passed)[1]], budget_bytes=budget_bytes)
 
-    def _passes(self, program: Program, device: Device, limit: int, seconds: tuple[float, ...]) -> Iterator[Schedule]:
+    def _passes(
+        self, program: StepProgram, device: Device, limit: int, seconds: tuple[float, ...]
+    ) -> Iterator[Schedule]:
         fastest = []
         for kinds in (no_layer, conv_layers, all_layers):
             fastest.append(vdnn_schedule(program, kinds, self.name, None))
@@ -146,7 +148,7 @@ def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int
     return replace(schedule, instructions=tuple(instructions))
 
 
-def _beside_layers(program: Program, layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
+def _beside_layers(program: StepProgram, layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
     """Transfers of the inputs of the layers `offloading` beside layers: out beside their own, back as Fig. 10 finds."""
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
     waiting = set(offloading)

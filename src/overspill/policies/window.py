@@ -11,9 +11,9 @@ from overspill.core import Device, Graph, Schedule
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below
-from overspill.planning.gaps import earliest_return, may_move, possible_trips
+from overspill.planning.gaps import earliest_return, may_move, swappable_gaps
 from overspill.planning.lru import evictions, smallest
-from overspill.planning.step_program import Gap, Positions, Program
+from overspill.planning.step_program import Gap, Positions, StepProgram
 
 from .base import Policy
 
@@ -48,7 +48,7 @@ class Window(Policy):
         self.window_bytes = window_bytes
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        program = Program(graph)
+        program = StepProgram(graph)
         live = program.live_bytes()
         peak = int(live.max(initial=0))
         if budget_bytes is None or peak <= budget_bytes:
@@ -63,7 +63,7 @@ class Window(Policy):
         return best
 
     def _candidates(
-        self, program: Program, options: Iterable[Mapping[Gap, int]], live: Positions, budget_bytes: int
+        self, program: StepProgram, options: Iterable[Mapping[Gap, int]], live: Positions, budget_bytes: int
     ) -> Iterator[Schedule]:
         for swaps in options:
             released = evictions(program, swaps, live, budget_bytes)
@@ -74,7 +74,7 @@ class Window(Policy):
 class VariableSequence:
     """The variables of a program in order of use, each as often as it is used (§3, Fig. 1)."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: StepProgram) -> None:
         tensors = program.graph.tensors
         uses: list[tuple[int, int]] = []  # (step, tensor)
         for position, step in enumerate(program.steps):
@@ -83,7 +83,7 @@ class VariableSequence:
         bytes_to = np.cumsum([0, *(tensors[t].nbytes for _, t in uses)])
         first_of = np.searchsorted([position for position, _ in uses], np.arange(program.length))
         self.start_bytes = bytes_to[first_of]  # bytes from the first use to the first of each step
-        self.gaps = possible_trips(program)
+        self.gaps = swappable_gaps(program)
         self.earliest = np.array([earliest_return(program, gap) for gap in self.gaps], dtype=np.int64)
         self.ends = np.array([gap.end for gap in self.gaps], dtype=np.int64)
         # Bytes from the first use to that at the end of each gap, with it; what is used no more is an output, which is
@@ -108,7 +108,7 @@ class VariableSequence:
         }
 
 
-def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
+def _transfers(program: StepProgram, swaps: Mapping[Gap, int], released: Mapping[Gap, int]) -> list[Transfer]:
     """Transfers for the swap-outs that end with memory freed; each copy is made behind the first use that called for it.
 
     A swap-out whose memory was not needed has copied the tensor all the same (Fig. 2c), which serves those that follow
@@ -127,6 +127,6 @@ def _transfers(program: Program, swaps: Mapping[Gap, int], released: Mapping[Gap
     return found
 
 
-def _updates(program: Program, gap: Gap) -> int:
+def _updates(program: StepProgram, gap: Gap) -> int:
     """How often the tensor has been written when `gap` begins."""
     return bisect_right(program.written[gap.tensor], gap.start)

@@ -11,7 +11,7 @@ from overspill.core import Device, Graph, Phase, Schedule
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.gaps import may_move
-from overspill.planning.step_program import Gap, Program
+from overspill.planning.step_program import Gap, StepProgram
 
 from . import _search
 
@@ -31,7 +31,7 @@ def native_graph(graph: Graph, seconds: Sequence[float]) -> _search.Graph:
     )
 
 
-def planner_of(native: _search.Graph, program: Program, device: Device, budget_bytes: int) -> _search.Planner:
+def planner_of(native: _search.Graph, program: StepProgram, device: Device, budget_bytes: int) -> _search.Planner:
     """What makes list schedulers for programs that recompute one thing or another, with the algorithms of `program`."""
     chosen = np.zeros(len(program.graph.ops), dtype=np.int32)
     chosen[list(program.algorithms)] = list(program.algorithms.values())
@@ -46,7 +46,7 @@ def flags(tensors: Collection[int], graph: Graph) -> Flags:
 
 
 def schedule_of(
-    scheduler: _search.ListScheduler, plan: _search.TimedPlan, program: Program, policy: str, budget_bytes: int
+    scheduler: _search.ListScheduler, plan: _search.TimedPlan, program: StepProgram, policy: str, budget_bytes: int
 ) -> Schedule:
     """The schedule of a plan that `scheduler` has made for `program`."""
     algorithms = dict(program.algorithms)

@@ -9,9 +9,9 @@ from overspill.planning.algorithms import memory_optimal
 from overspill.planning.assemble import assemble
 from overspill.planning.effort import Effort
 from overspill.planning.floor import infeasible
-from overspill.planning.gaps import possible_trips
+from overspill.planning.gaps import swappable_gaps
 from overspill.planning.order import best_order
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies.base import Policy
 
 from .search import Search
@@ -48,12 +48,12 @@ class Auto(Policy):
         return best_order(self._in_order, graph, device, budget_bytes, seconds)
 
     def _in_order(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        program = Program(graph)
+        program = StepProgram(graph)
         if budget_bytes is None or program.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(program, (), self.name, budget_bytes)
         # The least memory: all that can leave has left, and every op takes its smallest workspace.
         least = program.with_algorithms(memory_optimal(graph))
-        if least.live_bytes(possible_trips(least)).max(initial=0) > budget_bytes:
+        if least.live_bytes(swappable_gaps(least)).max(initial=0) > budget_bytes:
             raise infeasible(least, budget_bytes, self.name)
         effort = self.effort.scaled(SHARE_OF_AN_ORDER) if graph.whole_step else self.effort
         made = Search(program, seconds, device, budget_bytes, effort).best().schedule(self.name)

@@ -9,7 +9,7 @@ from overspill.core import Device, Schedule
 from overspill.planning.effort import Effort
 from overspill.planning.floor import algorithms_within
 from overspill.planning.gaps import saved_gaps
-from overspill.planning.step_program import Program
+from overspill.planning.step_program import StepProgram
 from overspill.policies.checkpoint import dropped_sets
 
 from . import _search
@@ -31,13 +31,13 @@ class Found:
     """The best plan of a search in native code, and the program and budget that it is for."""
 
     made: _search.Attempt
-    program: Program
+    program: StepProgram
     budget_bytes: int
 
     def schedule(self, policy: str) -> Schedule:
         """The schedule of this plan."""
         recompute, dropped = self.made.recompute.tolist(), self.made.drop_after_use.tolist()
-        program = Program(self.program.graph, recompute, self.program.algorithms, dropped)
+        program = StepProgram(self.program.graph, recompute, self.program.algorithms, dropped)
         return schedule_of(self.made.scheduler, self.made.plan, program, policy, self.budget_bytes)
 
 
@@ -48,7 +48,7 @@ class Search:
     """
 
     def __init__(
-        self, program: Program, seconds: Sequence[float], device: Device, budget_bytes: int, effort: Effort
+        self, program: StepProgram, seconds: Sequence[float], device: Device, budget_bytes: int, effort: Effort
     ) -> None:
         self.graph, self.seconds, self.budget_bytes, self.effort = program.graph, seconds, budget_bytes, effort
         self.program = program.with_algorithms(algorithms_within(program, budget_bytes))

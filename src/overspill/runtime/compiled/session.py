@@ -22,8 +22,8 @@ from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.placement.packing import DEFAULT, solver_named
 from overspill.placement.place import check_placer, plan_within
-from overspill.planning.gaps import possible_trips
-from overspill.planning.step_program import Program
+from overspill.planning.gaps import swappable_gaps
+from overspill.planning.step_program import StepProgram
 from overspill.policies import policy_named
 from overspill.policies.plan import Plan, make_plan, retained_bytes, unmanaged_peak
 from overspill.runtime.hardware import device_noun, usable_bytes
@@ -306,9 +306,9 @@ def _outside_loss_bytes(joint: JointGraph) -> int:
 
 def _least_between(graph: Graph) -> int:
     """The least bytes that can be on the device between forward and backward."""
-    program = Program(graph)
+    program = StepProgram(graph)
     boundary = program.end_of_forward
-    absent = {g.tensor for g in possible_trips(program) if g.start < boundary <= g.end}
+    absent = {g.tensor for g in swappable_gaps(program) if g.start < boundary <= g.end}
     staying = [
         t for t in graph.tensors
         if t.persistent or (t.id not in absent and (u := program.touches[t.id]) and u[0] < boundary <= u[-1])
