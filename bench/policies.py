@@ -174,11 +174,7 @@ def by_budget(found: list[Case]) -> Iterator[str]:
         here = [c for c in found if c["budget"] == budget]
         ratios = [c["best_slowdown"] / c["auto_slowdown"] for c in here if c["best_slowdown"] is not None]
         advantage = f"{statistics.geometric_mean(ratios):.2f}" if ratios else "-"
-        yield (
-            f"{budget:>8}: {len(here)} cases, advantage {advantage}; gap {spread([c['gap'] for c in here])}; "
-            f"thorough {spread([c['thorough_gap'] for c in here])}, {statistics.geometric_mean(faster):.3f} times as fast, "
-            f"{max(faster):.2f} at most"
-        )
+        yield (f"{budget:>8}: {len(here)} cases, advantage {advantage}; gap {spread([c['gap'] for c in here])}")
 
 
 def recorded(path: Path) -> list[Case]:

@@ -15,6 +15,7 @@ from tests.placement.packing.first_fit import FirstFit
 
 import overspill as package
 from overspill.core import Device, Schedule
+from overspill.core.registry import Registry
 from overspill.devices import device_names
 from overspill.models import names
 from overspill.policies import POLICIES
@@ -111,7 +112,8 @@ def test_train_tells_a_reader_the_peaks_the_losses_and_that_they_are_identical(o
 def test_pack_gives_the_keys_of_the_contract(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch, capacity: int, code: int
 ) -> None:
-    monkeypatch.setattr("overspill.placement.packing.registry.SOLVERS", {"portfolio": FirstFit()})
+    solvers = Registry("solver", "solvers", {"portfolio": FirstFit()})
+    monkeypatch.setattr("overspill.placement.packing.registry.SOLVERS", solvers)
     Path("blocks.csv").write_text("id,lower,upper,size\na,0,4,100\nb,2,6,50\n", encoding="utf-8")
     done = overspill(f"pack blocks.csv --capacity {capacity} --json")
     answer = done.answer
