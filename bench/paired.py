@@ -1,4 +1,8 @@
-"""Paired timing: a plain and a managed copy of one job take steps in turn, in one process; the ratio is taken pair by pair."""
+"""Paired timing: a plain and a managed copy of one job take steps in turn; the ratio is taken pair by pair.
+
+Each copy lives in a process of its own: in one process they would share the C library's heap, whose state either leaves
+behind for the other, and times would be off by a third.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from overspill.core.errors import OverspillError
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.plan import Plan
@@ -94,22 +101,74 @@ class Pairs:
 
 
 def compare(case: Case, options: Options, device: torch.device, pairs: int, warmup: int = 1) -> Pairs:
-    """Step both copies in turn: `warmup` pairs that do not count (compilation, first touch of the store), then `pairs`."""
-    session = Session(options)
-    try:
-        plain, managed = Stepper(case, device), Stepper(case, device, session)
+    """Step both copies in turn: `warmup` pairs that do not count (compilation, first touch of the store), then `pairs`.
+
+    Raises InfeasibleBudget where the managed copy does.
+    """
+    with _Side(case, None, device) as plain, _Side(case, options, device) as managed:
         sides: tuple[list[float], list[float]] = ([], [])
         identical = True
         for index in range(warmup + pairs):
+            # One after the other: neither runs beside the other's step.
             (plain_seconds, plain_loss), (managed_seconds, managed_loss) = plain.step(index), managed.step(index)
             identical &= plain_loss == managed_loss
             if index >= warmup:
                 sides[0].append(plain_seconds)
                 sides[1].append(managed_seconds)
-        return Pairs(*sides, identical, session.plans[0])
+        return Pairs(*sides, identical, managed.plan())
+
+
+class _Side:
+    """One copy of a job in a process of its own."""
+
+    def __init__(self, case: Case, options: Options | None, device: torch.device) -> None:
+        context = get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, case, options, str(device)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()  # at which the process ends
+        self.process.join()
+
+    def step(self, seed: int) -> tuple[float, float]:
+        """Seconds and loss of one step."""
+        found: tuple[float, float] = self._asked(seed)
+        return found
+
+    def plan(self) -> Plan:
+        """The plan of the managed side."""
+        found: Plan = self._asked(None)
+        return found
+
+    def _asked(self, question: int | None) -> Any:
+        self.connection.send(question)
+        answer = self.connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(connection: Connection, case: Case, options: Options | None, device: str) -> None:
+    """Take a step for each seed that comes, tell the plan where None comes, and end with the connection."""
+    session = None if options is None else Session(options)
+    try:
+        stepper = Stepper(case, torch.device(device), session)
+        while True:
+            seed = connection.recv()
+            try:
+                connection.send(stepper.step(seed) if seed is not None else session and session.plans[0])
+            except OverspillError as error:
+                connection.send(error)
+    except EOFError:
+        pass
     finally:
-        session.close()
-        torch._dynamo.reset()
+        if session is not None:
+            session.close()
 
 
 def machine(device: torch.device) -> dict[str, str]:

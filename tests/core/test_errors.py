@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
-from overspill.core.errors import is_out_of_memory
+from overspill.core.errors import InfeasibleBudget, OutOfMemory, OverspillError, RequestError, is_out_of_memory
 
 SAID = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
@@ -25,3 +27,16 @@ def test_what_is_said_of_memory_is_known(error: Exception) -> None:
 @pytest.mark.parametrize("text", ["could not create a primitive descriptor for a convolution", "shapes differ"])
 def test_other_errors_are_not_of_memory(text: str) -> None:
     assert not is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InfeasibleBudget("too small", budget_bytes=1, floor_bytes=2, cause="an op"),
+        OutOfMemory("full", requested_bytes=1, reserved_bytes=2, capacity_bytes=None),
+        RequestError("wrong"),
+    ],
+)
+def test_an_error_passes_from_one_process_to_another(error: OverspillError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

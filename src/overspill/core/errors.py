@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 
 class OverspillError(Exception):
@@ -37,6 +38,10 @@ class InfeasibleBudget(OverspillError):
         self.floor_bytes = floor_bytes
         self.cause = cause
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that pass it on: arguments by keyword are not pickled by themselves."""
+        return _rebuilt, (type(self), str(self), self.__dict__)
+
 
 class StoreError(OverspillError):
     """The store could not hold or return bytes: disk full, short read, out of host memory."""
@@ -64,6 +69,14 @@ class OutOfMemory(OverspillError):
         self.requested_bytes = requested_bytes
         self.reserved_bytes = reserved_bytes
         self.capacity_bytes = capacity_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of InfeasibleBudget."""
+        return _rebuilt, (type(self), str(self), self.__dict__)
+
+
+def _rebuilt(kind: type[OverspillError], message: str, fields: dict[str, Any]) -> OverspillError:
+    return kind(message, **fields)
 
 
 # Of a tensor (torch), of a kernel's code and scratch memory (oneDNN), of C++'s own objects, of a thread's stack.
