@@ -17,7 +17,7 @@ from paired import Case, compare, json_record
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.models import load
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview
 
 CASES = {

@@ -18,7 +18,7 @@ from paired import Case, compare, json_record
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.models import load
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train
 
 BUDGETS = ("0.75", "0.5", "0.4")

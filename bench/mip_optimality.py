@@ -107,7 +107,7 @@ def main() -> None:
     print(f"{'model':14} {'step':9} {'blocks':>6} {'live bytes':>12} above what is proven, in %: skyline portfolio mip")
     lines = []
     for name in arguments.models.split(","):
-        graph = step_graph(Training(partial(models.load, name, small=True), 8), device)
+        graph = step_graph(Training(partial(models.load, name, small=True), 8))
         training = make_plan(graph, device, "liveness", NO_LIMIT_BYTES)
         for step, trace in (("inference", inference_trace(graph)), ("training", trace_of(graph, training.schedule))):
             lines.append(measured(name, step, trace, limits))

@@ -27,7 +27,8 @@ from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.plan import Plan
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.session import Options, Session
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.options import Options
 
 
 @dataclass(frozen=True)

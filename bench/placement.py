@@ -114,7 +114,7 @@ def model_traces(names: list[str], policies: list[str], batch: int) -> Iterator[
     """The steps of built-in models under policies, on an RTX 4090."""
     device = load_device("rtx4090")
     for name in names:
-        graph = with_algorithms(step_graph(Training(partial(models.load, name), batch), device), device)
+        graph = with_algorithms(step_graph(Training(partial(models.load, name), batch)), device)
         half = unmanaged_peak(graph, device) // 2
         for policy in policies:
             chosen = policy_named(policy)

@@ -80,7 +80,7 @@ class Case(TypedDict):
 
 def cases(model: str, batch: int, gpus: list[str], papers: Recorded) -> list[Case]:
     """All cases of one model; the papers' policies are not planned where `papers` has them."""
-    captured = step_graph(Training(lambda: models.load(model), batch), load_device(gpus[0]))
+    captured = step_graph(Training(lambda: models.load(model), batch))
     return [case for gpu in gpus for case in _on(captured, model, batch, load_device(gpu), papers)]
 
 

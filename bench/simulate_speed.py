@@ -54,7 +54,7 @@ def fastest_seconds(work: Callable[[], object], repeats: int) -> float:
 def measure(model: str, batch: int, gpu: str, repeats: int) -> list[Result]:
     """One result for each policy."""
     device = load_device(gpu)
-    graph = step_graph(Training(lambda: models.load(model), batch), device)
+    graph = step_graph(Training(lambda: models.load(model), batch))
     seconds = op_seconds(graph, device)
     budget = int(BUDGET_SHARE * unmanaged_peak(graph, device))
     results: list[Result] = []

@@ -36,7 +36,8 @@ from overspill.policies import POLICIES
 from overspill.policies.plan import Plan, unmanaged_peak
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.session import Options, Session
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.options import Options
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 from overspill.simulate import simulate

@@ -42,7 +42,8 @@ from overspill.models.step import TrainingStep
 from overspill.planning.order import feature_maps_alone
 from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.session import Options, Session
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import Training, step_graph
 
@@ -94,7 +95,7 @@ def _seconds(value: float | None) -> str:
 def simulated(models: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Iterator[Simulated]:
     """The rows of the simulated table."""
     for model, batch in models:
-        graph = step_graph(Training(partial(load, model), batch, "adamw", whole_step=True), "cpu")
+        graph = step_graph(Training(partial(load, model), batch, "adamw", whole_step=True))
         for gpu in gpus:
             device = load_device(gpu)
             peak = unmanaged_peak(graph, device)
@@ -172,7 +173,7 @@ def ways(name: str, batch: int, seq_len: int, store_dir: str) -> Iterator[Way]:
     job = load(name, seq_len=seq_len)
     inputs = job.make_batch(batch)
     whole = Training(partial(load, name, seq_len=seq_len), batch, "adamw", whole_step=True)
-    peak = unmanaged_peak(step_graph(whole, "cpu"), load_device("cpu"))
+    peak = unmanaged_peak(step_graph(whole), load_device("cpu"))
 
     def own() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = copy.deepcopy(job.module)

@@ -1,15 +1,25 @@
 """A plan for another machine, made here without a GPU and without the model's memory, and some policies beside it."""
 
-from overspill.core.units import format_bytes
-from overspill.models import load
-from overspill.runtime.compiled.session import Options
-from overspill.runtime.training import Training, preview
+import torch
+from torch import nn
 
-job = Training(lambda: load("resnet18", small=True), batch=32, optimizer="momentum")
-for policy in ("in-core", "vdnn-all", "superneurons", "auto"):
-    budget = 0.7 if policy == "auto" else "24GiB"
-    plan = preview(job, Options(budget=budget, policy=policy, device="rtx4090"))
-    print(
-        f"{policy:11s} peak {format_bytes(plan.peak_bytes):>10s} of {format_bytes(plan.unmanaged_peak_bytes)}, "
-        f"moves {format_bytes(plan.offloaded_bytes):>10s}, simulated slowdown {plan.slowdown:.3f}"
-    )
+import overspill
+
+rows = overspill.compare(
+    "resnet18", optimizer="momentum", batch=32, device="titan-x", budget=0.7,
+    policies=("in-core", "vdnn-all", "superneurons", "auto"),
+)  # fmt: skip
+for row in rows:
+    if row.plan is not None:
+        print(
+            f"{row.policy:12s} peak {row.plan.peak_bytes:>13,} of {row.plan.unmanaged_peak_bytes:,} bytes, "
+            f"moves {row.plan.offloaded_bytes:>13,}, simulated slowdown {row.plan.slowdown:.3f}"
+        )
+
+# A model of one's own: nothing of it is run, and it is left as it is.
+model = nn.Sequential(
+    nn.Linear(512, 2048), *(nn.Sequential(nn.ReLU(), nn.Linear(2048, 2048)) for _ in range(6)), nn.Linear(2048, 10)
+)
+batch = torch.randn(8192, 512), torch.randint(0, 10, (8192,))
+plan = overspill.plan(model, batch, nn.CrossEntropyLoss(), "adamw", device="t4", budget=0.8)
+print(f"planned peak {plan.peak_bytes:,} bytes of {plan.unmanaged_peak_bytes:,}; slowdown {plan.slowdown:.3f}")

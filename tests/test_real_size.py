@@ -18,7 +18,7 @@ DECODER = "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=128"
 PLAIN = """
 from overspill.models import load
 from overspill.runtime.training import Training, train_plain
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 print(train_plain(Training(lambda: load({model!r}), {batch}, {optimizer!r}, steps=1), Options()).losses)
 """
 
@@ -69,7 +69,7 @@ def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewe
     model: str, batch: int, share: float
 ) -> None:
     from overspill.models import load
-    from overspill.runtime.compiled.session import Options
+    from overspill.runtime.options import Options
     from overspill.runtime.training import Training, preview
 
     training = Training(lambda: load(model), batch)

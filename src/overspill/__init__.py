@@ -2,7 +2,11 @@
 
     overspill.estimate(build, inputs, loss, "adamw", device="rtx4090").fits()
 
-says before the run, and without the GPU, whether its memory will do, and
+says before the run, and without the GPU, whether its memory will do;
+
+    overspill.plan(build, inputs, loss, "adamw", device="rtx4090", budget="8GiB").slowdown
+
+what it costs to train it in less; and
 
     model = overspill.compile(model, budget="8GiB")
 
@@ -15,9 +19,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import InfeasibleBudget, OverspillError, RequestError, StoreError, UnsupportedError
+from . import errors
 
 if TYPE_CHECKING:
+    from .api import compare, pack, plan
     from .devices import load_device
     from .estimation.api import estimate
     from .runtime.compiled.compile import compile  # noqa: A004
@@ -25,22 +30,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "InfeasibleBudget",
-    "OverspillError",
-    "RequestError",
-    "StoreError",
-    "UnsupportedError",
+    "compare",
     "compile",
+    "errors",
     "estimate",
     "load_device",
+    "pack",
+    "plan",
     "train_step",
 ]
 
 _LAZY = {
+    "compare": "overspill.api",
     "compile": "overspill.runtime.compiled.compile",
-    "train_step": "overspill.runtime.step.train_step",
     "estimate": "overspill.estimation.api",
     "load_device": "overspill.devices",
+    "pack": "overspill.api",
+    "plan": "overspill.api",
+    "train_step": "overspill.runtime.step.train_step",
 }
 
 

@@ -88,7 +88,7 @@ def test_a_users_own_model_is_estimated(overspill: Overspill) -> None:
         ("resnet50 vgg16 --batch 1", "one model at a time"),
         ("resnet5 --batch 1", "resnet50"),
         ("resnet50 --batch 0", "--batch"),
-        ("resnet50 --batch 1 --gpu rtx409", "did you mean rtx4090"),
+        ("resnet50 --batch 1 --gpu rtx409", "did you mean 'rtx4090"),
         ("resnet50 --batch 1 --gpu cpu", "not a GPU"),
         ("resnet50 --batch 1 --dtype int3", "unknown dtype 'int3'"),
         ("resnet50 --batch 1 --optimizer adamm", "unknown optimizer 'adamm'"),

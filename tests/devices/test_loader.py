@@ -197,7 +197,7 @@ def test_any_usual_spelling_finds_the_device(spelling: str, name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_closest_ones() -> None:
     with pytest.raises(
-        RequestError, match=r"'rtx4085'; did you mean rtx40.0.*`overspill devices` lists all"
+        RequestError, match=r"'rtx4085'; did you mean 'rtx40.0.*`overspill devices` lists all"
     ) as refusal:
         load_device("rtx4085")
     assert refusal.value.exit_code == 2

@@ -298,7 +298,7 @@ def test_a_model_that_fails_says_where_and_why() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: trained(device="rtx409"), "did you mean rtx4090"),
+        (lambda: trained(device="rtx409"), "did you mean 'rtx4090"),
         (lambda: trained(device="cpu"), "cpu is not a GPU"),
         (lambda: trained(dtype="float8"), "unknown dtype 'float8'; dtypes: float32"),
         (lambda: trained("sgdd"), "unknown optimizer 'sgdd'"),

@@ -5,7 +5,7 @@ import torch
 
 from overspill.models import load
 from overspill.policies import POLICIES
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train, train_plain
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store

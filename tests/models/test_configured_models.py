@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core.errors import RequestError
 from overspill.models import check_name, load
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train, train_plain
 
 TINY = "decoder:width=32,depth=2,heads=4,vocabulary=50,seq_len=8"
@@ -106,7 +106,7 @@ def test_a_configuration_file_names_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("hf:gpt22", {}, r"no model type 'gpt22'; did you mean gpt2"),
+        ("hf:gpt22", {}, r"no model type 'gpt22'; did you mean 'gpt2"),
         ("hf:gpt2,layers=3", {}, "the configuration of gpt2 has no layers"),
         ("hf:gpt2,n_embd=10,n_head=3", {}, "cannot make a causal language model of it"),
         ("hf:absent.json", {}, "there is no file absent.json"),

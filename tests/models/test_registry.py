@@ -41,7 +41,7 @@ def test_an_unknown_name_names_what_was_meant(wrong: str, meant: str) -> None:
 
 
 def test_a_name_like_no_other_still_says_where_to_look() -> None:
-    with pytest.raises(RequestError, match="unknown model 'qqq'; `overspill models` lists all"):
+    with pytest.raises(RequestError, match=r"unknown model 'qqq'\. `overspill models` lists all"):
         load("qqq")
 
 

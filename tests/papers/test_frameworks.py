@@ -26,7 +26,7 @@ def step_of(build: Callable[[], nn.Module], *shape: int) -> Graph:
     def job() -> Job:
         return Job("by hand", build(), lambda batch: (torch.randn(batch, *shape),), loss)
 
-    return step_graph(Training(job, 4), TITAN_X)
+    return step_graph(Training(job, 4))
 
 
 def loss(module: nn.Module, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_the_numbers_of_ops_and_what_they_are_called_stay() -> None:
     "name", ["alexnet", "resnet18", "googlenet", pytest.param("resnet32-cifar", marks=pytest.mark.long)]
 )
 def test_every_policy_has_a_valid_schedule_of_a_networks_layers(name: str) -> None:
-    plain = step_graph(Training(lambda: models.load(name, small=True), 4), TITAN_X)
+    plain = step_graph(Training(lambda: models.load(name, small=True), 4))
     graph = with_algorithms(as_layers(plain), TITAN_X)
     unmanaged = check(graph, policy_named("liveness").plan(graph, TITAN_X)).peak_bytes
     assert unmanaged <= check(plain, policy_named("liveness").plan(plain, TITAN_X)).peak_bytes + max(

@@ -15,7 +15,7 @@ TITAN_X = load_device("titan-x")
 
 
 def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
-    return step_graph(Training(lambda: models.load(name, small=True), batch, whole_step=whole_step), TITAN_X)
+    return step_graph(Training(lambda: models.load(name, small=True), batch, whole_step=whole_step))
 
 
 @pytest.mark.parametrize(("name", "whole_step"), [("alexnet", False), ("resnet18", False), ("alexnet", True)])

@@ -10,7 +10,7 @@ from tests.report.test_plan import plan, shown
 
 from overspill.models import load
 from overspill.report.training import Trained, training_report
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training
 
 

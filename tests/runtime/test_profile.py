@@ -6,7 +6,7 @@ from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.devices import load_device
 from overspill.models import load
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview, train, train_plain
 
 JOB = Training(lambda: load("resnet18", small=True), 2, "momentum", 2)

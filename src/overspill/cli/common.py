@@ -15,8 +15,8 @@ import msgspec
 import typer
 
 from overspill import models
+from overspill.core.budget import Budget as Limit
 from overspill.core.errors import RequestError
-from overspill.core.units import parse_bytes
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import Console, RenderableType
@@ -134,15 +134,15 @@ class ModelChoice:
         return models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
 
 
-def check_request(model: str, budget: str | None, policy: str, out: Path | None) -> None:
-    """Raise RequestError for what is plainly wrong, before torch is imported and anything is built."""
+def check_request(model: str, budget: str | None, policy: str, out: Path | None) -> Limit:
+    """The budget that was asked for. Raises RequestError for what is plainly wrong, before torch is imported."""
     from overspill.policies import policy_named
 
     models.check_name(model)
     policy_named(policy)
-    if budget is not None:
-        parse_bytes(budget, of_bytes=1 << 40)
+    limit = Limit.parse(budget)
     check_writable(out)
+    return limit
 
 
 def check_writable(out: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes, is_share, parse_bytes
+from overspill.core.units import format_bytes
 
 from .common import (
     AsJson,
@@ -33,7 +33,7 @@ from .common import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from overspill.core import Device, Graph
+    from overspill.core import Device
     from overspill.placement.place import Placed
     from overspill.policies.comparison import Row
 
@@ -86,20 +86,21 @@ def compare(
     begun = time.perf_counter()
     names = _policy_names(policies)
     placing = _placer_names(placers) if placement or placers is not None else ()
-    check_request(model, budget, "auto", plot)
+    limit = check_request(model, budget, "auto", plot)
     if plot is not None:
         check_plot(plot)
     device = load_device(gpu or "cpu")
     with narrate() as narrator:
         quiet_torch()
         from overspill.policies import comparison
+        from overspill.policies.plan import unmanaged_peak
         from overspill.runtime.training import Training, graph_on
 
         choice = ModelChoice(model, small, image_size, seq_len)
         training = Training(choice.build, batch, optimizer, whole_step=whole_step)
         narrator.now(f"capturing {model} for {device.name}")
         graph = graph_on(training, device)
-        budget_bytes = _budget_bytes(budget, graph, device)
+        budget_bytes = limit.bytes_of(lambda: unmanaged_peak(graph, device), device.usable_bytes)
         rows = comparison.compare(
             graph, device, names, budget_bytes, progress=lambda name: narrator.now(f"planning {name}")
         )
@@ -161,14 +162,6 @@ def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) 
         trace = trace_of(row.plan.graph, row.plan.schedule)
         found += [(row.policy, place(trace, placer)) for placer in placers]
     return found
-
-
-def _budget_bytes(budget: str | None, graph: Graph, device: Device) -> int:
-    from overspill.policies.plan import unmanaged_peak
-
-    if budget is None:
-        return device.usable_bytes
-    return parse_bytes(budget, of_bytes=unmanaged_peak(graph, device) if is_share(budget) else None)
 
 
 def _outcome(

@@ -61,11 +61,11 @@ def plan(
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
 
-    check_request(model, budget, policy, out)
+    limit = check_request(model, budget, policy, out)
     device = load_device(gpu or "cpu")
     with narrate() as narrator:
         quiet_torch()
-        from overspill.runtime.compiled.session import Options
+        from overspill.runtime.options import Options
         from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training, preview
 
@@ -77,7 +77,7 @@ def plan(
         request["whole_step"] = whole_step
         try:
             measured = None if times is None else MeasuredTimes.load(times)
-            options = Options(budget=budget, policy=policy, device=device, times=measured, placement=placement)
+            options = Options(budget=limit, policy=policy, device=device, times=measured, placement=placement)
             made = preview(training, options)
         except InfeasibleBudget as error:
             return _infeasible(request, error)

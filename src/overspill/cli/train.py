@@ -39,7 +39,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from overspill.report.training import Trained
-    from overspill.runtime.compiled.session import Options
+    from overspill.runtime.options import Options
     from overspill.runtime.training import Run, Training
 
 DIFFERS = 1
@@ -100,12 +100,12 @@ def train(
 ) -> Outcome:
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
-    check_request(model, budget, policy, out)
+    limit = check_request(model, budget, policy, out)
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs import MeasuredTimes
-        from overspill.runtime.compiled.session import Options
+        from overspill.runtime.options import Options
         from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training
 
@@ -115,7 +115,7 @@ def train(
         )
         store = store or ("disk" if training.device == "cpu" else "pinned")
         options = Options(
-            budget=budget,
+            budget=limit,
             policy=policy,
             store=store,
             store_dir=store_dir,

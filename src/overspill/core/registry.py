@@ -13,9 +13,13 @@ from .errors import RequestError
 T = TypeVar("T")
 
 
-def did_you_mean(name: str, known: Iterable[str], *, most: int = 1) -> str:
-    """`; did you mean 'auto'?` where one of `known` is close to `name`, else a full stop: the end of a first sentence."""
-    close = get_close_matches(name.lower(), tuple(known), n=most, cutoff=0.5)
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Mapping[str, str] | None = None) -> str:
+    """`; did you mean 'auto'?` where one of `known` is close to `name`, else a full stop: the end of a first sentence.
+
+    `shown_as`: the name to show for an alias.
+    """
+    found = get_close_matches(name.lower(), tuple(known), n=most, cutoff=0.5)
+    close = dict.fromkeys((shown_as or {}).get(key, key) for key in found)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
 
 

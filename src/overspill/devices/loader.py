@@ -6,16 +6,20 @@ import os
 import re
 import tomllib
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
 
 from overspill.core import Device
 from overspill.core.errors import RequestError
+from overspill.core.registry import Registry, did_you_mean
 
 _FOLDER = Path(__file__).parent
 _SUFFIXES = (".toml", ".json")
+DEVICES: Registry[Path | Device] = Registry(
+    "device", "devices", {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+)
+"""Device files, or Devices, by name."""
 
 # Other names by `_key`, so without spaces, dashes, underscores and vendor words. What the driver calls a card is here
 # too (`Tesla V100-SXM2-16GB`, `NVIDIA H100 80GB HBM3`), so that `torch.cuda.get_device_name()` finds its file. An
@@ -37,8 +41,8 @@ _ALIASES = {
 
 
 def device_names() -> tuple[str, ...]:
-    """The names of all shipped devices, sorted."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+    """The names of all devices, sorted."""
+    return tuple(sorted(DEVICES))
 
 
 def load_device(name: str | Path) -> Device:
@@ -50,14 +54,16 @@ def load_device(name: str | Path) -> Device:
     if isinstance(name, Path) or os.sep in name or name.lower().endswith(_SUFFIXES):
         return _from_file(Path(name))
     known = _known()
-    shipped = known.get(_key(name))
-    if shipped is None:
-        close = dict.fromkeys(known[key] for key in get_close_matches(_key(name), known, cutoff=0.5))
-        guess = f"did you mean {' or '.join(close)}? " if close else ""
+    found = known.get(_key(name))
+    if found is None:
         raise RequestError(
-            f"unknown device {name!r}; {guess}`overspill devices` lists all, and a path of a .toml or .json file works too"
+            f"unknown device {name!r}{did_you_mean(_key(name), known, most=3, shown_as=known)} `overspill devices` lists all, and a path of a "
+            ".toml or .json file works too"
         )
-    return this_cpu() if shipped == "cpu" else _from_file(_FOLDER / f"{shipped}.toml")
+    if found == "cpu":
+        return this_cpu()
+    device = DEVICES[found]
+    return device if isinstance(device, Device) else _from_file(Path(device))
 
 
 def this_cpu() -> Device:
@@ -90,7 +96,7 @@ def _key(name: str) -> str:
 
 
 def _known() -> dict[str, str]:
-    """Shipped names by every key that finds them."""
+    """Names by every key that finds them."""
     return {_key(name): name for name in device_names()} | _ALIASES
 
 

@@ -23,6 +23,7 @@ from overspill.core.errors import RequestError
 from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
+from overspill.models.inputs import Inputs
 from overspill.models.step import is_criterion
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.registry import allocator_type
@@ -202,16 +203,10 @@ class _Work:
             raise RequestError(f"build is a {type(build).__name__}; pass a module or a function that returns one")
         if accumulate < 1:
             raise RequestError(f"accumulate={accumulate} is not a positive number")
-        self._build, self._inputs, self._loss = build, inputs, loss
+        self._build, self._inputs, self._loss = build, Inputs(inputs), loss
         self._make_optimizer, self._dtype, self._accumulate = make_optimizer, dtype, accumulate
         self._parallel = parallel
-        self._by_size = callable(inputs) and _takes_argument(inputs)
-        tensors = [] if callable(inputs) else _tensors(inputs)
-        if not callable(inputs) and not tensors:
-            raise RequestError(f"inputs holds no tensor: {type(inputs).__name__}")
-        first = tensors[0] if tensors else None
-        # A batch size, if the inputs have one, is the first dimension of the first tensor.
-        self.batch: int | None = first.shape[0] if first is not None and first.dim() else None
+        self.batch = self._inputs.batch
 
     def program(
         self, size: int | None, dtype: str | None = None, iterations: int = programs.ITERATIONS
@@ -228,7 +223,7 @@ class _Work:
                 return copy.deepcopy(self._build, fakes)
 
             def make() -> Any:
-                return self._make_inputs(size)
+                return self._inputs.at(size)
 
             if self._loss is None and self._make_optimizer is None:
                 programs.inference(build, make, _call, dtype=chosen, iterations=iterations)(recorder)
@@ -239,13 +234,6 @@ class _Work:
                 )(recorder)  # fmt: skip
 
         return run
-
-    def _make_inputs(self, size: int | None) -> Any:
-        if callable(self._inputs):
-            if self._by_size and size is None:
-                raise RequestError("inputs is a function of the batch size; pass batch=")
-            return self._inputs(size) if self._by_size else self._inputs()
-        return _like(self._inputs, self.batch, size)
 
     def _value(self, model: nn.Module, inputs: Any) -> Tensor:
         if self._loss is None:
@@ -273,39 +261,3 @@ def _checked_module(made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise RequestError(f"build returned {type(made).__name__}, not a module")
     return made
-
-
-def _takes_argument(function: Callable[..., Any]) -> bool:
-    import inspect  # noqa: PLC0415
-
-    required = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
-    ]
-    return bool(required)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
-
-
-def _like(value: Any, batch: int | None, size: int | None) -> Any:
-    """Tensors of the shapes and dtypes in `value`, the first dimension `size` where it was `batch`."""
-    if isinstance(value, Tensor):
-        shape = list(value.shape)
-        if shape and size is not None and shape[0] == batch:
-            shape[0] = size
-        made = torch.zeros(shape, dtype=value.dtype)
-        if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous():
-            made = made.contiguous(memory_format=torch.channels_last)
-        return made.requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {name: _like(item, batch, size) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_like(item, batch, size) for item in value])
-    return value

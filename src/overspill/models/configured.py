@@ -6,12 +6,12 @@ configuration with random weights: nothing is downloaded.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
 
 from .job import Job, checked_size
 
@@ -151,8 +151,7 @@ def _config(name: str, auto: Any, known: list[str]) -> Any:
             raise RequestError(f"{name}: not a configuration of transformers: {_line(error)}") from error
     model_type, *parts = rest.split(",")
     if model_type not in known:
-        close = difflib.get_close_matches(model_type, known, n=3)
-        guess = f"; did you mean {' or '.join(close)}?" if close else ""
+        guess = did_you_mean(model_type, known, most=3)
         raise RequestError(f"{name}: transformers has no model type {model_type!r}{guess}")
     fields = _fields(name, parts)
     plain = auto.for_model(model_type)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
+from overspill.core.registry import Registry, did_you_mean
 
 from .configured import check_configured, is_configured, load_configured
 from .job import Job
@@ -18,8 +18,8 @@ _DEEPER = "configuration E with {more} more convolutions in each of its five gro
 class Entry:
     """One built-in model: what `overspill models` prints of it, and where it is built.
 
-    `builder` is `module:function` in this package, called as `function(name, small=, size=)`; `size_option` names
-    what `size` means to it.
+    `builder` is `module:function`, a module of this package or (with a dot) of any other, called as
+    `function(name, small=, size=)`; `size_option` names what `size` means to it.
     """
 
     name: str
@@ -117,17 +117,17 @@ _ENTRIES = (
     _tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
     _tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
 )  # fmt: skip
-_BY_NAME = {entry.name: entry for entry in _ENTRIES}
+MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for entry in _ENTRIES})
 
 
 def names() -> tuple[str, ...]:
     """Returns the names of all built-in models, aliases included, family by family."""
-    return tuple(_BY_NAME)
+    return tuple(MODELS)
 
 
 def describe() -> list[Entry]:
     """Returns an entry per built-in model, aliases included, family by family."""
-    return list(_ENTRIES)
+    return list(MODELS.values())
 
 
 def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> Job:
@@ -158,7 +158,7 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
                 f"{option} does not apply to {name}, which reads {entry.batch_input}; use {entry.size_option}"
             )
     module, function = entry.builder.split(":")
-    build = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+    build = getattr(importlib.import_module(module if "." in module else f"{__package__}.{module}"), function)
     job: Job = build(name, small=small, size=size)
     return job
 
@@ -173,10 +173,9 @@ def check_name(name: str) -> None:
 
 def _entry(name: str) -> Entry:
     """The entry of this name; the error for an unknown one guesses what was meant."""
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    close = difflib.get_close_matches(name.lower(), _BY_NAME, n=3)
-    guess = f"; did you mean {' or '.join(close)}?" if close else ";"
+    if name in MODELS:
+        return MODELS[name]
     raise RequestError(
-        f"unknown model {name!r}{guess} `overspill models` lists all, and `package.module:callable` names your own"
+        f"unknown model {name!r}{did_you_mean(name, MODELS, most=3)} `overspill models` lists all, and "
+        "`package.module:callable` names your own"
     )

@@ -39,15 +39,20 @@ class StepLoss(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """The loss on `inputs`; a single dictionary gives the model keyword arguments. Raises RequestError."""
-        if self.loss is None:
-            return _own_loss(_call(self.model, inputs))
-        if not is_criterion(self.loss):
-            return self.loss(self.model, *inputs)
-        if len(inputs) < 2:
-            raise RequestError(
-                "a criterion needs inputs and a target; or pass loss as a function of the model and all inputs"
-            )
-        return self.loss(self.model(*inputs[:-1]), inputs[-1])
+        return loss_on(self.model, self.loss, inputs)
+
+
+def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Any:
+    """The loss of `model` on `inputs`, with `loss` as of StepLoss. Raises RequestError."""
+    if loss is None:
+        return _own_loss(_call(model, inputs))
+    if not is_criterion(loss):
+        return loss(model, *inputs)
+    if len(inputs) < 2:
+        raise RequestError(
+            "a criterion needs inputs and a target; or pass loss as a function of the model and all inputs"
+        )
+    return loss(model(*inputs[:-1]), inputs[-1])
 
 
 def is_criterion(loss: Callable[..., Any]) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
 
 from .claim import TOLERANCE as TOLERANCE
 from .claim import Claim as Claim
@@ -42,9 +42,9 @@ def paper_named(name: str) -> Paper:
     """The paper of this name or alias. Raises RequestError with the names that exist."""
     if (paper := _BY_NAME.get(name.lower())) is not None:
         return paper
-    close = get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    raise RequestError(f"unknown paper {name!r}{hint} Papers: {', '.join(paper.name for paper in PAPERS)}")
+    raise RequestError(
+        f"unknown paper {name!r}{did_you_mean(name, _BY_NAME, shown_as={alias: paper.name for alias, paper in _BY_NAME.items()})} Papers: {', '.join(paper.name for paper in PAPERS)}"
+    )
 
 
 def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:

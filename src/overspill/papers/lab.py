@@ -150,7 +150,7 @@ class Lab:
                 known[setting.batch] = between(known[one], known[other], one, other, setting.batch)
             else:
                 self._say(f"capturing {setting.model} ({setting.batch})")
-                known[setting.batch] = _captured(setting, self.device(setting))
+                known[setting.batch] = _captured(setting)
         return known[setting.batch]
 
 
@@ -234,11 +234,11 @@ def _made_in(graph: Graph, tensor: Tensor) -> Phase | None:
     return None if maker is None else graph.ops[maker].phase
 
 
-def _captured(setting: Setting, device: Device) -> Graph:
+def _captured(setting: Setting) -> Graph:
     from overspill.runtime.training import Training, step_graph  # noqa: PLC0415  # imports torch
 
     training = Training(lambda: _job(setting), setting.batch, setting.optimizer, whole_step=setting.whole_step)
-    return step_graph(training, device)
+    return step_graph(training)
 
 
 def _job(setting: Setting) -> Job:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from overspill.core.errors import RequestError
+from overspill.core.registry import Registry
 
 from .auto import Auto
 from .base import MEMORY_OPTIMAL
@@ -17,33 +15,34 @@ from .superneurons import Superneurons, SuperneuronsOffload
 from .vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic
 from .window import Window
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        Auto,
-        InCore,
-        Liveness,
-        VdnnAll,
-        VdnnConv,
-        VdnnDynamic,
-        Dymem,
-        Sequential,
-        Checkpoint,
-        CheckpointCost,
-        Superneurons,
-        SuperneuronsOffload,
-        LargeModelSupport,
-        Window,
-        Oracle,
-    )
-}
+POLICIES: Registry[type[Policy]] = Registry(
+    "policy",
+    "policies",
+    {
+        policy.name: policy
+        for policy in (
+            Auto,
+            InCore,
+            Liveness,
+            VdnnAll,
+            VdnnConv,
+            VdnnDynamic,
+            Dymem,
+            Sequential,
+            Checkpoint,
+            CheckpointCost,
+            Superneurons,
+            SuperneuronsOffload,
+            LargeModelSupport,
+            Window,
+            Oracle,
+        )
+    },
+)
 
 
 def policy_named(name: str) -> Policy:
     """The policy registered as `name`, or as `name` without `:m`. Raises RequestError with the names that exist."""
-    try:
-        return POLICIES[name.removesuffix(MEMORY_OPTIMAL)](memory_optimal=name.endswith(MEMORY_OPTIMAL))
-    except KeyError:
-        close = get_close_matches(name, POLICIES, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise RequestError(f"unknown policy {name!r}{hint} Policies: {', '.join(POLICIES)}") from None
+    if name.endswith(MEMORY_OPTIMAL) and name not in POLICIES:
+        return POLICIES.named(name.removesuffix(MEMORY_OPTIMAL))(memory_optimal=True)
+    return POLICIES.named(name)()

@@ -14,7 +14,7 @@ from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed, place_plan
 from overspill.policies.plan import Plan
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits
 
 from .listing import format_flops, listing, percent

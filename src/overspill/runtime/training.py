@@ -11,21 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from overspill.capture.compiled.trace import trace
 from overspill.core import Device, Graph, Phase
-from overspill.core.errors import OverspillError, RequestError, StoreError, is_out_of_memory
+from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.policies.plan import Plan
+from overspill.runtime.options import Options, budget_for, device_for, plan_graph
 
 from . import batches
 from .compiled.compile import compile_in
-from .compiled.session import Options, Session, budget_for, device_for, plan_graph
+from .compiled.session import Session
 from .live.allocator import serving
 from .step.train_step import GradientOptions, TrainStep
+from .surroundings import surroundings_of
 from .tracker import LiveBytes
 
 SEED = 0
@@ -122,47 +124,29 @@ def graph_on(training: Training, device: Device, reserve: str | float | None = N
 
     `reserve` is that of the Options.
     """
-    graph = _captured(training, device, reserve)
+    graph = _captured(training, reserve)
     return with_algorithms(graph, device) if device.kind == "cuda" else graph
 
 
-def step_graph(training: Training, device: str | Device) -> Graph:
+def step_graph(training: Training) -> Graph:
     """The Graph of one step of a job as PyTorch runs it, captured on fake tensors.
 
     Of several micro-batches it is that of the last, which has the update.
     """
-    return _captured(training, device)
+    return _captured(training)
 
 
-def _captured(training: Training, device: str | Device, reserve: str | float | None = None) -> Graph:
-    options = Options("1024TiB", "liveness", device=device, reserve=reserve)
+def _captured(training: Training, reserve: str | float | None = None) -> Graph:
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, batch = _prepare(training, "cpu")
         optimizer = optimizer_named(training.optimizer)(step.parameters())
         if not training.whole_step:
-            return _captured_by_dynamo(step, batch, optimizer, options)
-    return TrainStep(step.model, step.loss, optimizer, options, training.gradients).graph(*batch)
-
-
-def _captured_by_dynamo(
-    step: TrainingStep, batch: tuple[Tensor, ...], optimizer: torch.optim.Optimizer, options: Options
-) -> Graph:
-    session = _PlanOnly(options)
-    session.watch(step, optimizer)
-    compiled = compile_in(session, step, fullgraph=True)
-    try:
-        compiled(*batch)
-    except _Planned as planned:
-        return planned.plan.graph
-    except BackendCompilerFailed as failure:
-        if isinstance(failure.inner_exception, _Planned):
-            return failure.inner_exception.plan.graph
-        raise
-    finally:
-        torch._dynamo.reset()
-    raise OverspillError(
-        f"{step.model.__class__.__name__} gave no graph that could be planned; does its loss need gradients?"
-    )
+            return trace(
+                step,
+                batch,
+                lambda joint, here: surroundings_of(joint, here, step.parameters(), [optimizer], reserve),
+            ).graph
+    return TrainStep(step.model, step.loss, optimizer, Options(), training.gradients).graph(*batch)
 
 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
@@ -318,18 +302,3 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
-
-
-class _Planned(Exception):
-    """Carries a plan out of the compiler, which then need not go on."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("planned")
-        self.plan = plan
-
-
-class _PlanOnly(Session):
-    """A session that stops once the plan is made."""
-
-    def engine_for(self, plan: Plan, device: torch.device) -> int:  # noqa: ARG002
-        raise _Planned(plan)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.models import Job
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview
 
 

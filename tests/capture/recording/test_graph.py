@@ -11,7 +11,7 @@ from overspill.core.errors import RequestError
 from overspill.devices import load_device
 from overspill.estimation.programs import of_job
 from overspill.policies.plan import make_plan
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview
 
 

@@ -22,8 +22,9 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.policies import POLICIES
 from overspill.policies.plan import unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.session import Frame, Options, Session
+from overspill.runtime.compiled.session import Frame, Session
 from overspill.runtime.lower import lower
+from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.engine import make_engine

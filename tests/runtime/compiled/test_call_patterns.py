@@ -432,7 +432,8 @@ def test_inductor_equals_itself_without_transfers() -> None:
             return self.layers(x)
 
     from overspill.runtime.compiled.compile import compile_in
-    from overspill.runtime.compiled.session import Options, Session
+    from overspill.runtime.compiled.session import Session
+    from overspill.runtime.options import Options
 
     results = []
     for transfers in (True, False):

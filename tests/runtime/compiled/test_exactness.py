@@ -26,7 +26,8 @@ from overspill.models.step import TrainingStep
 from overspill.policies import POLICIES
 from overspill.policies.plan import unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.session import Options, Session
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.stores import DiskStore, HostStore

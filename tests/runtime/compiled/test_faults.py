@@ -12,7 +12,7 @@ import torch
 
 from overspill.core.errors import StoreError
 from overspill.models import load
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train, train_plain
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 
@@ -83,7 +83,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path) -> None:
     script = textwrap.dedent(f"""
         import sys
         from overspill.models import load
-        from overspill.runtime.compiled.session import Options
+        from overspill.runtime.options import Options
         from overspill.runtime.training import Training, train
         job = Training(lambda: load("resnet18", small=True), 4, steps=1000)
         options = Options(budget="1GiB", policy="vdnn-all", store_dir={str(tmp_path)!r})
@@ -99,7 +99,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path) -> None:
 def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
     store = DiskStore(tmp_path)
     sizes = []
-    import overspill.runtime.compiled.session as module
+    import overspill.runtime.options as module
 
     original = module.make_store
     module.make_store = lambda *_: store

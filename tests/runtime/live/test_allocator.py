@@ -68,7 +68,7 @@ def test_steps_of_every_policy_keep_their_bytes_and_get_their_places(witness: Wi
 @pytest.fixture(scope="module")
 def captured() -> Graph:
     """A training step as it was captured."""
-    return step_graph(Training(lambda: load("gpt2", small=True), 2, "momentum", 1), "titan-x")
+    return step_graph(Training(lambda: load("gpt2", small=True), 2, "momentum", 1))
 
 
 @pytest.mark.parametrize("policy", ["liveness", "vdnn-all", "checkpoint"])

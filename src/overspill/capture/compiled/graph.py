@@ -46,12 +46,12 @@ class Surroundings:
 
     `accumulates`: gradients of earlier backward passes are still there when the step begins.
     `elsewhere`: persistent bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries.
-    `rest_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
+    `reserved_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
     """
 
     optimizer_state_bytes: int = 0
     update_bytes: int = 0
-    rest_bytes: int = 0
+    reserved_bytes: int = 0
     accumulates: bool = False
     elsewhere: tuple[tuple[TensorKind, int], ...] = ()
 
@@ -258,7 +258,7 @@ class CaptureOfStep:
             self._add_op(WRITE_BACK, "", LayerType.UPDATE, Phase.FORWARD, reads, targets)
 
     def _add_tangents(self) -> None:
-        if nbytes := self.surroundings.rest_bytes:
+        if nbytes := self.surroundings.reserved_bytes:
             self._add_op(REST, "", LayerType.OTHER, Phase.BACKWARD, (), (), workspace_bytes=nbytes)
         before = len(self.tensors)
         for node in self.joint.tangents:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
 
 MIB = 1 << 20
 DIVISION_INTERVALS = 16
@@ -88,9 +88,9 @@ class CachingConfig:
                 values[field] = read(key, value)
             elif key not in _IGNORED:
                 known = (*_FIELDS, *_IGNORED)
-                close = get_close_matches(key, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-                raise RequestError(f"PYTORCH_CUDA_ALLOC_CONF has no setting {key!r}; {hint}")
+                raise RequestError(
+                    f"PYTORCH_CUDA_ALLOC_CONF has no setting {key!r}{did_you_mean(key, known)} Settings: {', '.join(known)}"
+                )
         return replace(cls(), **values)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
-from overspill.core.errors import RequestError
+from overspill.core.registry import Registry
 
 from . import native as native_core
 from .base import Allocator
@@ -20,30 +19,29 @@ from .mxnet import MxnetAllocator
 from .python_allocator import PythonAllocator
 from .two_ended import TwoEndedAllocator
 
-ALLOCATORS: dict[str, type[PythonAllocator]] = {
-    allocator.name: allocator
-    for allocator in (
-        CachingAllocator,
-        BfcAllocator,
-        MxnetAllocator,
-        ChainerAllocator,
-        CnmemAllocator,
-        TwoEndedAllocator,
-        ChunkedAllocator,
-        BestFitAllocator,
-        BuddyAllocator,
-    )
-}
+ALLOCATORS: Registry[type[PythonAllocator]] = Registry(
+    "allocator",
+    "allocators",
+    {
+        allocator.name: allocator
+        for allocator in (
+            CachingAllocator,
+            BfcAllocator,
+            MxnetAllocator,
+            ChainerAllocator,
+            CnmemAllocator,
+            TwoEndedAllocator,
+            ChunkedAllocator,
+            BestFitAllocator,
+            BuddyAllocator,
+        )
+    },
+)
 
 
 def allocator_type(name: str) -> type[PythonAllocator]:
     """The class of the allocator registered as `name`. Raises RequestError with the names that exist."""
-    try:
-        return ALLOCATORS[name]
-    except KeyError:
-        close = get_close_matches(name, ALLOCATORS, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise RequestError(f"unknown allocator {name!r}{hint} Allocators: {', '.join(ALLOCATORS)}") from None
+    return ALLOCATORS.named(name)
 
 
 def allocator_named(

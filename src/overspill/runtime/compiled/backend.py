@@ -1,32 +1,32 @@
 """The torch.compile backend: from Dynamo's graph through AOTAutograd to lowered graphs that run.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
-`CustomPartitionerFn`, `gm.compile_subgraph_reason`, a placeholder's `grapharg`, and the compile id.
+`CustomPartitionerFn`, `gm.compile_subgraph_reason`, and the compile id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import fx, nn
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import CompileContext
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
-from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import JointGraph
-from overspill.capture.layers import readable_path
-from overspill.core import TensorKind
+from overspill.capture.compiled.trace import describe_inputs
 from overspill.core.errors import RequestError
 from overspill.runtime.lower import lower, lower_inference
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
-from .session import Frame, Options, Session, torch_device
+from .session import Frame, Session, torch_device
 
 Compiled = Callable[..., Any]
 
@@ -47,7 +47,7 @@ class _GraphCompiler:
         self.module = module
         self.examples = list(examples)
         self.session = session
-        self.inputs = _describe(module, examples)
+        self.inputs = describe_inputs(module, examples)
         self.frame = _frame(module)
 
     def compile(self) -> Compiled:
@@ -128,25 +128,11 @@ def _session_of(options: Mapping[str, Any]) -> Session:
     """The session of one torch.compile call, which hands us the same options object for each of its graphs."""
     key = id(options)
     if key not in _SESSIONS or _SESSIONS[key][0] is not options:
-        known = set(Options.__dataclass_fields__)
+        known = {field.name for field in fields(Options) if field.init}
         if unknown := set(options) - known:
             raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(known))}")
         _SESSIONS[key] = (options, Session(Options(**options)))
     return _SESSIONS[key][1]
-
-
-def _describe(module: fx.GraphModule, examples: Sequence[Any]) -> list[InputInfo]:
-    """Kind and readable name of each input of Dynamo's graph."""
-    described = []
-    for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
-        grapharg = node.meta.get("grapharg")
-        source = str(grapharg.source.name) if grapharg is not None and not callable(grapharg.source.name) else node.name
-        if isinstance(example, nn.Parameter):
-            kind = TensorKind.PARAMETER
-        else:
-            kind = TensorKind.BUFFER if "._buffers[" in source else TensorKind.INPUT
-        described.append(InputInfo(kind, readable_path(source)))
-    return described
 
 
 def _frame(module: fx.GraphModule) -> Frame:

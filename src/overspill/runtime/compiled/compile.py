@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
+from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import whole_models
 
 from .backend import compile_graph
-from .session import PLANNED, Options, Session
+from .session import Session
 
 M = TypeVar("M", bound=Callable[..., Any])
 

@@ -5,86 +5,31 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
-from overspill.capture.compiled.joint import JointGraph, storage_bytes
-from overspill.core import Device, Graph, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.core.units import format_bytes, is_share, parse_bytes
+from overspill.capture.compiled.joint import JointGraph
+from overspill.core import Device, Graph
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
-from overspill.devices import load_device
-from overspill.placement.packing import DEFAULT, solver_named
-from overspill.placement.place import check_placer, plan_within
+from overspill.placement.packing import solver_named
 from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
-from overspill.policies import policy_named
-from overspill.policies.plan import Plan, make_plan, retained_bytes, unmanaged_peak
-from overspill.runtime.hardware import device_noun, usable_bytes
+from overspill.policies.plan import Plan, retained_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
-from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
-from overspill.runtime.parallel import bucket_bytes
+from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
 from overspill.runtime.profile import OpTimer
+from overspill.runtime.surroundings import surroundings_of
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.transfer.engine import TransferEngine, make_engine
+from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import economise
-from overspill.runtime.transfer.ops import register_engine
-from overspill.runtime.transfer.stores import make_store, whole_pages
-
-BACKENDS = ("eager", "inductor")
-PLANNED = "planned"
-"""The placement by a solver, whose addresses are the real ones on CUDA."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for. `budget` is a size, a share of the unmanaged peak, or None for all of the device's memory.
-
-    `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
-    None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
-    with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
-    `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
-    plan has to stay, or is `planned`; without it live bytes count.
-    """
-
-    budget: str | float | None = None
-    policy: str = "auto"
-    store: str | None = None
-    store_dir: str | Path | None = None
-    backend: str = "eager"
-    device: str | Device | None = None
-    reserve: str | float | None = None
-    times: MeasuredTimes | None = None
-    transfers: bool = True
-    profile: bool = False
-    placement: str | None = None
-    checksum: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse at once what could only fail later."""
-        policy_named(self.policy)
-        if self.budget is not None:
-            parse_bytes(self.budget, of_bytes=1 << 40)
-        if self.reserve is not None:
-            parse_bytes(self.reserve)
-        if self.backend not in BACKENDS:
-            raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
-        if self.profile and self.backend != "eager":
-            raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
-        if self.placer is not None:
-            check_placer(self.placer)
-
-    @property
-    def placer(self) -> str | None:
-        """The allocator or solver that plans are placed by: for `planned` the solver that is the default."""
-        return DEFAULT if self.placement == PLANNED else self.placement
 
 
 @dataclass(frozen=True)
@@ -190,8 +135,8 @@ class Session:
         budget = self._budget(captured.graph, device, examples)
         if frame.broken:
             # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
-            rest = max(surroundings.rest_bytes, budget - _least_between(captured.graph))
-            captured = capture(joint, inputs, replace(surroundings, rest_bytes=rest))
+            rest = max(surroundings.reserved_bytes, budget - _least_between(captured.graph))
+            captured = capture(joint, inputs, replace(surroundings, reserved_bytes=rest))
         plan = plan_graph(self.options, captured.graph, device, budget)
         retained = retained_bytes(captured.graph, plan.schedule)
         self._planned.append(_Planned(frame.id, plan, retained, tuple(id(p) for p in here)))
@@ -217,26 +162,12 @@ class Session:
             self._engine.store.reserve(store_bytes(plan))
         return self._engine_number
 
-    def _surroundings(self, joint: JointGraph, here: list[nn.Parameter], retained: int) -> Surroundings:
-        known = {id(p): p for ref in self._parameters if (p := ref()) is not None} | {id(p): p for p in here}
-        optimizers = self._optimizers if self._optimizers is not None else find_optimizers(list(known.values()))
-        known |= {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
-        needs: OptimizerNeeds = optimizer_needs(optimizers)
-        inside = {id(p) for p in here}
-        outside = [p for key, p in known.items() if key not in inside]
-        reserve = self.options.reserve
-        return Surroundings(
-            optimizer_state_bytes=needs.state_bytes,
-            update_bytes=needs.update_bytes,
-            rest_bytes=_outside_loss_bytes(joint) if reserve is None else parse_bytes(reserve),
-            accumulates=self.accumulates,
-            elsewhere=(
-                (TensorKind.PARAMETER, sum(p.nbytes for p in outside)),
-                (TensorKind.GRADIENT, sum(p.nbytes for p in outside if p.requires_grad)),
-                (TensorKind.ACTIVATION, retained),
-                (TensorKind.COMMUNICATION, bucket_bytes()),
-            ),
-        )
+    def _surroundings(self, joint: JointGraph, here: list[nn.Parameter], retained_bytes: int) -> Surroundings:
+        parameters = [p for ref in self._parameters if (p := ref()) is not None]
+        return surroundings_of(
+            joint, here, parameters, self._optimizers, self.options.reserve,
+            retained_bytes=retained_bytes, accumulates=self.accumulates,
+        )  # fmt: skip
 
     def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
         return budget_for(self.options, graph, device, torch_device(examples))
@@ -257,51 +188,9 @@ class Session:
                 )
 
 
-def device_for(options: Options, where: torch.device) -> Device:
-    """The device to plan for: the one that was asked for, or the one that tensors are on."""
-    if isinstance(options.device, Device):
-        return options.device
-    return load_device(options.device) if options.device is not None else device_noun(where)
-
-
-def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
-    """The budget in bytes: what was asked for, as a size or as a share of the unmanaged peak, or the whole device."""
-    if options.budget is None:
-        return device.usable_bytes if options.device else usable_bytes(where)
-    of_bytes = unmanaged_peak(graph, device) if is_share(options.budget) else None
-    return parse_bytes(options.budget, of_bytes=of_bytes)
-
-
-def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
-    """An engine with a store as asked for, for tensors on `where`, and the number by which lowered graphs call it.
-
-    Raises RequestError and StoreError.
-    """
-    store = make_store(options.store, where, options.store_dir)
-    engine = make_engine(store, where, checksum=options.checksum)
-    return engine, register_engine(engine)
-
-
-def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
-    """The plan of `graph`. Raises InfeasibleBudget."""
-    if options.placer is None:
-        return make_plan(graph, device, options.policy, budget_bytes, options.times)
-    return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
-
-
 def torch_device(examples: Sequence[Any]) -> torch.device:
     """The device of the first tensor among `examples`."""
     return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
-
-
-def _outside_loss_bytes(joint: JointGraph) -> int:
-    """Twice the size of what the caller differentiates outside the graph: a loss saves its input's size and makes it again."""
-    outputs = {n for n in joint.forward_outputs if isinstance(n, fx.Node)} - set(joint.write_backs.values())
-    sizes: dict[int, int] = {}
-    for node in outputs:
-        if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point() and node.meta["val"].dim():
-            sizes.update(storage_bytes(node))
-    return 2 * sum(sizes.values()) if joint.tangents else 0
 
 
 def _least_between(graph: Graph) -> int:
@@ -314,9 +203,3 @@ def _least_between(graph: Graph) -> int:
         if t.persistent or (t.id not in absent and (u := program.touches[t.id]) and u[0] < boundary <= u[-1])
     ]  # fmt: skip
     return sum(t.nbytes for t in staying)
-
-
-def store_bytes(plan: Plan) -> int:
-    """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
-    stored = dict.fromkeys((*plan.schedule.stored, *plan.schedule.targets(Verb.OFFLOAD)))
-    return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in stored)

@@ -20,8 +20,8 @@ from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedErr
 from overspill.costs import MeasuredTimes
 from overspill.policies.plan import Plan
 from overspill.runtime import batches
-from overspill.runtime.compiled.session import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
 from overspill.runtime.lower import lower_step
+from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import economise

@@ -19,7 +19,7 @@ from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.policies.plan import Plan
 from overspill.runtime import batches
-from overspill.runtime.compiled.session import Options
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine

@@ -13,7 +13,7 @@ from torch import Tensor
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.units import format_bytes
 
-from .lanes import Lane, StreamLane, ThreadLane, Ticket
+from .lanes import Lane, Ticket
 from .stores import Slot, Store, memory_of
 
 
@@ -200,14 +200,10 @@ class TransferEngine:
 
 
 def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
-    """The engine for tensors on `device`: threads for the CPU, two streams for CUDA. Raises RequestError."""
-    if device.type == "cuda":
-        if checksum:
-            raise RequestError(
-                "checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied"
-            )
-        return TransferEngine(store, StreamLane(device), StreamLane(device))
-    return TransferEngine(store, ThreadLane("offload"), ThreadLane("prefetch"), checksum=checksum)
+    """The engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
+    if checksum and device.type == "cuda":
+        raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
+    return TransferEngine(store, *store.lanes(device), checksum=checksum)
 
 
 def _failed(ticket: Ticket) -> bool:

@@ -17,18 +17,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
+from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
+
+from .lanes import Lane, StreamLane, ThreadLane
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk is full, or the user's share of it, or the file is as large as it may get."""
 PAGE_BYTES = 4096
-STORES = ("disk", "host", "pinned")
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,12 @@ class Slot:
 class Store(ABC):
     """Base of all stores: slots of equal (page-rounded) size are reused; the arena grows only when none is free."""
 
-    name = ""
+    name: ClassVar[str] = ""
     """What users call it."""
+    device_type: ClassVar[str] = "cpu"
+    """The kind of device whose tensors it holds."""
+    takes_directory: ClassVar[bool] = False
+    """Whether it is made with the directory in which it keeps a file."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -52,6 +58,10 @@ class Store(ABC):
         self._tails: list[tuple[int, int]] = []  # per chunk: (first unused byte, size)
         self.used_bytes = 0
         self.peak_bytes = 0
+
+    def lanes(self, device: torch.device) -> tuple[Lane, Lane]:  # noqa: ARG002 - of the streams of some devices
+        """What carries its transfers from and to `device` beside compute: one lane each way."""
+        return ThreadLane("offload"), ThreadLane("prefetch")
 
     @property
     def capacity_bytes(self) -> int:
@@ -116,6 +126,7 @@ class DiskStore(Store):
     """One preallocated file per process, of mode 0600 and unlinked from the start: nothing is left behind, even if killed."""
 
     name = "disk"
+    takes_directory = True
 
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()
@@ -235,6 +246,7 @@ class PinnedStore(HostStore):
     """
 
     name = "pinned"
+    device_type = "cuda"
     _advice = "a larger budget offloads less; `ulimit -l` may forbid to lock so much"
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -247,6 +259,10 @@ class PinnedStore(HostStore):
         if int(status) != 0:
             raise RuntimeError(f"cudaHostRegister: error {int(status)}")
         return chunk
+
+    def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
+        """Two streams of `device`."""
+        return StreamLane(device), StreamLane(device)
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Enqueue the copy to the host on the current stream."""
@@ -266,25 +282,27 @@ class PinnedStore(HostStore):
         super().close()
 
 
+STORES: Registry[type[Store]] = Registry(
+    "store", "stores", {store.name: store for store in (DiskStore, HostStore, PinnedStore)}
+)
+_USUAL = {"cpu": DiskStore.name, "cuda": PinnedStore.name}
+
+
 def make_store(name: str | None, device: torch.device, directory: str | Path | None = None) -> Store:
-    """The store called `name`, or the default for `device`: disk on the CPU, pinned memory on CUDA.
+    """The store called `name`, or the usual one for `device`: disk on the CPU, pinned memory on CUDA.
 
     Raises RequestError for a store that does not exist or does not fit the device.
     """
-    name = name or ("pinned" if device.type == "cuda" else "disk")
-    if name not in STORES:
-        raise RequestError(f"unknown store {name!r}; stores: {', '.join(STORES)}")
-    if directory is not None and name != "disk":
-        raise RequestError(f"--store-dir is for the disk store, not for {name!r}")
-    if device.type == "cuda":
-        if name != "pinned":
-            raise RequestError(
-                f"the {name} store serves the CPU device; a CUDA device offloads to pinned memory: use --store pinned"
-            )
-        return PinnedStore()
-    if name == "pinned":
-        raise RequestError("pinned memory needs a CUDA device; on the CPU use --store disk or --store host")
-    return DiskStore(directory) if name == "disk" else HostStore()
+    chosen = STORES.named(name or _USUAL[device.type])
+    if directory is not None and not chosen.takes_directory:
+        raise RequestError(f"--store-dir is for the disk store, not for {chosen.name!r}")
+    if chosen.device_type != device.type:
+        others = " or ".join(f"--store {n}" for n, store in STORES.items() if store.device_type == device.type)
+        serves, here = (("CPU", "CUDA"), ("CUDA", "CPU"))[device.type == "cpu"]
+        raise RequestError(
+            f"the {chosen.name} store is for tensors on a {serves} device, and here is a {here} device; use {others}"
+        )
+    return chosen(directory) if chosen.takes_directory else chosen()  # type: ignore[call-arg]
 
 
 def whole_pages(nbytes: int) -> int:

@@ -1,0 +1,174 @@
+"""The public verbs that answer questions without running anything: `plan`, `compare` and `pack`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .core import Device, Trace
+from .core.budget import Budget
+from .core.errors import RequestError
+from .core.units import parse_bytes
+
+if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pack`
+    from torch import Tensor, nn
+
+    from .costs import MeasuredTimes
+    from .models import Job
+    from .placement.packing import Solution
+    from .policies.comparison import Row
+    from .policies.plan import Plan
+    from .runtime.training import Training
+
+
+def plan(
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: str = "sgd",
+    *,
+    budget: str | float | Budget | None = None,
+    device: str | Device = "cpu",
+    policy: str = "auto",
+    batch: int | None = None,
+    whole_step: bool = False,
+    placement: str | None = None,
+    times: MeasuredTimes | None = None,
+) -> Plan:
+    """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
+
+    `build`, `inputs` and `loss` are those of `overspill.estimate`: a built-in model by its name (then with `batch`), a
+    module (left as it is) or a function that makes one; what it reads; a criterion of torch.nn, a function of the model
+    and all inputs, or None for a model that returns its own loss. `budget` is a size (`"8GiB"`), a share of what the
+    step takes unmanaged (`0.5`), or None for all of the device. `whole_step`: parameters, gradients and optimizer state
+    may move too, as in `overspill.train_step`. `placement`: an allocator or solver within whose peak the plan must stay.
+    `times`: op times that were measured on the device.
+
+    Raises InfeasibleBudget (with the smallest budget that works), and RequestError for what cannot be right.
+    """
+    from .runtime.options import Options  # noqa: PLC0415 - imports torch
+    from .runtime.training import preview  # noqa: PLC0415
+
+    options = Options(budget, policy, device=_device(device), placement=placement, times=times)
+    return preview(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), options)
+
+
+def compare(
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: str = "sgd",
+    *,
+    budget: str | float | Budget | None = None,
+    device: str | Device = "cpu",
+    policies: Iterable[str] | None = None,
+    batch: int | None = None,
+    whole_step: bool = False,
+) -> list[Row]:
+    """A row for each of `policies` (by default all) on one training step: its plan, or why there is none.
+
+    The fastest that fits comes first, then what does not fit, the least bytes first. The arguments are those of `plan`.
+    Raises RequestError.
+    """
+    from .policies import POLICIES, comparison, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
+    from .policies.plan import unmanaged_peak  # noqa: PLC0415
+    from .runtime.training import graph_on  # noqa: PLC0415 - imports torch
+
+    names = tuple(POLICIES if policies is None else policies)
+    for name in names:
+        policy_named(name)
+    limit, where = Budget.parse(budget), _device(device)
+    graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
+    budget_bytes = limit.bytes_of(lambda: unmanaged_peak(graph, where), where.usable_bytes)
+    return comparison.compare(graph, where, names, budget_bytes)
+
+
+def pack(
+    blocks: Trace | str | Path,
+    *,
+    capacity: str | int | None = None,
+    solver: str = "portfolio",
+    time_limit: float = 10.0,
+    seed: int = 0,
+) -> Solution:
+    """An address for every block of a trace, or of a CSV file or memory snapshot, in as few bytes as `solver` finds.
+
+    `capacity` is a size that is enough, at which the search ends; it also ends after `time_limit` seconds. The answer has
+    the layout (None: none was found within the capacity), and a number of bytes that no layout is below. Raises
+    RequestError.
+    """
+    from .placement.packing import Limits, solver_named  # noqa: PLC0415 - needs numpy
+    from .placement.packing.files import read_trace  # noqa: PLC0415
+
+    trace = blocks if isinstance(blocks, Trace) else read_trace(blocks).trace
+    if not 0 < time_limit < float("inf"):
+        raise RequestError(f"time_limit={time_limit:g} is no time to search in; give seconds above 0")
+    limits = Limits(None if capacity is None else parse_bytes(capacity), time_limit, seed)
+    return solver_named(solver).solve(trace, limits)
+
+
+def _device(device: str | Device) -> Device:
+    from .devices import load_device  # noqa: PLC0415
+
+    return load_device(device) if isinstance(device, str) else device
+
+
+def _training(
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any,
+    loss: Callable[..., Tensor] | None,
+    optimizer: str,
+    batch: int | None,
+    *,
+    whole_step: bool,
+) -> Training:
+    """The job that was asked for. Raises RequestError."""
+    from . import models  # noqa: PLC0415
+    from .models.inputs import Inputs  # noqa: PLC0415 - imports torch
+    from .runtime.training import Training  # noqa: PLC0415
+
+    if isinstance(build, str):
+        if inputs is not None or loss is not None:
+            raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
+        if batch is None:
+            raise RequestError(f"pass batch=, the samples in a step of {build}")
+        models.check_name(build)
+        return Training(partial(models.load, build), batch, optimizer, whole_step=whole_step)
+    if inputs is None:
+        raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
+    given = Inputs(inputs)
+    return Training(partial(_job, build, given, loss), batch or given.batch or 1, optimizer, whole_step=whole_step)
+
+
+def _job(build: Any, given: Any, loss: Callable[..., Tensor] | None) -> Job:
+    """The user's model as a job whose batches are the inputs, made where fake tensors are."""
+    from torch import nn  # noqa: PLC0415
+
+    from .models.job import Job  # noqa: PLC0415
+    from .models.step import loss_on  # noqa: PLC0415
+
+    def make_batch(size: int) -> tuple[Any, ...]:
+        made = given.at(size)
+        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+
+    module = _without_memory(build) if isinstance(build, nn.Module) else build()
+    if not isinstance(module, nn.Module):
+        raise RequestError(f"build returned {type(module).__name__}, not a module")
+    return Job(type(module).__name__, module, make_batch, lambda model, *batch: loss_on(model, loss, batch))
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose parameters and buffers are made here, in a fake mode without any memory."""
+    import torch  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    copies: dict[int, Any] = {}
+    for parameter in module.parameters():
+        blank = torch.empty(parameter.shape, dtype=parameter.dtype)
+        copies[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+    for buffer in module.buffers():
+        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(module, copies)

@@ -1,0 +1,76 @@
+"""From a module to the Graph of its training step: traced by Dynamo and AOTAutograd on fake tensors, nothing is run.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_autograd`'s `partition_fn`, a placeholder's
+`grapharg`, and Dynamo's `reset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+
+from overspill.capture.layers import readable_path
+from overspill.core import TensorKind
+from overspill.core.errors import OverspillError
+
+from .graph import Captured, InputInfo, Surroundings, capture
+from .joint import JointGraph
+
+SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
+"""What else the step has on the device, given a joint graph and the parameters that it reads."""
+
+
+def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Captured:
+    """The Graph of one training step, and the FX graph behind it. `step(*batch)` returns the loss.
+
+    To be called with a module and a batch of fake tensors, in their FakeTensorMode: Dynamo's graph is called on them
+    once, which computes nothing. Raises OverspillError where there is nothing to differentiate, and what Dynamo raises
+    where the module is not one graph.
+    """
+    found: list[Captured] = []
+
+    def compile_graph(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        inputs = describe_inputs(module, examples)
+        parameters = [e for e in examples if isinstance(e, nn.Parameter)]
+
+        def partition(joint: fx.GraphModule, values: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+            # Captured as it comes: the partition that AOTAutograd goes on with may change the graph.
+            graph = JointGraph(joint, num_fwd_outputs)
+            found.append(capture(graph, inputs, surroundings_of(graph, parameters)))
+            return default_partition(joint, values, num_fwd_outputs=num_fwd_outputs, **options)
+
+        return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
+
+    try:
+        torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
+    finally:
+        torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+    if not found:
+        model = getattr(step, "model", step)
+        raise OverspillError(
+            f"{type(model).__name__} gave no graph that could be planned; does its loss need gradients?"
+        )
+    return found[0]
+
+
+def describe_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[InputInfo]:
+    """Kind and readable name of each input of Dynamo's graph."""
+    described = []
+    for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
+        grapharg = node.meta.get("grapharg")
+        source = str(grapharg.source.name) if grapharg is not None and not callable(grapharg.source.name) else node.name
+        if isinstance(example, nn.Parameter):
+            kind = TensorKind.PARAMETER
+        else:
+            kind = TensorKind.BUFFER if "._buffers[" in source else TensorKind.INPUT
+        described.append(InputInfo(kind, readable_path(source)))
+    return described
+
+
+def _as_it_stands(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+    return module.forward

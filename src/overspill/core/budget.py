@@ -1,0 +1,49 @@
+"""How much device memory a job may take, as it was asked for: parsed once, resolved to bytes once the step is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import RequestError
+from .units import is_share, parse_bytes
+
+_UNIT = 1 << 40
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`nbytes`, or a `share` of what the step takes unmanaged; with neither, all that the device has."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, asked: str | float | Budget | None) -> Budget:
+        """What `asked` means: `8GiB`, a number of bytes, a share as `0.5` or `50%`, or None for the whole device.
+
+        Raises RequestError when it is no positive size.
+        """
+        if isinstance(asked, Budget):
+            return asked
+        if asked is None:
+            return cls()
+        if is_share(asked):
+            parse_bytes(asked, of_bytes=_UNIT)  # refuses a share of nothing
+            text = str(asked).strip()
+            return cls(share=float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+        return cls(nbytes=parse_bytes(asked))
+
+    def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int) -> int:
+        """The budget in bytes, where the step takes `unmanaged_bytes` (asked only for a share) and the device has so many.
+
+        Raises RequestError where a share comes to nothing.
+        """
+        if self.nbytes is not None:
+            return self.nbytes
+        if self.share is None:
+            return device_bytes
+        nbytes = int(self.share * unmanaged_bytes())
+        if nbytes <= 0:
+            raise RequestError(f"a budget of {self.share:g} of what the step takes unmanaged is no positive size")
+        return nbytes

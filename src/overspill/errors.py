@@ -1,0 +1,23 @@
+"""The errors that Overspill raises on purpose. Each has one clear line, and the exit code of the command line."""
+
+from .core.errors import (
+    InfeasibleBudget,
+    InvalidLayout,
+    InvalidSchedule,
+    OutOfMemory,
+    OverspillError,
+    RequestError,
+    StoreError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "InfeasibleBudget",
+    "InvalidLayout",
+    "InvalidSchedule",
+    "OutOfMemory",
+    "OverspillError",
+    "RequestError",
+    "StoreError",
+    "UnsupportedError",
+]

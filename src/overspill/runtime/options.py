@@ -1,0 +1,108 @@
+"""What the user asked for, and what follows from it: the device, the budget in bytes, the plan, the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from overspill.core import Device, Graph, Verb
+from overspill.core.budget import Budget
+from overspill.core.errors import RequestError
+from overspill.core.units import parse_bytes
+from overspill.costs import MeasuredTimes
+from overspill.devices import load_device
+from overspill.placement.packing import DEFAULT
+from overspill.placement.place import check_placer, plan_within
+from overspill.policies import policy_named
+from overspill.policies.plan import Plan, make_plan, unmanaged_peak
+
+from .hardware import device_noun, usable_bytes
+from .transfer.engine import TransferEngine, make_engine
+from .transfer.ops import register_engine
+from .transfer.stores import make_store, whole_pages
+
+BACKENDS = ("eager", "inductor")
+PLANNED = "planned"
+"""The placement by a solver, whose addresses are the real ones on CUDA."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. `budget` is a size, a share of the unmanaged peak, or None for all of the device's memory.
+
+    `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
+    None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
+    with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
+    `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
+    plan has to stay, or is `planned`; without it live bytes count. `limit` is the budget, parsed.
+    """
+
+    budget: str | float | Budget | None = None
+    policy: str = "auto"
+    store: str | None = None
+    store_dir: str | Path | None = None
+    backend: str = "eager"
+    device: str | Device | None = None
+    reserve: str | float | None = None
+    times: MeasuredTimes | None = None
+    transfers: bool = True
+    profile: bool = False
+    placement: str | None = None
+    checksum: bool = False
+    limit: Budget = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Refuse at once what could only fail later."""
+        policy_named(self.policy)
+        object.__setattr__(self, "limit", Budget.parse(self.budget))
+        if self.reserve is not None:
+            parse_bytes(self.reserve)
+        if self.backend not in BACKENDS:
+            raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
+        if self.profile and self.backend != "eager":
+            raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
+        if self.placer is not None:
+            check_placer(self.placer)
+
+    @property
+    def placer(self) -> str | None:
+        """The allocator or solver that plans are placed by: for `planned` the solver that is the default."""
+        return DEFAULT if self.placement == PLANNED else self.placement
+
+
+def device_for(options: Options, where: torch.device) -> Device:
+    """The device to plan for: the one that was asked for, or the one that tensors are on."""
+    if isinstance(options.device, Device):
+        return options.device
+    return load_device(options.device) if options.device is not None else device_noun(where)
+
+
+def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
+    """The budget in bytes: what was asked for, as a size or as a share of the unmanaged peak, or the whole device."""
+    whole = device.usable_bytes if options.device else usable_bytes(where)
+    return options.limit.bytes_of(lambda: unmanaged_peak(graph, device), whole)
+
+
+def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
+    """An engine with a store as asked for, for tensors on `where`, and the number by which lowered graphs call it.
+
+    Raises RequestError and StoreError.
+    """
+    store = make_store(options.store, where, options.store_dir)
+    engine = make_engine(store, where, checksum=options.checksum)
+    return engine, register_engine(engine)
+
+
+def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
+    """The plan of `graph`. Raises InfeasibleBudget."""
+    if options.placer is None:
+        return make_plan(graph, device, options.policy, budget_bytes, options.times)
+    return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
+
+
+def store_bytes(plan: Plan) -> int:
+    """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
+    stored = dict.fromkeys((*plan.schedule.stored, *plan.schedule.targets(Verb.OFFLOAD)))
+    return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in stored)
