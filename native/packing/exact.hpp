@@ -1,5 +1,13 @@
 // Exact search for a layout within a capacity: one attempt, with one preorder, of at most so many nodes.
-// Twin of src/overspill/placement/packing/exact_twin.py, which explains the rules.
+//
+// It finds canonical solutions: each block lies on the floor or on another block, and blocks are placed in the order of
+// their offsets, equal offsets in the order of a preorder. Any layout can be let down to a canonical one, so the search
+// is complete. Canonical search, sections, dominance, hatless pruning and decomposition: M. D. Moffitt, MiniMalloc: A
+// Lightweight Memory Allocator for Hardware-Accelerated Machine Learning, ASPLOS 2023 (github.com/google/minimalloc).
+//
+// An aligned block lies at the lowest of its offsets above what it lies on; a pinned block is placed when its address
+// comes up, and others may lie on it; a block with gaps takes part in all sections of all its pieces. The search stays
+// complete: such blocks can be let down in the same way.
 #pragma once
 
 #include <algorithm>

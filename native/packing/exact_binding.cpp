@@ -1,4 +1,4 @@
-// The searches in Python: overspill.placement.packing._packing.ExactSearch and BackjumpSearch.
+// The exact search in Python: overspill.placement.packing._packing.ExactSearch.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -6,12 +6,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "backjump.hpp"
 #include "exact.hpp"
 
 namespace nb = nanobind;
@@ -45,13 +43,6 @@ nb::tuple attempt(ExactSearch& search, const Integers& highest, const Integers& 
     return nb::make_tuple(code, search.nodes(), search.offsets());
 }
 
-// Whether a layout was found, the nodes, the offsets, which count if so, and the blames.
-nb::tuple backjump(BackjumpSearch& search, Units capacity, const Integers& rank, std::int64_t patience,
-                   double seconds) {
-    const bool found = search.attempt(capacity, std::span(rank.data(), rank.size()), patience, after(seconds));
-    return nb::make_tuple(found, search.nodes(), search.offsets(), search.blames());
-}
-
 }  // namespace
 
 void bind_exact(nb::module_& module) {
@@ -77,16 +68,6 @@ void bind_exact(nb::module_& module) {
             nb::arg("alignment"), nb::arg("pinned"), nb::arg("below"), nb::arg("lifetime"))
         .def("attempt", &attempt, nb::arg("highest"), nb::arg("ceiling"), nb::arg("keys"), nb::arg("noise"),
              nb::arg("live"), nb::arg("node_limit"), nb::arg("seconds"));
-    nb::class_<BackjumpSearch>(module, "BackjumpSearch")
-        .def(
-            "__init__",
-            [](BackjumpSearch* self, int sections, const Integers& start, const Integers& end, const Integers& size,
-               const Integers& below) {
-                new (self) BackjumpSearch(sections, copied<int>(start), copied<int>(end), copied<Units>(size),
-                                          copied<int>(below));
-            },
-            nb::arg("sections"), nb::arg("start"), nb::arg("end"), nb::arg("size"), nb::arg("below"))
-        .def("attempt", &backjump, nb::arg("capacity"), nb::arg("rank"), nb::arg("patience"), nb::arg("seconds"));
 }
 
 }  // namespace overspill::packing

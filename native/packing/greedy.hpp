@@ -1,4 +1,4 @@
-// First fit and best fit in a given order. Twin of src/overspill/placement/packing/greedy.py.
+// First fit and best fit in a given order.
 #pragma once
 
 #include <algorithm>

@@ -65,9 +65,9 @@ Offsets greedy(const Column<Bytes>& nbytes, const Column<Bytes>& alignment, cons
         const nb::gil_scoped_release released;
         const auto start = vector_of<Section>(piece_start);
         const auto end = vector_of<Section>(piece_end);
-        offsets = place_greedily(
-            {span_of(nbytes), span_of(alignment), span_of(pinned), span_of(piece_first), start, end}, span_of(order),
-            best_fit);
+        offsets =
+            place_greedily({span_of(nbytes), span_of(alignment), span_of(pinned), span_of(piece_first), start, end},
+                           span_of(order), best_fit);
     }
     return array_of(std::move(offsets));
 }

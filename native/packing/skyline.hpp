@@ -1,4 +1,5 @@
-// The best-fit skyline heuristic, plain and guarded. Twin of src/overspill/placement/packing/skyline.py.
+// The best-fit skyline heuristic, plain and guarded. The rules stand in
+// src/overspill/placement/packing/solvers/skyline.py.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Random numbers that are the same on every machine: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom
-// number generators", §3).
+// Random numbers that are the same on every machine: SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
+// pseudorandom number generators", §3).
 #pragma once
 
 #include <cmath>

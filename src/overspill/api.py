@@ -97,8 +97,8 @@ def pack(
     """An address for every block of a trace, or of a CSV file or memory snapshot, in as few bytes as `solver` finds.
 
     `capacity` is a size that is enough, at which the search ends; it also ends after `time_limit` seconds. The answer has
-    the layout (None: none was found within the capacity), and a number of bytes that no layout is below. Raises
-    RequestError.
+    the best layout found (its `peak_bytes` may be above the capacity), and a number of bytes that no layout is below.
+    Raises RequestError.
     """
     from .placement.packing import Limits, solver_named  # noqa: PLC0415 - needs numpy
     from .placement.packing.files import read_trace  # noqa: PLC0415

@@ -1,9 +1,8 @@
-"""The exact solver finds the optimum, proves what does not fit, and does the same in C++ and in Python."""
+"""The exact solver finds the optimum, proves what does not fit."""
 
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -14,22 +13,16 @@ from tests.placement.packing.small_problems import instance, optimum, traces
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
 from overspill.placement.packing.base import Limits, Solution
-from overspill.placement.packing.native import AVAILABLE
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.solvers import exact as exact_module
-from overspill.placement.packing.solvers.exact import Decider, Exact, turn
+from overspill.placement.packing.solvers.exact import Exact, turn
 from overspill.placement.packing.solvers.exact_model import ExactModel
 
 CAPACITY = 1048576
-needs_native = pytest.mark.skipif(not AVAILABLE, reason="the native modules are not built")
 
 
-def solve(trace: Trace, capacity: int | None = None, *, native: bool = AVAILABLE, seconds: float = 60.0) -> Solution:
-    return Exact(native=native).solve(trace, Limits(capacity, seconds))
-
-
-def decider(trace: Trace, *, native: bool = AVAILABLE, seed: int = 0, seconds: float = 60.0) -> Decider:
-    return Decider(Problem.of(trace), time.perf_counter() + seconds, seed=seed, native=native)
+def solve(trace: Trace, capacity: int | None = None, *, seconds: float = 60.0) -> Solution:
+    return Exact().solve(trace, Limits(capacity, seconds))
 
 
 def some(trace: Trace, positions: tuple[int, ...]) -> Trace:
@@ -82,32 +75,6 @@ def test_it_decides_a_capacity_and_blames_a_set_without_which_the_rest_fits(trac
         assert optimum(some(trace, rest)) <= capacity
 
 
-@needs_native
-@settings(max_examples=60, deadline=None)
-@given(traces(most=12), st.integers(0, 3), st.integers(0, 3))
-def test_the_twin_gives_the_same_answer_in_the_same_number_of_nodes(trace: Trace, spare: int, seed: int) -> None:
-    problem = Problem.of(trace)
-    native, twin = decider(trace, seed=seed), decider(trace, native=False, seed=seed)
-    for plan in turn(1, len(problem), np.random.default_rng(seed)):
-        answers = [side.attempt(problem.lower_bound_bytes + spare, plan) for side in (native, twin)]
-        assert answers[0].fits == answers[1].fits
-        assert native.nodes == twin.nodes
-        if answers[0].offsets is not None:
-            assert answers[1].offsets is not None
-            assert answers[0].offsets.tolist() == answers[1].offsets.tolist()
-
-
-@needs_native
-@pytest.mark.parametrize("blocks", [20, 40])
-def test_the_twin_solves_a_tiling_in_the_same_number_of_nodes(blocks: int) -> None:
-    trace = tiling(blocks, random.Random(blocks))
-    sides = [decider(trace, native=native) for native in (True, False)]
-    for plan in turn(0, blocks, np.random.default_rng(0)):
-        answers = [side.attempt(trace.lower_bound_bytes, plan) for side in sides]
-        assert answers[0].fits == answers[1].fits
-        assert sides[0].nodes == sides[1].nodes
-
-
 @pytest.mark.parametrize("alignment", [1, 512])
 def test_sizes_that_are_multiples_of_a_unit_change_no_answer(alignment: int) -> None:
     small = Trace(tuple(Block(i, s, e, n) for i, (s, e, n) in enumerate([(0, 2, 3), (1, 4, 2), (3, 5, 3), (0, 5, 1)])))
@@ -121,7 +88,6 @@ def test_only_sections_with_a_maximal_set_of_live_blocks_are_kept() -> None:
     assert ExactModel.of(Problem.of(stairs)).sections == 1
 
 
-@needs_native
 @pytest.mark.parametrize("seed", range(3))
 def test_it_solves_tilings_without_a_byte_to_spare(seed: int) -> None:
     trace = tiling(150, random.Random(seed))
@@ -130,7 +96,6 @@ def test_it_solves_tilings_without_a_byte_to_spare(seed: int) -> None:
     assert found.layout.peak_bytes == trace.lower_bound_bytes == 600
 
 
-@needs_native
 @pytest.mark.parametrize("name", ["C", "J", "K"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_solves_challenging_instances_in_any_order_of_rows(name: str, seed: int) -> None:
@@ -141,7 +106,6 @@ def test_it_solves_challenging_instances_in_any_order_of_rows(name: str, seed: i
     assert found.layout.peak_bytes <= CAPACITY
 
 
-@needs_native
 def test_an_optimum_that_meets_the_lower_bound_is_proven() -> None:
     assert solve(instance("C")).optimal
 

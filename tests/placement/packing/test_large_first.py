@@ -3,12 +3,10 @@
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from tests.placement.packing.random_traces import traces
 
 from overspill.core import Block, Layout, Trace
-from overspill.placement.packing import native
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.solvers.large_first import layouts, tight
 from overspill.placement.packing.solvers.portfolio import Portfolio
@@ -25,7 +23,6 @@ def mixed(rows: list[tuple[int, int, int]]) -> Trace:
     return Trace(tuple(Block(i, *row) for i, row in enumerate(rows)))
 
 
-@pytest.mark.skipif(not native.AVAILABLE, reason="the exact search is too slow in Python")
 @settings(max_examples=20, deadline=None)
 @given(trace=traces(count=16, gaps=False, pins=False))
 def test_every_layout_is_valid(trace: Trace) -> None:
@@ -39,7 +36,6 @@ def test_every_layout_is_valid(trace: Trace) -> None:
         Layout("", tuple(offsets), problem.peak_bytes(found), scaled.lower_bound_bytes).validate(scaled)
 
 
-@pytest.mark.skipif(not native.AVAILABLE, reason="the exact search is too slow in Python")
 def test_large_blocks_lie_within_their_bound_and_small_ones_above() -> None:
     trace = mixed([(0, 9, 7), (0, 4, UNIT), (3, 9, UNIT), (1, 4, 1), (3, 6, 1)])
     problem = Problem.of(trace)
@@ -61,7 +57,6 @@ def test_there_is_nothing_to_do_without_small_blocks_or_with_pins_gaps_and_sever
     assert chosen(Problem.of(Trace((large, small, Block(2, 0, 1, UNIT)))))
 
 
-@pytest.mark.skipif(not native.AVAILABLE, reason="the exact search is too slow in Python")
 def test_small_blocks_between_large_ones_cost_the_portfolio_nothing() -> None:
     random = np.random.default_rng(0)
     rows = []

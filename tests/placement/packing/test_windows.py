@@ -1,4 +1,4 @@
-"""The bound from windows: at most the optimum, at least the bound that it starts from, the same in both twins."""
+"""The bound from windows: at most the optimum, at least the bound that it starts from."""
 
 import time
 
@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from tests.placement.packing.small_problems import optimum, traces
 
 from overspill.core import Block, Trace
-from overspill.placement.packing import native
 from overspill.placement.packing.bound import bound_bytes
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.solvers.portfolio import Portfolio
@@ -20,18 +19,17 @@ TIGHT = (
 )
 
 
-def bound(problem: Problem, *, compiled: bool = True) -> int:
-    return window_bound(problem, bound_bytes(problem), time.perf_counter() + 1000, native=compiled)
+def bound(problem: Problem) -> int:
+    return window_bound(problem, bound_bytes(problem), time.perf_counter() + 1000)
 
 
 @settings(max_examples=60, deadline=None)
 @given(trace=traces())
 def test_no_layout_is_below_the_bound_and_it_is_never_lower_than_before(trace: Trace) -> None:
     problem = Problem.of(trace)
-    assert bound_bytes(problem) <= bound(problem) == bound(problem, compiled=False) <= optimum(trace)
+    assert bound_bytes(problem) <= bound(problem) <= optimum(trace)
 
 
-@pytest.mark.skipif(not native.AVAILABLE, reason="the exact search is too slow in Python")
 @pytest.mark.parametrize("gap", [(), ((2, 3),)])
 def test_it_rises_where_a_short_window_of_large_blocks_cannot_be_packed(gap: tuple[tuple[int, int], ...]) -> None:
     tight = [Block(i, 30 + start, 30 + end, size) for i, (start, end, size) in enumerate(TIGHT)]

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 # The heuristic solvers (native/packing/heuristics_binding.cpp)
 
 class SkylinePacker:
-    """The blocks of one problem, to be packed many times; see `overspill.placement.packing.solvers.skyline.Packer`."""
+    """The blocks of one problem, to be packed many times; `solvers/skyline.py` has the rules."""
 
     def __init__(
         self,
@@ -15,7 +15,11 @@ class SkylinePacker:
         nbytes: NDArray[np.int64],
         alignment: NDArray[np.int64],
     ) -> None: ...
-    def pack(self, key: NDArray[np.float64], capacity: int | None, limit: int | None) -> NDArray[np.int64] | None: ...
+    def pack(self, key: NDArray[np.float64], capacity: int | None, limit: int | None) -> NDArray[np.int64] | None:
+        """The offsets of all blocks, those of larger key first and ties by index; with a capacity, guarded by it.
+
+        None once it is known that a block will end above `limit`.
+        """
 
 def greedy(
     nbytes: NDArray[np.int64],
@@ -31,7 +35,11 @@ def greedy(
 # The exact search (native/packing/exact_binding.cpp)
 
 class ExactSearch:
-    """The native twin of overspill.placement.packing.solvers.exact_twin.TwinSearch."""
+    """Canonical branch and bound over one problem (native/packing/exact.hpp says how).
+
+    Piece `k` of block `i`, with `piece_first[i] <= k < piece_first[i + 1]`, lives in the sections from `piece_start[k]`
+    to `piece_end[k]`; sizes, alignments and pins are in whole units, one a block.
+    """
 
     def __init__(
         self,
@@ -54,19 +62,5 @@ class ExactSearch:
         live: bool,
         node_limit: int,
         seconds: float,
-    ) -> tuple[int, int, list[int]]: ...
-
-class BackjumpSearch:
-    """The native twin of overspill.placement.packing.solvers.backjump_twin.TwinBackjumpSearch."""
-
-    def __init__(
-        self,
-        sections: int,
-        start: NDArray[np.int64],
-        end: NDArray[np.int64],
-        size: NDArray[np.int64],
-        below: NDArray[np.int64],
-    ) -> None: ...
-    def attempt(
-        self, capacity: int, rank: NDArray[np.int64], patience: int, seconds: float
-    ) -> tuple[bool, int, list[int], list[int]]: ...
+    ) -> tuple[int, int, list[int]]:
+        """The outcome (1: all fit, 0: they cannot, -1: not known), the nodes visited, and offsets, which count if all fit."""

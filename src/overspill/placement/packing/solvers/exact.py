@@ -6,43 +6,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, cycle
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core.errors import RequestError
-from overspill.placement.packing import native as native_code
+from overspill.placement.packing._packing import ExactSearch
 from overspill.placement.packing.base import Limits, Packing, Solver
 from overspill.placement.packing.infeasible_core import blame
 from overspill.placement.packing.pieces import Pieces
 from overspill.placement.packing.problem import Integers, Problem
 
 from .exact_model import ExactModel
-from .exact_twin import FITS, INFEASIBLE, TwinSearch
 from .greedy import largest_first
 
 PREORDERS = ("WAT", "TAW", "TWA")
 """Keys of the preorders: lifetime (W), area (A), total of the fullest section (T), as minimalloc has them."""
 NOISES = (0.05, 0.1, 0.25)
 """Standard deviations of the logarithm of the noise on keys."""
+_FITS, _INFEASIBLE = 1, 0  # outcomes of the native search; -1: not known within the limits
 PAIR_LIMIT = 2 * 10**8
 """How many pairs of block and section, or of blocks that live together, the search takes, at 4 bytes each."""
-
-
-class Search(Protocol):
-    """The native search or its twin, which explains the arguments."""
-
-    def attempt(
-        self,
-        highest: Integers,
-        ceiling: Integers,
-        keys: str,
-        noise: NDArray[np.float64],
-        live: bool,
-        node_limit: int,
-        seconds: float,
-    ) -> tuple[int, int, list[int]]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +76,12 @@ class Decision:
 class Decider:
     """Decides capacities of one problem until a deadline (of time.perf_counter), and counts `nodes`."""
 
-    def __init__(self, problem: Problem, deadline: float, *, seed: int = 0, native: bool = True) -> None:
+    def __init__(self, problem: Problem, deadline: float, *, seed: int = 0) -> None:
         self.problem = problem
         self.deadline, self.seed = deadline, seed
         self.nodes = 0
         self.model = model = ExactModel.of(problem)
-        search = native_code.exact_search() if native and native_code.AVAILABLE else TwinSearch
-        self._search: Search = search(
+        self._search = ExactSearch(
             model.sections,
             model.pieces.first(len(problem)),
             model.pieces.start,
@@ -130,9 +113,9 @@ class Decider:
             self.deadline - time.perf_counter(),
         )
         self.nodes += nodes
-        if outcome == FITS:
+        if outcome == _FITS:
             return Decision(True, np.array(offsets, dtype=np.int64) * self.model.unit)
-        return Decision(False if outcome == INFEASIBLE else None)
+        return Decision(False if outcome == _INFEASIBLE else None)
 
     def minimise(self, incumbent: Integers, bound_bytes: int) -> tuple[Integers, int]:
         """The best offsets found, `incumbent` or better, and the best bound proven, `bound_bytes` or more.
@@ -180,13 +163,10 @@ class Exact(Solver):
     summary = "canonical branch and bound; proves optima and infeasible capacities, names the blocks to blame"
     source = "M. D. Moffitt, MiniMalloc, ASPLOS 2023; preorders with noisy restarts and skip strengthening are ours"
 
-    def __init__(self, *, native: bool = True) -> None:
-        self.native = native
-
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         deadline = time.perf_counter() + limits.time_limit_seconds
         _refuse_large(problem)
-        decider = Decider(problem, deadline, seed=limits.seed, native=self.native)
+        decider = Decider(problem, deadline, seed=limits.seed)
         bound = problem.lower_bound_bytes
         if limits.capacity_bytes is None:
             return Packing(*decider.minimise(largest_first(problem), bound))
@@ -203,7 +183,7 @@ class Exact(Solver):
 
     def _infeasible(self, limits: Limits) -> Callable[[Problem, int, float], bool]:
         def proven(problem: Problem, capacity_bytes: int, deadline: float) -> bool:
-            decider = Decider(problem, deadline, seed=limits.seed, native=self.native)
+            decider = Decider(problem, deadline, seed=limits.seed)
             return decider.decide(capacity_bytes).fits is False
 
         return proven

@@ -10,13 +10,11 @@ from itertools import count
 
 import numpy as np
 
-from overspill.placement.packing import native as native_code
 from overspill.placement.packing.base import Limits, Packing, Solver
 from overspill.placement.packing.bound import bound_bytes, rounded
 from overspill.placement.packing.keys import KEYS, Floats, order_by
 from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
 
-from .backjump import shrinking
 from .exact import Decider
 from .greedy import Fit, place
 from .large_first import layouts, tight
@@ -37,10 +35,8 @@ BLOCKS_OF_A_RESTART = 100
 """A restart takes as long as the placing of so many blocks, beside its own."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
-JUMPED_BLOCKS, JUMPED_SHARE = 3000, 0.0001
-"""Up to so many large blocks are packed by the backjumping search; a large block has this share of the lower bound."""
 SEARCHED_BLOCKS = 10_000
-"""Up to so many blocks their large ones are asked for a better bound, and packed by the backjumping search."""
+"""Up to so many blocks their large ones are asked for a better bound."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Attempt = Callable[[Floats, int | None], Integers | None]
@@ -115,13 +111,12 @@ class Portfolio(Solver):
 
     It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
     key ends above it, large blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if
-    there were no others (compiled code only, and not if `exact_blocks` is 0). Where that does not reach it, and there are
-    at most `SEARCHED_BLOCKS` blocks, the bound may be raised (see `windows`; likewise), and the large blocks are packed
-    lower and lower (see `backjump`; likewise). A restart perturbs the key of one rule: blocks above the target weigh up
+    there were no others (not if `exact_blocks` is 0). Where that does not reach it, and there are at most
+    `SEARCHED_BLOCKS` blocks, the bound may be raised (see `window_bound`). A restart perturbs the key of one rule: blocks above the target weigh up
     to half as much again, a twentieth of all blocks are changed at random; a layout with a higher peak is accepted less
     and less. `restarts`: how many; by default a few, fewer for more blocks, or, where a capacity is asked for that the
     lower bound allows, as many as the time limit allows. Where these end above the bound and there are at most
-    `exact_blocks` blocks, the exact search has the time that is left (compiled code only). But for the time limit the
+    `exact_blocks` blocks, the exact search has the time that is left. But for the time limit the
     search is a function of the problem, the capacity and the seed.
     """
 
@@ -129,17 +124,15 @@ class Portfolio(Solver):
     summary = "guarded skylines by several keys, large blocks first, restarts, and for few blocks the exact search"
     source = "Overspill's own, on the skyline of Sekiyama et al. (2018), section 3.2"
 
-    def __init__(
-        self, restarts: int | None = None, *, exact_blocks: int = EXACT_BLOCKS, native: bool | None = None
-    ) -> None:
-        self.restarts, self.exact_blocks, self.native = restarts, exact_blocks, native
+    def __init__(self, restarts: int | None = None, *, exact_blocks: int = EXACT_BLOCKS) -> None:
+        self.restarts, self.exact_blocks = restarts, exact_blocks
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         bound = bound_bytes(problem)
         target = rounded(problem).lower_bound_bytes if limits.capacity_bytes is None else limits.capacity_bytes
         best = Incumbent(problem, target, limits.time_limit_seconds)
         rules: list[Rule] = []
-        exact_blocks = self.exact_blocks if native_code.chosen(self.native) else 0
+        exact_blocks = self.exact_blocks
         best.offer_all(self._starts(problem, target, rules))
         if exact_blocks and not best.done:
             bound = self._large_first(problem, bound, best, limits.seed)
@@ -177,8 +170,6 @@ class Portfolio(Solver):
             return bound
         bound = window_bound(problem, bound, best.deadline)
         best.target = max(best.target, bound)
-        if not best.done:
-            best.offer_all(layouts(problem, partial(self._shrink_large, problem, best, seed), (JUMPED_SHARE,)))
         return bound
 
     def _pack_large(self, restarts: int | None, deadline: float, seed: int, large: Problem) -> Iterator[Integers]:
@@ -189,20 +180,14 @@ class Portfolio(Solver):
                 yield offsets
         if not found:
             seconds = max(deadline - time.perf_counter(), 0)
-            packing = Portfolio(restarts, exact_blocks=0, native=self.native)._pack(large, Limits(None, seconds, seed))
+            packing = Portfolio(restarts, exact_blocks=0)._pack(large, Limits(None, seconds, seed))
             if packing.offsets is not None:
                 yield packing.offsets
-
-    def _shrink_large(self, problem: Problem, best: Incumbent, seed: int, large: Problem) -> Iterator[Integers]:
-        if len(large) > JUMPED_BLOCKS:
-            return iter(())
-        above = large.lower_bound_bytes - rounded(problem).lower_bound_bytes
-        return shrinking(large, above + best.target, above + best.peak, best.deadline, seed=seed, native=self.native)
 
     def _rules(self, problem: Problem, target: int) -> Iterator[Rule]:
         if (problem.pinned == ANYWHERE).all():
             filled = solid(problem)
-            packer = packer_of(filled, native=self.native)
+            packer = packer_of(filled)
             for name, tie in SKYLINE_KEYS:
                 key, other = KEYS[name](filled).astype(np.float64), KEYS[tie](filled)
                 key += other / (2.0 * other.max(initial=0) + 1)  # below one half
@@ -215,5 +200,5 @@ class Portfolio(Solver):
                     yield Rule(problem, key, partial(self._greedy, problem, fit))
 
     def _greedy(self, problem: Problem, fit: Fit, key: Floats, limit: int | None) -> Integers | None:
-        offsets = place(problem, order_by(key), fit, native=self.native)
+        offsets = place(problem, order_by(key), fit)
         return offsets if limit is None or problem.peak_bytes(offsets) <= limit else None

@@ -26,7 +26,7 @@ EFFORT, MOST_QUESTIONS = 4 * 10**6, 400
 """How many nodes, times the large blocks, all questions may take together, and how many there may be: tenths of a second."""
 
 
-def window_bound(problem: Problem, bound_bytes: int, deadline: float, *, native: bool = True) -> int:
+def window_bound(problem: Problem, bound_bytes: int, deadline: float) -> int:
     """A lower bound on the peak of any layout of `problem`, `bound_bytes` (which is one) or more.
 
     The blocks of a window of time need no more than all blocks do, and the large ones of them no more than these; those
@@ -42,7 +42,7 @@ def window_bound(problem: Problem, bound_bytes: int, deadline: float, *, native:
         large = np.flatnonzero(~through & (window.nbytes >= SHARE * bound_bytes))
         if not large.size:
             continue
-        decider = Decider(subproblem(window, large.tolist()), deadline, native=native)
+        decider = Decider(subproblem(window, large.tolist()), deadline)
         step = decider.model.step_bytes
         while _decide(decider, bound_bytes - covered).fits is False:
             bound_bytes = (bound_bytes - covered) // step * step + step + covered
