@@ -105,3 +105,62 @@ def test_importing_it_does_not_import_torch(modules: str) -> None:
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0
+
+
+def module_of(path: Path, source: Path) -> str:
+    """The full name of the module at `path`."""
+    parts = path.relative_to(source).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(source: Path) -> list[list[str]]:
+    """Groups of modules below `source` that import one another, at their top or inside functions, by name.
+
+    A package's `__init__` that hands on what its modules have is no module of the circle: who imports from it is counted
+    as importing the module where the name stands.
+    """
+    # Of native modules the stub stands in the tree.
+    paths = {module_of(path, source): path for path in sorted((source / "overspill").glob("**/*.py*"), reverse=True)}
+    imports = {name: list(imported_modules(path, source)) for name, path in paths.items()}
+    handed_on = {
+        f"{name}.{full.rsplit('.', 1)[1]}": full
+        for name, path in paths.items() if path.name == "__init__.py"
+        for full in imports[name]
+        if "." in full
+    }  # fmt: skip
+
+    def target(full: str) -> str:
+        while full in handed_on and handed_on[full] != full:
+            full = handed_on[full]
+        while full not in paths and "." in full:
+            full = full.rsplit(".", 1)[0]
+        return full
+
+    arrows = {
+        name: {t for full in found if (t := target(full)) != name and t in paths} for name, found in imports.items()
+    }
+    reach: dict[str, set[str]] = {}
+    for name in arrows:
+        seen, left = set[str](), [name]
+        while left:
+            for other in arrows[left.pop()] - seen:
+                seen.add(other)
+                left.append(other)
+        reach[name] = seen
+    groups = {
+        frozenset({name, *(o for o in reach[name] if name in reach[o])}) for name in arrows if name in reach[name]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles(SOURCE) == []
+
+
+def test_a_circle_is_seen_also_inside_functions_and_behind_a_package(tmp_path: Path) -> None:
+    package = tmp_path / "overspill" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .a import A as A\n")
+    (package / "a.py").write_text("def f():\n    from .b import B\nA = 1\n")
+    (package / "b.py").write_text("from overspill.core import A\nB = A\n")
+    assert circles(tmp_path) == [["overspill.core.a", "overspill.core.b"]]

@@ -14,7 +14,8 @@ from overspill.core import Device
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
 from overspill.estimation.api import estimate
-from overspill.estimation.estimate import Estimate, survives
+from overspill.estimation.demand import survives
+from overspill.estimation.estimate import Estimate
 from overspill.estimation.peak import CATEGORIES
 
 WIDE, DEEP, BATCH = 256, 4, 64

@@ -9,8 +9,8 @@ from torch.cuda import _memory_viz
 
 from overspill.estimation.api import estimate
 from overspill.estimation.estimate import Estimate
+from overspill.estimation.memory_viz import write_estimate
 from overspill.estimation.peak import CATEGORIES
-from overspill.estimation.snapshot import write_estimate
 from overspill.placement.snapshot import read_snapshot, replay_snapshot
 
 MIB = 1 << 20

@@ -1,195 +1,25 @@
-"""The answer: how much device memory a job takes, of what, and where it fits."""
+"""The answer that a user gets: the figures, in words, with what would help, and as a snapshot to look at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from overspill.capture.recording.recording import Recording
-from overspill.core import Device
-from overspill.costs import Interval, context_bytes, kernel_image_bytes
-from overspill.costs.interval import NOTHING
-from overspill.costs.scratch import Software
-from overspill.devices import device_names, load_device
-from overspill.placement.replay import Replay, minimum_capacity, replay
-
-from .changes import Change, changes
-from .demand import Demand, demand_of, survives
-from .parallel import Parallel
-from .peak import CATEGORIES, Peak, peak_of
-from .scaling import Scaling
-from .snapshot import write_estimate
+from .advice import Advice, advice
+from .figures import Figures
+from .memory_viz import write_estimate
 from .text import explain
-
-_CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn"})
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate:
-    """How much memory `device` needs for a recorded job.
-
-    Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
-    other batch sizes, where it can be; `variants` records the job with something changed, said in words, for advice.
-    Everything is computed when asked for.
-    """
-
-    name: str
-    recording: Recording
-    device: Device
-    batch: int | None = None
-    allocator: str = "pytorch"
-    allocator_config: Any = None
-    software: Software = field(default_factory=Software)
-    parallel: Parallel | None = None
-    scaling: Scaling | None = None
-    seconds: float = 0.0
-    variants: Mapping[str, Callable[[], Recording]] = field(default_factory=dict)
-
-    # The allocator
+class Estimate(Figures):
+    """How much memory a device needs for a recorded job (see `Figures`), and what to do about it."""
 
     @cached_property
-    def demand(self) -> Demand:
-        """What the job asks of the allocator, the most likely scratch included."""
-        return demand_of(self.recording, self.device, self.software)
-
-    @cached_property
-    def unlimited(self) -> Replay:
-        """The allocator's answer on a device of unlimited memory."""
-        return replay(self.demand.events, self.allocator, config=self.allocator_config)
-
-    @cached_property
-    def replayed(self) -> Replay:
-        """The allocator's answer on this device; where the job does not survive, that on an unlimited one.
-
-        Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
-        """
-        room = self.device.memory_bytes - self.outside_bytes
-        if self.unlimited.peak_device_bytes <= room or room <= 0:
-            return self.unlimited
-        limited = replay(self.demand.events, self.allocator, capacity_bytes=room, config=self.allocator_config)
-        return limited if limited.fits else self.unlimited
-
-    @property
-    def peak_requested_bytes(self) -> int:
-        """The most bytes that were asked for at once."""
-        return self.replayed.peak_requested_bytes
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        """The most bytes that the allocator had given out at once, rounding included."""
-        return self.replayed.peak_allocated_bytes
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The most bytes that the allocator had taken from the device, its cache included."""
-        return self.replayed.peak_reserved_bytes
-
-    # Outside the allocator
-
-    @cached_property
-    def context(self) -> Interval:
-        """What the CUDA context takes, kernels included."""
-        cuda = self.software.cuda_version
-        return context_bytes(self.device, cuda) + self.kernels
-
-    @cached_property
-    def kernels(self) -> Interval:
-        """What of the context comes in only while the job runs: the kernels that it uses."""
-        cudnn = any(op.name in _CUDNN for op in self.recording.ops)
-        return kernel_image_bytes(self.device, self.software.cuda_version, cudnn=cudnn)
-
-    @cached_property
-    def communication(self) -> Interval:
-        """What links to other GPUs take outside the allocator; buckets and the like are in the recording."""
-        return NOTHING if self.parallel is None else self.parallel.communication(self.device)
-
-    @property
-    def context_bytes(self) -> int:
-        """The most likely size of the CUDA context."""
-        return self.context.central
-
-    @property
-    def outside_bytes(self) -> int:
-        """What of the device's memory is not the allocator's: the context, and communication."""
-        return self.context.central + self.communication.central
-
-    @property
-    def total_bytes(self) -> int:
-        """What NVML would show as used by the job at its peak: reserved memory, context and communication."""
-        return self.replayed.peak_device_bytes + self.outside_bytes
-
-    @cached_property
-    def total(self) -> Interval:
-        """`total_bytes` with its uncertainty: scratch, context and communication at their least and most."""
-        totals = []
-        for choose in ("low", "high"):
-            demand = demand_of(self.recording, self.device, self.software, choose=choose)
-            reserved = replay(demand.events, self.allocator, config=self.allocator_config).peak_device_bytes
-            totals.append(reserved + getattr(self.context, choose) + getattr(self.communication, choose))
-        # Scratch that differs moves blocks around, and now and then more of it leads to a smaller cache.
-        return Interval(min(*totals, self.total_bytes), self.total_bytes, max(*totals, self.total_bytes))
-
-    # Does it fit
-
-    @cached_property
-    def minimum_capacity_bytes(self) -> int:
-        """The smallest device memory that the job survives on, cached memory being given back where it must."""
-        return minimum_capacity(self.demand.events, self.allocator, self.allocator_config) + self.outside_bytes
-
-    def fits(self, gpu: str | Device | None = None) -> bool:
-        """Whether the job survives on `gpu` (a name or a device; None: the one it was estimated for)."""
-        if gpu is not None:
-            return self.on(gpu).fits()
-        return survives(self.demand, self.device, self.outside_bytes, self.allocator, self.allocator_config)
-
-    def on(self, gpu: str | Device) -> Estimate:
-        """The same job on another GPU; its scratch and context are that GPU's."""
-        device = load_device(gpu) if isinstance(gpu, str) else gpu
-        scaling = None if self.scaling is None else self.scaling.on(device)
-        return self if device == self.device else replace(self, device=device, scaling=scaling)
-
-    @cached_property
-    def gpus(self) -> tuple[str, ...]:
-        """The names of all known GPUs that the job fits on, smallest memory first."""
-        known = sorted((load_device(name) for name in device_names()), key=lambda d: (d.memory_bytes, d.name))
-        return tuple(device.name for device in known if device.kind == "cuda" and self.fits(device))
-
-    @cached_property
-    def largest_batch(self) -> int | None:
-        """The largest batch that fits on the device, found on traces of it; 0: none; None: the job has no batch size."""
-        return None if self.scaling is None else self.scaling.largest_batch(self.outside_bytes)
-
-    # What it is made of
-
-    @cached_property
-    def peak(self) -> Peak:
-        """The moment at which most bytes are allocated, and what they are."""
-        return peak_of(self.recording, self.demand, self.replayed)
-
-    @cached_property
-    def breakdown(self) -> dict[str, int]:
-        """Bytes by category (DNNMem, Table 2) at the peak; they add up to `total_bytes`."""
-        tensors = self.peak.by_category
-        parts = tensors | {
-            "internal_fragmentation": self.peak_allocated_bytes - self.peak.requested_bytes,
-            "allocator_reservation": self.replayed.peak_device_bytes - self.peak_allocated_bytes,
-            "context": self.context.central,
-            "communication": tensors.get("communication", 0) + self.communication.central,
-        }
-        return {name: parts.get(name, 0) for name in CATEGORIES}
-
-    @property
-    def by_layer(self) -> dict[str, int]:
-        """Bytes at the peak by the layer that made them, largest first; weights and optimizer state left out."""
-        return self.peak.by_layer
-
-    @cached_property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[Advice, ...]:
         """What would help the job to fit, cheapest first; empty where it fits."""
-        return () if self.fits() else tuple(changes(self))
+        return () if self.fits() else tuple(advice(self))
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the simulated run as a memory snapshot, which https://pytorch.org/memory_viz shows.
@@ -200,4 +30,4 @@ class Estimate:
 
     def explain(self) -> str:
         """The whole answer for a reader, as `overspill estimate` prints it, without colours."""
-        return explain(self)
+        return explain(self, self.changes)

@@ -8,7 +8,7 @@ import numpy as np
 
 from overspill.capture.recording.recording import Recording
 from overspill.core import Phase, TensorKind
-from overspill.placement.replay import Replay
+from overspill.placement.allocators.result import Replay
 
 from .demand import Demand
 

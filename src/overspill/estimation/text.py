@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from overspill.core.units import format_bytes
 
-if TYPE_CHECKING:
-    from .estimate import Estimate
+from .advice import Advice
+from .figures import Figures
 
 _BAR = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -16,13 +15,13 @@ _LAYERS = 5
 _SMALL = 1 << 20  # categories below this are not worth a line
 
 
-def explain(estimate: Estimate) -> str:
+def explain(estimate: Figures, changes: Sequence[Advice]) -> str:
     """The whole answer in lines."""
-    return "\n".join(lines(estimate))
+    return "\n".join(lines(estimate, changes))
 
 
-def lines(estimate: Estimate) -> Iterator[str]:
-    """The whole answer, line by line, the verdict first."""
+def lines(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:
+    """The whole answer, line by line, the verdict first; at last the `changes` that would help."""
     yield verdict(estimate)
     yield ""
     yield from bars(estimate)
@@ -31,10 +30,10 @@ def lines(estimate: Estimate) -> Iterator[str]:
     yield from figures(estimate)
     if estimate.largest_batch is not None:
         yield f"  largest batch on {estimate.device.name}: {estimate.largest_batch}"
-    yield from advice(estimate)
+    yield from helps(estimate, changes)
 
 
-def verdict(estimate: Estimate) -> str:
+def verdict(estimate: Figures) -> str:
     """Whether it fits, in one line."""
     total, device = estimate.total_bytes, estimate.device
     batch = "" if estimate.batch is None else f", batch {estimate.batch},"
@@ -54,7 +53,7 @@ def verdict(estimate: Estimate) -> str:
     )
 
 
-def bars(estimate: Estimate) -> Iterator[str]:
+def bars(estimate: Figures) -> Iterator[str]:
     """One line a category, largest first, with a bar for its share of the total."""
     total = max(estimate.total_bytes, 1)
     parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
@@ -70,7 +69,7 @@ def bar(share: float) -> str:
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
-def moment(estimate: Estimate) -> Iterator[str]:
+def moment(estimate: Figures) -> Iterator[str]:
     """When the peak is, and which layers hold most of it."""
     peak = estimate.peak
     if peak.op:
@@ -81,7 +80,7 @@ def moment(estimate: Estimate) -> Iterator[str]:
         yield f"  most of it in layers: {', '.join(heaviest)}"
 
 
-def figures(estimate: Estimate) -> Iterator[str]:
+def figures(estimate: Figures) -> Iterator[str]:
     """The three peaks, and how certain they are."""
     yield (
         f"  requested {format_bytes(estimate.peak_requested_bytes)}, allocated {format_bytes(estimate.peak_allocated_bytes)}, "
@@ -92,13 +91,13 @@ def figures(estimate: Estimate) -> Iterator[str]:
         yield f"  between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context may turn out"
 
 
-def advice(estimate: Estimate) -> Iterator[str]:
+def helps(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:
     """What to change, cheapest first, where the job does not fit."""
     if estimate.fits():
         return
     yield ""
     yield "what would help, cheapest first:"
-    for change in estimate.changes:
+    for change in changes:
         verdict = "" if change.fits is None else " and fits" if change.fits else ", not enough by itself"
         needs = (
             ""

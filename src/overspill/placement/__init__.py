@@ -15,6 +15,7 @@ from .allocators.cnmem import CnmemConfig as CnmemConfig
 from .allocators.mxnet import MxnetConfig as MxnetConfig
 from .allocators.registry import ALLOCATORS as ALLOCATORS
 from .allocators.registry import allocator_named as allocator_named
+from .allocators.result import Replay as Replay
 from .allocators.two_ended import TwoEndedConfig as TwoEndedConfig
 from .events import ALLOCATE as ALLOCATE
 from .events import FREE as FREE
@@ -22,7 +23,6 @@ from .events import TRY as TRY
 from .events import Events as Events
 from .pool_sizing import PoolSizing as PoolSizing
 from .pool_sizing import size_pool as size_pool
-from .replay import Replay as Replay
 from .replay import layout_of as layout_of
 from .replay import minimum_capacity as minimum_capacity
 from .replay import replay as replay

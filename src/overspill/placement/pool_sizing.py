@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
+from .allocators.result import Replay
 from .allocators.two_ended import BETA_BYTES, FIRST_POOL_BYTES, TRIAL_POOL_BYTES, TwoEndedConfig, needed_pool_bytes
 from .events import Events
-from .replay import Replay, replay
+from .replay import replay
 
 
 @dataclass(frozen=True)

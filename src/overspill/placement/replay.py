@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,79 +13,16 @@ from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.units import format_bytes
 
 from .allocators import native as native_core
-from .allocators.base import SEGMENT_ACTIONS, Gauge, SegmentEvent
+from .allocators.base import SEGMENT_ACTIONS, Gauge
 from .allocators.registry import allocator_named, allocator_type
+from .allocators.result import NOT_PLACED, Replay
 from .events import ALLOCATE, COLUMNS, FREE, Events
-from .simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SMALL_BYTES, round_up
+from .simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
 
 GAUGES = ("requested", "allocated", "reserved")
 FRAGMENTS = ("usable", "spread")
-NOT_PLACED = -1
 _PROBES = 8
 """How many capacities above its answer `minimum_capacity` tries again."""
-
-
-@dataclass(frozen=True, eq=False)
-class Replay:
-    """What an allocator did with events. Peaks are of the whole replay; `…_at` is the event of the first maximum.
-
-    `failed_at` is the event that found no room, the last one that was tried (None: all were done). `skipped` counts
-    elastic allocations that found no room, `retries` those for which all cached memory was given back first.
-    `addresses[i]` is where block `i` was placed last (NOT_PLACED: never). With `curves`, `requested`, `allocated` and
-    `reserved` are the bytes after each event that was done; with `request_bytes` all of these are there, and `usable`,
-    the bytes of the free blocks that hold so much, and `spread`, what the allocator's segments are used up to.
-    """
-
-    allocator: str
-    capacity_bytes: int | None
-    failed_at: int | None
-    peak_requested_bytes: int
-    peak_requested_at: int
-    peak_allocated_bytes: int
-    peak_allocated_at: int
-    peak_reserved_bytes: int
-    peak_reserved_at: int
-    retries: int
-    skipped: int
-    addresses: NDArray[np.int64]
-    segment_table: NDArray[np.int64]
-    requested: NDArray[np.int64] | None = None
-    allocated: NDArray[np.int64] | None = None
-    reserved: NDArray[np.int64] | None = None
-    usable: NDArray[np.int64] | None = None
-    spread: NDArray[np.int64] | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether every allocation that is not elastic found room."""
-        return self.failed_at is None
-
-    @cached_property
-    def peak_device_bytes(self) -> int:
-        """The most device memory behind the reserved bytes at once: cudaMalloc gives whole pages."""
-        if not len(self.segment_table):
-            return 0
-        nbytes, grows = self.segment_table[:, 3], self.segment_table[:, 1] % 2 == 0
-        pages = np.where(nbytes < SMALL_BYTES, nbytes, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
-        return max(int(np.cumsum(np.where(grows, pages, -pages)).max()), self.peak_reserved_bytes)
-
-    @cached_property
-    def unusable(self) -> NDArray[np.float64]:
-        """The share of free bytes in blocks too small for the request after each event, 0 where none is free.
-
-        U_f of eq. 1 in Dymem §3.3.1, for blocks of any size: 1 says that the request finds no free block. Raises
-        RequestError if the replay was made without `request_bytes`.
-        """
-        if self.reserved is None or self.allocated is None or self.usable is None:
-            raise RequestError("unusable space is that of a request: replay with request_bytes")
-        free = self.reserved - self.allocated
-        return (free - self.usable) / np.maximum(free, 1)
-
-    @cached_property
-    def segment_events(self) -> tuple[SegmentEvent, ...]:
-        """The exchanges of memory with the device, in order."""
-        rows = self.segment_table.tolist()
-        return tuple(SegmentEvent(at, SEGMENT_ACTIONS[action], *rest) for at, action, *rest in rows)
 
 
 def replay(

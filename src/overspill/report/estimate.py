@@ -16,7 +16,7 @@ def estimate_report(estimate: Estimate, *, asked: bool) -> RenderableType:
     """The answer; `asked` says whether the user named a GPU, so that there is a verdict to give."""
     if not asked:
         return Group(*(_line(line) for line in _without_verdict(estimate)))
-    verdict, *rest = lines(estimate)
+    verdict, *rest = lines(estimate, estimate.changes)
     return Group(Text(verdict, style="bold green" if estimate.fits() else "bold red"), *(_line(line) for line in rest))
 
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from overspill.placement.simulated_device import round_up
 
-from .blocks import Block, FreeBlocks, Key
+from .blocks import Block, Key
 from .caching_config import CachingConfig
+from .caching_pool import Pool
 from .expandable import ExpandableSegments
 from .python_allocator import PythonAllocator
 
@@ -19,20 +20,6 @@ SMALL_SEGMENT_BYTES = 2 << 20
 MIN_LARGE_SEGMENT_BYTES = 10 << 20
 ROUND_LARGE_BYTES = 2 << 20
 FIRST_DIVISION_INTERVAL = 20
-
-
-class Pool:
-    """The free blocks of one kind, small or large; with expandable segments also the address space yet without memory.
-
-    `searches` is the clock by which garbage collection measures age.
-    """
-
-    def __init__(self, *, small: bool, page_bytes: int) -> None:
-        self.small = small
-        self.page_bytes = page_bytes
-        self.free = FreeBlocks()
-        self.unmapped = FreeBlocks()
-        self.searches = 0
 
 
 class CachingAllocator(PythonAllocator):

@@ -8,14 +8,10 @@ Rules: c10/cuda/CUDACachingAllocator.cpp (pytorch 001074d2), find_expandable_blo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from overspill.placement.simulated_device import round_up
 
 from .blocks import Block, FreeBlocks
-
-if TYPE_CHECKING:
-    from .caching import CachingAllocator, Pool
+from .caching_pool import Pool, PoolOwner
 
 UNLIMITED_RESERVATION_BYTES = 1 << 46
 """The address space of one segment on a device without limit."""
@@ -24,7 +20,7 @@ UNLIMITED_RESERVATION_BYTES = 1 << 46
 class ExpandableSegments:
     """The part of a CachingAllocator that maps and unmaps the pages of its expandable segments."""
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: PoolOwner) -> None:
         self._allocator = allocator
         self._device = allocator.device
         # Nine eighths of the device's memory, so that unmapped pages can come back at the end of the segment.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
 
 from .base import GAINS, Allocator, BlockView, Gauge, SegmentAction, SegmentEvent, SegmentView, config_or_default
 from .blocks import Block
-
-if TYPE_CHECKING:
-    from overspill.placement.replay import Replay
+from .result import Replay
 
 
 class PythonAllocator(Allocator):

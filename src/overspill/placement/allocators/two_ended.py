@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from overspill.core import Mobility
 from overspill.core.errors import RequestError
@@ -19,9 +19,7 @@ from overspill.placement.simulated_device import PAGE_BYTES, round_up
 from .blocks import Block, FreeBlocks, Key
 from .cnmem import STEP_BYTES
 from .python_allocator import PythonAllocator
-
-if TYPE_CHECKING:
-    from overspill.placement.replay import Replay
+from .result import Replay
 
 LOW, GAP, HIGH, OUTSIDE = range(4)
 """Where a block lies: at an end of the main space, between the ends, or in the incremental space."""

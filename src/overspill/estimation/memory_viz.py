@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from overspill.capture.recording.recording import Allocation, Recording
 from overspill.placement.snapshot import Origin, Span, write_snapshot
 
+from .demand import Demand
+from .figures import Figures
 from .peak import category
 
-if TYPE_CHECKING:  # Estimate itself can write snapshots
-    from .demand import Demand
-    from .estimate import Estimate
 
-
-def write_estimate(path: str | Path, estimate: Estimate, *, capacity_bytes: int | None = None) -> None:
+def write_estimate(path: str | Path, estimate: Figures, *, capacity_bytes: int | None = None) -> None:
     """Write the run that `estimate` simulates to `path`, or that on a device of `capacity_bytes` for its allocator.
 
     An allocation's frames name the tensor, the layer with the op, and the phase with the iteration. Raises RequestError

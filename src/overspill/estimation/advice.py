@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from overspill.core.errors import OverspillError
 from overspill.core.units import format_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 
-if TYPE_CHECKING:
-    from .estimate import Estimate
+from .figures import Figures
 
 
 @dataclass(frozen=True)
-class Change:
+class Advice:
     """One thing to change: `what`, and what the job needs then, where that was worked out."""
 
     what: str
@@ -23,11 +21,11 @@ class Change:
     fits: bool | None = None
 
 
-def changes(estimate: Estimate) -> Iterator[Change]:
+def advice(estimate: Figures) -> Iterator[Advice]:
     """Changes for a job that does not fit, those first that cost neither time nor results."""
     yield from _segments(estimate)
     saved = sum(estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
-    yield Change(
+    yield Advice(
         f"overspill.compile(model, budget=…): same batch, same numbers; up to {format_bytes(saved)} of feature maps and "
         "gradients can leave the device or be recomputed"
     )
@@ -36,9 +34,9 @@ def changes(estimate: Estimate) -> Iterator[Change]:
             changed = replace(estimate, recording=variant(), scaling=None, variants={})
         except OverspillError:
             continue
-        yield Change(what, changed.minimum_capacity_bytes, changed.fits())
+        yield Advice(what, changed.minimum_capacity_bytes, changed.fits())
     if estimate.largest_batch:
-        yield Change(
+        yield Advice(
             f"batch {estimate.largest_batch} instead of {estimate.batch}, accumulating gradients over "
             f"{-(-(estimate.batch or 0) // estimate.largest_batch)} of them",
             estimate.scaling.minimum_capacity_bytes(estimate.largest_batch, estimate.outside_bytes)
@@ -47,17 +45,17 @@ def changes(estimate: Estimate) -> Iterator[Change]:
             True,
         )
     if estimate.gpus:
-        yield Change(f"another GPU: {', '.join(estimate.gpus[:6])}{' and more' if len(estimate.gpus) > 6 else ''}")
+        yield Advice(f"another GPU: {', '.join(estimate.gpus[:6])}{' and more' if len(estimate.gpus) > 6 else ''}")
 
 
-def _segments(estimate: Estimate) -> Iterator[Change]:
+def _segments(estimate: Figures) -> Iterator[Advice]:
     """PyTorch's expandable segments, where fragmentation is what does not fit."""
     config = estimate.allocator_config or CachingConfig()
     if estimate.allocator != "pytorch" or not isinstance(config, CachingConfig) or config.expandable_segments:
         return
     changed = replace(estimate, allocator_config=replace(config, expandable_segments=True), scaling=None)
     if changed.minimum_capacity_bytes < estimate.minimum_capacity_bytes:
-        yield Change(
+        yield Advice(
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: less fragmentation",
             changed.minimum_capacity_bytes,
             changed.fits(),
