@@ -23,7 +23,7 @@ from overspill.core import Block, Graph, Phase, Trace
 from overspill.core.errors import RequestError
 from overspill.devices import load_device
 from overspill.placement.packing import Limits, solver_named
-from overspill.policies.plan import make_plan
+from overspill.plans.plan import make_plan
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import trace_of
 

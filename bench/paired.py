@@ -25,7 +25,7 @@ from torch import Tensor
 from overspill.core.errors import OverspillError
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
-from overspill.policies.plan import Plan
+from overspill.plans.plan import Plan
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options

@@ -36,8 +36,8 @@ from overspill.placement.packing.base import Limits
 from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.solvers.portfolio import Portfolio
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES, policy_named
-from overspill.policies.plan import unmanaged_peak
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import trace_of
 

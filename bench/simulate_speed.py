@@ -22,8 +22,8 @@ from typing import TypedDict
 from overspill import models
 from overspill.costs import op_seconds
 from overspill.devices import load_device
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies import policy_named
-from overspill.policies.plan import unmanaged_peak
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check, simulate
 

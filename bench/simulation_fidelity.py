@@ -32,8 +32,8 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
+from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.policies import POLICIES
-from overspill.policies.plan import Plan, unmanaged_peak
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session

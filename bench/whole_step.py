@@ -40,7 +40,7 @@ from overspill.devices import load_device
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.planning.order import feature_maps_alone
-from overspill.policies.plan import make_plan, unmanaged_peak
+from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options

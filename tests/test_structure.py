@@ -20,6 +20,7 @@ ORDER = (
     ("planning",),
     ("bounds",),
     ("policies",),
+    ("plans",),
     ("placement",),
     ("estimation",),
     ("runtime",),

@@ -6,6 +6,7 @@
 
 #include "allocator.hpp"
 #include "expandable.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -85,5 +86,11 @@ class BestFitAllocator final : public Allocator {
     Bytes unmapped_bytes_ = 0;
     Block* last_ = nullptr;
 };
+
+inline const Registered kBestFit("best-fit",
+                                 [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+                                     return std::make_unique<BestFitAllocator>(
+                                         device, BestFitConfig{settings.bytes("step_bytes")});
+                                 });
 
 }  // namespace overspill

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -116,5 +117,11 @@ class BfcAllocator final : public Allocator {
     Bytes most_waste_ = 0;
     FreeBlocks idle_;
 };
+
+inline const Registered kBfc("tensorflow", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<BfcAllocator>(device,
+                                          BfcConfig{settings.flag("allow_growth"), settings.flag("garbage_collection"),
+                                                    settings.number("fragmentation_fraction")});
+});
 
 }  // namespace overspill

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -63,5 +64,10 @@ class BuddyAllocator final : public Allocator {
     BuddyConfig config_;
     FreeBlocks idle_;
 };
+
+inline const Registered kBuddy("buddy", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<BuddyAllocator>(
+        device, BuddyConfig{settings.bytes("least_bytes"), settings.bytes("segment_bytes")});
+});
 
 }  // namespace overspill

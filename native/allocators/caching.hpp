@@ -12,6 +12,7 @@
 
 #include "allocator.hpp"
 #include "expandable.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -242,5 +243,20 @@ class CachingAllocator final : public Allocator, private PoolOwner {
     std::int64_t births_ = 0;
     std::optional<ExpandableSegments> expandable_;
 };
+
+inline const Registered kCaching("pytorch", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    CachingConfig config;
+    config.max_split_bytes = settings.maybe_bytes("max_split_bytes");
+    config.max_non_split_rounding_bytes = settings.bytes("max_non_split_rounding_bytes");
+    config.large_segment_bytes = settings.bytes("large_segment_bytes");
+    const auto divisions = settings.integers("roundup_power2_divisions");
+    std::copy_n(divisions.begin(), std::min(divisions.size(), config.roundup_power2_divisions.size()),
+                config.roundup_power2_divisions.begin());
+    config.garbage_collection_threshold = settings.number("garbage_collection_threshold");
+    config.expandable_segments = settings.flag("expandable_segments");
+    config.per_process_memory_fraction = settings.number("per_process_memory_fraction");
+    config.oldest_first = settings.text("tie_break") == "oldest";
+    return std::make_unique<CachingAllocator>(device, config);
+});
 
 }  // namespace overspill

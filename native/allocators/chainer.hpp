@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -75,5 +76,9 @@ class ChainerAllocator final : public Allocator {
     FreeBlocks idle_;
     std::int64_t frees_ = 0;
 };
+
+inline const Registered kChainer("chainer", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<ChainerAllocator>(device, ChainerConfig{settings.bytes("limit_bytes")});
+});
 
 }  // namespace overspill

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -72,5 +73,9 @@ class ChunkedAllocator final : public Allocator {
     ChunkedConfig config_;
     FreeBlocks idle_;
 };
+
+inline const Registered kChunked("chunked", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<ChunkedAllocator>(device, ChunkedConfig{settings.bytes("chunk_bytes")});
+});
 
 }  // namespace overspill

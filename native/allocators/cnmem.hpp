@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -58,5 +59,9 @@ class CnmemAllocator final : public Allocator {
     Bytes pool_bytes_missing_;
     FreeBlocks idle_;
 };
+
+inline const Registered kCnmem("cnmem", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<CnmemAllocator>(device, CnmemConfig{settings.bytes("pool_bytes"), settings.flag("grows")});
+});
 
 }  // namespace overspill

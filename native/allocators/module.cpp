@@ -1,4 +1,5 @@
-// The Python face of the native core: overspill.placement.allocators._native. All policy is in the headers, free of Python.
+// The Python face of the native core: overspill.placement.allocators._native. All policy is in the headers, free of
+// Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -15,16 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "best_fit.hpp"
-#include "bfc.hpp"
-#include "buddy.hpp"
-#include "caching.hpp"
-#include "chainer.hpp"
-#include "chunked.hpp"
-#include "cnmem.hpp"
-#include "mxnet.hpp"
+#include "registered.hpp"  // all headers of this folder, found when the build is configured
 #include "replay.hpp"
-#include "two_ended.hpp"
 
 namespace nb = nanobind;
 
@@ -35,58 +28,37 @@ template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Array = nb::ndarray<nb::numpy, std::int64_t>;
 
-template <typename T>
-T setting(const nb::dict& config, const char* name) {
-    return nb::cast<T>(config[name]);
-}
+// The fields of a configuration in Python.
+class Fields final : public Settings {
+  public:
+    explicit Fields(const nb::dict& config) : config_(config) {}
 
-CachingConfig caching_config(const nb::dict& config) {
-    CachingConfig result;
-    result.max_split_bytes = setting<std::optional<Bytes>>(config, "max_split_bytes");
-    result.max_non_split_rounding_bytes = setting<Bytes>(config, "max_non_split_rounding_bytes");
-    result.large_segment_bytes = setting<Bytes>(config, "large_segment_bytes");
-    const auto divisions = setting<std::vector<std::int64_t>>(config, "roundup_power2_divisions");
-    std::copy_n(divisions.begin(), std::min(divisions.size(), result.roundup_power2_divisions.size()),
-                result.roundup_power2_divisions.begin());
-    result.garbage_collection_threshold = setting<double>(config, "garbage_collection_threshold");
-    result.expandable_segments = setting<bool>(config, "expandable_segments");
-    result.per_process_memory_fraction = setting<double>(config, "per_process_memory_fraction");
-    result.oldest_first = setting<std::string>(config, "tie_break") == "oldest";
-    return result;
-}
+    bool flag(const char* name) const override { return get<bool>(name); }
+    Bytes bytes(const char* name) const override { return get<Bytes>(name); }
+    std::optional<Bytes> maybe_bytes(const char* name) const override { return get<std::optional<Bytes>>(name); }
+    double number(const char* name) const override { return get<double>(name); }
+    std::string text(const char* name) const override { return get<std::string>(name); }
+    std::vector<std::int64_t> integers(const char* name) const override { return get<std::vector<std::int64_t>>(name); }
 
-BfcConfig bfc_config(const nb::dict& config) {
-    return {setting<bool>(config, "allow_growth"), setting<bool>(config, "garbage_collection"),
-            setting<double>(config, "fragmentation_fraction")};
-}
+  private:
+    const nb::dict& config_;
 
-MxnetConfig mxnet_config(const nb::dict& config) {
-    return {setting<std::string>(config, "pool_type") == "round", setting<Bytes>(config, "page_bytes"),
-            setting<Bytes>(config, "large_round_bytes"), setting<int>(config, "linear_cutoff"),
-            setting<int>(config, "reserve_percent")};
-}
+    template <typename T>
+    T get(const char* name) const {
+        return nb::cast<T>(config_[name]);
+    }
+};
 
 std::unique_ptr<Allocator> make_allocator(const std::string& name, const nb::dict& config, Device& device) {
-    if (name == "pytorch") return std::make_unique<CachingAllocator>(device, caching_config(config));
-    if (name == "tensorflow") return std::make_unique<BfcAllocator>(device, bfc_config(config));
-    if (name == "mxnet") return std::make_unique<MxnetAllocator>(device, mxnet_config(config));
-    if (name == "chainer")
-        return std::make_unique<ChainerAllocator>(device, ChainerConfig{setting<Bytes>(config, "limit_bytes")});
-    if (name == "cnmem")
-        return std::make_unique<CnmemAllocator>(
-            device, CnmemConfig{setting<Bytes>(config, "pool_bytes"), setting<bool>(config, "grows")});
-    if (name == "best-fit")
-        return std::make_unique<BestFitAllocator>(device, BestFitConfig{setting<Bytes>(config, "step_bytes")});
-    if (name == "buddy")
-        return std::make_unique<BuddyAllocator>(
-            device, BuddyConfig{setting<Bytes>(config, "least_bytes"), setting<Bytes>(config, "segment_bytes")});
-    if (name == "gtbm")
-        return std::make_unique<TwoEndedAllocator>(
-            device,
-            TwoEndedConfig{setting<std::optional<Bytes>>(config, "pool_bytes"), setting<bool>(config, "grows")});
-    if (name == "chunked")
-        return std::make_unique<ChunkedAllocator>(device, ChunkedConfig{setting<Bytes>(config, "chunk_bytes")});
-    throw std::invalid_argument("the native core has no allocator '" + name + "'");
+    const auto found = allocators().find(name);
+    if (found == allocators().end()) throw std::invalid_argument("the native core has no allocator '" + name + "'");
+    return found->second(device, Fields(config));
+}
+
+std::vector<std::string> names() {
+    std::vector<std::string> found;
+    for (const auto& [name, make] : allocators()) found.push_back(name);
+    return found;
 }
 
 // A numpy array that owns `values`.
@@ -203,6 +175,7 @@ class SimulatedAllocator {
 NB_MODULE(_native, module) {
     using overspill::SimulatedAllocator;
     module.doc() = "The native core of overspill.placement.";
+    module.def("names", &overspill::names, "The allocators that there are.");
     nb::class_<SimulatedAllocator>(module, "SimulatedAllocator")
         .def(nb::init<const std::string&, const nb::dict&, std::optional<overspill::Bytes>>(), nb::arg("name"),
              nb::arg("config"), nb::arg("capacity_bytes").none())

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -70,5 +71,12 @@ class MxnetAllocator final : public Allocator {
     FreeBlocks idle_;
     std::int64_t frees_ = 0;
 };
+
+inline const Registered kMxnet("mxnet", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<MxnetAllocator>(
+        device, MxnetConfig{settings.text("pool_type") == "round", settings.bytes("page_bytes"),
+                            settings.bytes("large_round_bytes"), static_cast<int>(settings.bytes("linear_cutoff")),
+                            static_cast<int>(settings.bytes("reserve_percent"))});
+});
 
 }  // namespace overspill

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "allocator.hpp"
+#include "settings.hpp"
 
 namespace overspill {
 
@@ -127,5 +128,10 @@ class TwoEndedAllocator final : public Allocator {
     FreeBlocks idle_;
     bool opened_ = false;
 };
+
+inline const Registered kTwoEnded("gtbm", [](Device& device, const Settings& settings) -> std::unique_ptr<Allocator> {
+    return std::make_unique<TwoEndedAllocator>(
+        device, TwoEndedConfig{settings.maybe_bytes("pool_bytes"), settings.flag("grows")});
+});
 
 }  // namespace overspill

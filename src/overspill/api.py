@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pac
     from .costs import MeasuredTimes
     from .models import Job
     from .placement.packing import Solution
-    from .policies.comparison import Row
-    from .policies.plan import Plan
+    from .plans.comparison import Row
+    from .plans.plan import Plan
     from .runtime.training import Training
 
 
@@ -73,8 +73,9 @@ def compare(
     The fastest that fits comes first, then what does not fit, the least bytes first. The arguments are those of `plan`.
     Raises RequestError.
     """
-    from .policies import POLICIES, comparison, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
-    from .policies.plan import unmanaged_peak  # noqa: PLC0415
+    from .plans import comparison  # noqa: PLC0415 - needs numpy and HiGHS
+    from .plans.plan import unmanaged_peak  # noqa: PLC0415
+    from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
     from .runtime.training import graph_on  # noqa: PLC0415 - imports torch
 
     names = tuple(POLICIES if policies is None else policies)

@@ -9,7 +9,7 @@ from overspill.core import Block, Trace
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.placement.packing import SOLVERS, Limits
 from overspill.placement.place import PLACERS, check_placer, place, plan_within
-from overspill.policies.plan import make_plan, unmanaged_peak
+from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.simulate import trace_of
 
 MIB = 1 << 20
@@ -35,7 +35,9 @@ def test_a_hole_too_small_for_the_largest_block_is_unusable() -> None:
 
 
 def test_an_unknown_placer_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(RequestError, match=r"nothing that places blocks is called 'pytroch'\. There are pytorch"):
+    with pytest.raises(
+        RequestError, match=r"nothing that places blocks is called 'pytroch'\. There are best-fit, buddy"
+    ):
         check_placer("pytroch")
 
 

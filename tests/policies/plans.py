@@ -7,8 +7,8 @@ from dataclasses import replace
 from overspill.core import Device, Graph, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies.base import Policy
-from overspill.policies.plan import unmanaged_peak
 from overspill.simulate import check, simulate
 
 SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 0.75, 0.97, 1.0)

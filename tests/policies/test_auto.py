@@ -16,8 +16,8 @@ from overspill.planning.effort import Effort
 from overspill.planning.floor import floor_of
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
 from overspill.planning.step_program import StepProgram
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies.auto import Auto
-from overspill.policies.plan import unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=40, deadline=None)

@@ -9,8 +9,8 @@ from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, LayerType, Verb
 from overspill.core.errors import InfeasibleBudget
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies.checkpoint import Checkpoint, CheckpointCost
-from overspill.policies.plan import unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=40, deadline=None)

@@ -13,8 +13,8 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.planning.floor import floor_of
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
 from overspill.planning.step_program import StepProgram
+from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES, policy_named
-from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=30, deadline=None)

@@ -16,8 +16,8 @@ from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networ
 from overspill.core import Device, Graph, LayerType, Phase, Verb
 from overspill.planning.lru import evictions
 from overspill.planning.step_program import StepProgram
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies.base import Policy
-from overspill.policies.plan import unmanaged_peak
 from overspill.policies.superneurons import (
     EXPENSIVE,
     Superneurons,

@@ -17,8 +17,8 @@ from overspill.costs import op_seconds
 from overspill.planning.floor import floor_of
 from overspill.planning.order import early_updates, feature_maps_alone, in_graph_order, reordered
 from overspill.planning.step_program import StepProgram
+from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES, policy_named
-from overspill.policies.plan import make_plan, unmanaged_peak
 from overspill.simulate import check
 
 EXAMPLES = settings(max_examples=12, deadline=None)

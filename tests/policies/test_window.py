@@ -18,7 +18,7 @@ from overspill.core import Device, Graph, Phase, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
-from overspill.policies.plan import unmanaged_peak
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies.window import VariableSequence, Window
 from overspill.simulate import check
 

@@ -10,8 +10,8 @@ from tests.simulate.graphs import DEVICE, Build, Layer, network
 
 from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.units import format_bytes
-from overspill.policies.comparison import Row, compare
-from overspill.policies.plan import make_plan
+from overspill.plans.comparison import Row, compare
+from overspill.plans.plan import make_plan
 from overspill.report.compare import FIGURES, compare_report, reserved_by_pytorch, row_figures
 
 GRAPH = network([Layer(1 << 22, LayerType.CONV, flops=10**8) for _ in range(9)], 1 << 22)

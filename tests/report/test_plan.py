@@ -7,7 +7,7 @@ from tests.simulate.graphs import DEVICE, Build
 
 from overspill.core import Graph, Phase, TensorKind
 from overspill.placement.place import place
-from overspill.policies.plan import Plan, make_plan
+from overspill.plans.plan import Plan, make_plan
 from overspill.report.plan import peak_of, plan_report
 from overspill.simulate import trace_of
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from overspill.core import Device
     from overspill.placement.place import Placed
-    from overspill.policies.comparison import Row
+    from overspill.plans.comparison import Row
 
 PolicyNames = Annotated[
     str | None,
@@ -92,8 +92,8 @@ def compare(
     device = load_device(gpu or "cpu")
     with narrate() as narrator:
         quiet_torch()
-        from overspill.policies import comparison
-        from overspill.policies.plan import unmanaged_peak
+        from overspill.plans import comparison
+        from overspill.plans.plan import unmanaged_peak
         from overspill.runtime.training import Training, graph_on
 
         choice = ModelChoice(model, small, image_size, seq_len)

@@ -34,7 +34,7 @@ from .common import (
 from .failures import explain
 
 if TYPE_CHECKING:
-    from overspill.policies.plan import Plan
+    from overspill.plans.plan import Plan
 
 
 def plan(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 from .errors import RequestError
@@ -21,6 +23,17 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Ma
     found = get_close_matches(name.lower(), tuple(known), n=most, cutoff=0.5)
     close = dict.fromkeys((shown_as or {}).get(key, key) for key in found)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+
+
+def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
+    """The classes below `base` that the modules of `package` define with a `name` of their own, by that name."""
+    found: dict[str, type[T]] = {}
+    for info in iter_modules(import_module(package).__path__):
+        module = import_module(f"{package}.{info.name}")
+        for thing in vars(module).values():
+            if isinstance(thing, type) and issubclass(thing, base) and "name" in vars(thing):
+                found[vars(thing)["name"]] = thing
+    return dict(sorted(found.items()))
 
 
 class Registry(Mapping[str, T], Generic[T]):

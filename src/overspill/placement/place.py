@@ -11,7 +11,7 @@ from overspill.core import Device, Graph, Trace
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
-from overspill.policies.plan import Plan, make_plan
+from overspill.plans.plan import Plan, make_plan
 from overspill.simulate import trace_of
 
 from .allocators.caching import CachingAllocator

@@ -37,12 +37,12 @@ def replay(
 ) -> Replay:
     """What `allocator` does with `events` on an empty device of `capacity_bytes` (None: unlimited).
 
-    It stops at the first allocation that is not elastic and finds no room. `native` uses the compiled twin where it
-    is installed. An allocator that sizes itself by a first run makes that on the same events. `curves` and
+    It stops at the first allocation that is not elastic and finds no room. `native` uses the counterpart in C++
+    where there is one. An allocator that sizes itself by a first run makes that on the same events. `curves` and
     `request_bytes` (which takes longer) say what is kept of every event. Raises RequestError when the events free or
     allocate a block in the wrong state.
     """
-    run = replay_natively if native and native_core.AVAILABLE else replay_in_python
+    run = replay_natively if native and native_core.has(allocator) else replay_in_python
     config = _settled(events, allocator, config, native=native)
     return run(events, allocator, capacity_bytes, config, curves, request_bytes)
 

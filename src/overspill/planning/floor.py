@@ -10,10 +10,10 @@ import numpy as np
 from overspill.core import Graph, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
-from overspill.planning.gaps import swappable_gaps
 from overspill.simulate import check
 
 from .algorithms import fastest_within, memory_optimal
+from .gaps import swappable_gaps
 from .step_program import Gap, StepProgram
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from overspill.core import LayerType, Phase
-from overspill.planning.gaps import saved_gaps
 
+from .gaps import saved_gaps
 from .step_program import Gap, StepProgram
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from overspill.planning.gaps import latest_release
-
 from .assemble import Transfer
 from .floor import Floor, floor_of
+from .gaps import latest_release
 from .step_program import Gap, Positions, StepProgram
 
 ROUNDS = 4

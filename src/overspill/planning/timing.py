@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overspill.core import Device
-from overspill.planning.gaps import earliest_return, latest_release
 
+from .gaps import earliest_return, latest_release
 from .step_program import Gap, Positions, StepProgram
 
 Seconds = NDArray[np.float64]

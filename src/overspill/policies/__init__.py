@@ -1,44 +1,13 @@
-"""The policies, by name. A policy is one file here and one line in the registry."""
+"""The policies, by name: a policy is one file here."""
 
 from __future__ import annotations
 
-from overspill.core.registry import Registry
+from overspill.core.registry import Registry, classes_in
 
-from .auto import Auto
 from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
-from .checkpoint import Checkpoint, CheckpointCost
-from .dymem import Dymem
-from .in_core import InCore, Liveness, Oracle
-from .lms import LargeModelSupport
-from .superneurons import Superneurons, SuperneuronsOffload
-from .vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic
-from .window import Window
 
-POLICIES: Registry[type[Policy]] = Registry(
-    "policy",
-    "policies",
-    {
-        policy.name: policy
-        for policy in (
-            Auto,
-            InCore,
-            Liveness,
-            VdnnAll,
-            VdnnConv,
-            VdnnDynamic,
-            Dymem,
-            Sequential,
-            Checkpoint,
-            CheckpointCost,
-            Superneurons,
-            SuperneuronsOffload,
-            LargeModelSupport,
-            Window,
-            Oracle,
-        )
-    },
-)
+POLICIES: Registry[type[Policy]] = Registry("policy", "policies", classes_in(__name__, Policy))  # type: ignore[type-abstract]
 
 
 def policy_named(name: str) -> Policy:

@@ -13,8 +13,8 @@ from rich.text import Text
 from overspill.core import Device
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement import CachingConfig, Events, replay
-from overspill.policies.comparison import BASELINE, Row
-from overspill.policies.plan import Plan
+from overspill.plans.comparison import BASELINE, Row
+from overspill.plans.plan import Plan
 from overspill.simulate import trace_of
 
 from .listing import format_flops, percent, whole_columns, yes

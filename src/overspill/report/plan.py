@@ -13,7 +13,7 @@ from overspill.capture.compiled.whole_step import NORM
 from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
-from overspill.policies.plan import Plan
+from overspill.plans.plan import Plan
 from overspill.simulate import check
 
 from .listing import format_flops, listing, percent

@@ -13,7 +13,7 @@ from rich.text import Text
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed, place_plan
-from overspill.policies.plan import Plan
+from overspill.plans.plan import Plan
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits
 

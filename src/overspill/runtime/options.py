@@ -15,8 +15,8 @@ from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer, plan_within
+from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.policies import policy_named
-from overspill.policies.plan import Plan, make_plan, unmanaged_peak
 
 from .hardware import device_noun, usable_bytes
 from .transfer.engine import TransferEngine, make_engine

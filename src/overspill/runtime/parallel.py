@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overspill.core import Graph
 from overspill.core.errors import OverspillError, RequestError
-from overspill.policies.plan import Plan
+from overspill.plans.plan import Plan
 from overspill.simulate import check
 
 BROADCAST_BYTES = 1 << 20

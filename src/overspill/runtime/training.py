@@ -19,13 +19,13 @@ from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
-from overspill.policies.plan import Plan
-from overspill.runtime.options import Options, budget_for, device_for, plan_graph
+from overspill.plans.plan import Plan
 
 from . import batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .live.allocator import serving
+from .options import Options, budget_for, device_for, plan_graph
 from .step.train_step import GradientOptions, TrainStep
 from .surroundings import surroundings_of
 from .tracker import LiveBytes

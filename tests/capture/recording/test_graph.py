@@ -10,7 +10,7 @@ from overspill.core import Graph, Phase, TensorKind
 from overspill.core.errors import RequestError
 from overspill.devices import load_device
 from overspill.estimation.programs import of_job
-from overspill.policies.plan import make_plan
+from overspill.plans.plan import make_plan
 from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview
 

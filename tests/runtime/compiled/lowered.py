@@ -19,8 +19,8 @@ from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import Device, Graph, Phase, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
-from overspill.policies.plan import unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Frame, Session
 from overspill.runtime.lower import lower

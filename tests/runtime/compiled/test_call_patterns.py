@@ -393,7 +393,7 @@ def test_wrong_arguments_are_refused_when_they_are_given(twins, options, text) -
 
 def test_a_store_that_does_not_fit_the_device_is_refused(twins) -> None:
     compiled = overspill.compile(twins[1], budget="1GiB", store="pinned")
-    with pytest.raises(RequestError, match="needs a CUDA device"):
+    with pytest.raises(RequestError, match="the pinned store is for tensors on a CUDA device"):
         compiled(batch()[0])
 
 

@@ -23,8 +23,8 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.devices import this_cpu
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
+from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
-from overspill.policies.plan import unmanaged_peak
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options

@@ -36,3 +36,6 @@ class SimulatedAllocator:
     def spread_bytes(self) -> int: ...
     @property
     def used_bytes(self) -> int: ...
+
+def names() -> list[str]:
+    """The allocators that there are."""

@@ -1,26 +1,23 @@
-"""The native core: the same allocators in C++ (native/), many times as fast."""
+"""The native core: the same allocators in C++ (native/allocators/), many times as fast."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES
 
+from . import _native
+from ._native import SimulatedAllocator
 from .base import SEGMENT_ACTIONS, Allocator, BlockView, Gauge, SegmentEvent, SegmentView, config_or_default
 
-try:
-    from . import _native
-except ImportError:  # the source tree without a build: the Python twins do the same
-    AVAILABLE = False
-else:
-    AVAILABLE = True
-
-if TYPE_CHECKING:
-    from ._native import SimulatedAllocator
-
 _STATES = {1: "live", 0: "free", -1: "unmapped"}
+
+
+def has(name: str) -> bool:
+    """Whether the allocator `name` has a counterpart in C++."""
+    return name in _native.names()
 
 
 def simulated_allocator(

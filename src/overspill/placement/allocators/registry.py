@@ -1,41 +1,19 @@
-"""The allocators by name. An allocator is one file here, one header of the native core, and one line in the registry."""
+"""The allocators by name: an allocator is one file here, and one header of the native core."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from overspill.core.registry import Registry
+from overspill.core.registry import Registry, classes_in
 
 from . import native as native_core
 from .base import Allocator
-from .best_fit import BestFitAllocator
-from .bfc import BfcAllocator
-from .buddy import BuddyAllocator
-from .caching import CachingAllocator
-from .chainer import ChainerAllocator
-from .chunked import ChunkedAllocator
-from .cnmem import CnmemAllocator
-from .mxnet import MxnetAllocator
 from .python_allocator import PythonAllocator
-from .two_ended import TwoEndedAllocator
 
 ALLOCATORS: Registry[type[PythonAllocator]] = Registry(
     "allocator",
     "allocators",
-    {
-        allocator.name: allocator
-        for allocator in (
-            CachingAllocator,
-            BfcAllocator,
-            MxnetAllocator,
-            ChainerAllocator,
-            CnmemAllocator,
-            TwoEndedAllocator,
-            ChunkedAllocator,
-            BestFitAllocator,
-            BuddyAllocator,
-        )
-    },
+    classes_in(__name__.rpartition(".")[0], PythonAllocator),  # type: ignore[type-abstract]
 )
 
 
@@ -49,11 +27,11 @@ def allocator_named(
 ) -> Allocator:
     """The allocator registered as `name`, over an empty device of `capacity_bytes` (None: unlimited).
 
-    In Python; `native` gives its compiled twin where that is built.
+    In Python; `native` gives its counterpart in C++ where there is one.
     """
-    twin = allocator_type(name)
-    if native and native_core.AVAILABLE:
-        core = native_core.NativeAllocator(name, twin.config_type, config, capacity_bytes=capacity_bytes)
-        core.coalesces = twin.coalesces
+    python = allocator_type(name)
+    if native and native_core.has(name):
+        core = native_core.NativeAllocator(name, python.config_type, config, capacity_bytes=capacity_bytes)
+        core.coalesces = python.coalesces
         return core
-    return twin(config, capacity_bytes=capacity_bytes)
+    return python(config, capacity_bytes=capacity_bytes)

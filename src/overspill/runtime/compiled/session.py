@@ -21,7 +21,7 @@ from overspill.costs import MeasuredTimes
 from overspill.placement.packing import solver_named
 from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
-from overspill.policies.plan import Plan, retained_bytes
+from overspill.plans.plan import Plan, retained_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
 from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes

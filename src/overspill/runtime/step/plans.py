@@ -18,7 +18,7 @@ from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, Par
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
-from overspill.policies.plan import Plan
+from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.lower import lower_step
 from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes

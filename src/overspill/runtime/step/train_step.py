@@ -17,7 +17,7 @@ from overspill.core import Device, Graph
 from overspill.core.errors import RequestError, StoreError
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
-from overspill.policies.plan import Plan
+from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of

@@ -10,8 +10,8 @@ from functools import cached_property
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes
+from overspill.policies import policy_named
 
-from . import policy_named
 from .plan import Plan, make_plan
 
 BASELINE = "oracle"

@@ -9,9 +9,9 @@ from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Graph, LayerType
 from overspill.core.errors import RequestError
+from overspill.plans.comparison import BASELINE, compare, in_order
+from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES
-from overspill.policies.comparison import BASELINE, compare, in_order
-from overspill.policies.plan import make_plan, unmanaged_peak
 
 LIMITLESS = 1 << 40
 

@@ -13,10 +13,9 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
+from overspill.policies import POLICIES, policy_named
+from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
-
-from . import POLICIES, policy_named
-from .in_core import Liveness
 
 
 @dataclass(frozen=True)
