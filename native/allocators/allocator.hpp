@@ -1,5 +1,5 @@
 // What an allocator is: addresses for blocks of bytes, over a device, with statistics and a segment log.
-// Twin of src/overspill/placement/base.py.
+// In Python: src/overspill/placement/allocators/base.py.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace overspill {
 
 constexpr Address kNowhere = 0;  // the address of a block of no bytes
 
-// How long a block stays, as far as is known beforehand. Twin of overspill.core.Mobility.
+// How long a block stays, as far as is known beforehand. As overspill.core.Mobility.
 enum class Mobility : std::int8_t { kMovable = 0, kTemporary = 1, kReclaimed = 2 };
 
 enum class SegmentAction : std::int64_t { kAlloc = 0, kFree = 1, kMap = 2, kUnmap = 3 };
@@ -51,8 +51,8 @@ class Allocator {
     Allocator& operator=(const Allocator&) = delete;
 
     // A block of at least `nbytes` (more than none), or nullptr when there is no room.
-    Block* allocate_block(Bytes nbytes, std::int32_t stream, Mobility mobility) {
-        Block* block = nbytes <= kAddressSpaceBytes ? find_grouped_block(nbytes, stream, mobility) : nullptr;
+    PoolBlock* allocate_block(Bytes nbytes, std::int32_t stream, Mobility mobility) {
+        PoolBlock* block = nbytes <= kAddressSpaceBytes ? find_grouped_block(nbytes, stream, mobility) : nullptr;
         if (block == nullptr) return nullptr;
         block->free = false;
         block->requested = nbytes;
@@ -61,7 +61,7 @@ class Allocator {
         return block;
     }
 
-    void free_block(Block* block) {
+    void free_block(PoolBlock* block) {
         requested.add(-block->requested, clock);
         allocated.add(-block->size, clock);
         block->free = true;
@@ -69,12 +69,12 @@ class Allocator {
         return_block(block);
     }
 
-    virtual std::vector<Block*> idle_blocks() const = 0;
+    virtual std::vector<PoolBlock*> idle_blocks() const = 0;
 
     // The bytes of all segments up to the end of their last live blocks.
     virtual Bytes spread_bytes() const {
         Bytes spread = reserved.now;
-        for (const Block* block : idle_blocks())
+        for (const PoolBlock* block : idle_blocks())
             if (block->mapped && block->last()) spread -= block->size;
         return spread;
     }
@@ -83,7 +83,7 @@ class Allocator {
     virtual Bytes usable_bytes(Bytes request) const {
         if (request <= 1) return reserved.now - allocated.now;
         Bytes usable = 0;
-        for (const Block* block : idle_blocks())
+        for (const PoolBlock* block : idle_blocks())
             if (block->mapped && block->size >= request) usable += block->size;
         return usable;
     }
@@ -96,23 +96,23 @@ class Allocator {
     std::vector<SegmentEvent> segment_log;
 
   protected:
-    virtual Block* find_block(Bytes nbytes, std::int32_t stream) = 0;
+    virtual PoolBlock* find_block(Bytes nbytes, std::int32_t stream) = 0;
 
     // The same for a block of `mobility`, for allocators that group by it.
-    virtual Block* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility) {
+    virtual PoolBlock* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility) {
         return find_block(nbytes, stream);
     }
 
-    virtual void return_block(Block* block) = 0;
+    virtual void return_block(PoolBlock* block) = 0;
 
-    Block* segment_malloc(Bytes nbytes, std::int32_t stream) {
+    PoolBlock* segment_malloc(Bytes nbytes, std::int32_t stream) {
         const auto address = device_.malloc(nbytes);
         if (!address) return nullptr;
         log_exchange(SegmentAction::kAlloc, *address, nbytes, stream);
         return blocks_.make(*address, nbytes, stream);
     }
 
-    void segment_free(Block* block) {
+    void segment_free(PoolBlock* block) {
         device_.free(block->address);
         log_exchange(SegmentAction::kFree, block->address, block->size, block->stream);
         blocks_.drop(block);

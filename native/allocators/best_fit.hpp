@@ -1,4 +1,4 @@
-// Best fit in one pool that grows at its end. Twin of src/overspill/placement/best_fit.py.
+// Best fit in one pool that grows at its end. In Python: src/overspill/placement/allocators/best_fit.py.
 #pragma once
 
 #include <cstdint>
@@ -21,24 +21,24 @@ class BestFitAllocator final : public Allocator {
         unmapped_bytes_ = capacity ? round_up(*capacity, kPageBytes) : kUnlimitedReservationBytes;
     }
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_up(nbytes, config_.step_bytes);
         const auto it = idle_.lower_bound(Key{size});
-        Block* block = it != idle_.end() ? it->second : nullptr;
+        PoolBlock* block = it != idle_.end() ? it->second : nullptr;
         if (block == nullptr || block->size < size) block = grown(size, stream);
         if (block == nullptr) return nullptr;
         idle_.erase(key(block));
         if (block->size == size) return block;
-        Block* front = blocks_.cut(block, size);
+        PoolBlock* front = blocks_.cut(block, size);
         put(block);
         return front;
     }
 
-    void return_block(Block* block) override {
-        for (Block* other : {block->prev, block->next}) {
+    void return_block(PoolBlock* block) override {
+        for (PoolBlock* other : {block->prev, block->next}) {
             if (other == nullptr || !other->free) continue;
             idle_.erase(key(other));
             if (other == last_) last_ = block;
@@ -49,14 +49,14 @@ class BestFitAllocator final : public Allocator {
 
   private:
     // The end of the pool can grow: it comes after all holes.
-    static Key key(const Block* block) {
+    static Key key(const PoolBlock* block) {
         return {block->next != nullptr ? block->size : kAddressSpaceBytes, block->address};
     }
 
-    void put(Block* block) { idle_.emplace(key(block), block); }
+    void put(PoolBlock* block) { idle_.emplace(key(block), block); }
 
     // The last block of the pool, free and of at least `size` bytes after pages were added.
-    Block* grown(Bytes size, std::int32_t stream) {
+    PoolBlock* grown(Bytes size, std::int32_t stream) {
         const bool open = last_ != nullptr && last_->free;
         const Bytes missing = round_up(size - (open ? last_->size : 0), kPageBytes);
         if (missing > unmapped_bytes_) return nullptr;
@@ -73,7 +73,7 @@ class BestFitAllocator final : public Allocator {
             idle_.erase(key(last_));
             last_->size += missing;
         } else {
-            Block* added = blocks_.make(*end, missing, stream);
+            PoolBlock* added = blocks_.make(*end, missing, stream);
             added->splice(last_, nullptr);
             last_ = added;
         }
@@ -84,7 +84,7 @@ class BestFitAllocator final : public Allocator {
     BestFitConfig config_;
     FreeBlocks idle_;
     Bytes unmapped_bytes_ = 0;
-    Block* last_ = nullptr;
+    PoolBlock* last_ = nullptr;
 };
 
 inline const Registered kBestFit("best-fit",

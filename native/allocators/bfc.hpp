@@ -1,5 +1,5 @@
 // TensorFlow's best-fit allocator with coalescing (BFC): a few growing regions, loose splits, no streams.
-// Twin of src/overspill/placement/bfc.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/bfc.py, which cites the rules.
 #pragma once
 
 #include <algorithm>
@@ -33,12 +33,12 @@ class BfcAllocator final : public Allocator {
                 std::max<Bytes>(1, static_cast<Bytes>(config.fragmentation_fraction * static_cast<double>(limit_)));
     }
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_up(nbytes, kStepBytes);
-        Block* block = find_free(size);
+        PoolBlock* block = find_free(size);
         if (block == nullptr && extend(size, stream)) block = find_free(size);
         if (block == nullptr && release_idle_regions(size)) {
             ++retries;
@@ -47,8 +47,8 @@ class BfcAllocator final : public Allocator {
         return block;
     }
 
-    void return_block(Block* block) override {
-        for (Block* other : {block->next, block->prev}) {
+    void return_block(PoolBlock* block) override {
+        for (PoolBlock* other : {block->next, block->prev}) {
             if (other == nullptr || !other->free) continue;
             idle_.erase(Key{other->size, other->address});
             blocks_.absorb(block, other);
@@ -62,15 +62,15 @@ class BfcAllocator final : public Allocator {
     static constexpr Bytes kMostWasteBytes = Bytes{128} << 20;
     static constexpr float kBackpedal = 0.9F;
 
-    void put(Block* block) { idle_.emplace(Key{block->size, block->address}, block); }
+    void put(PoolBlock* block) { idle_.emplace(Key{block->size, block->address}, block); }
 
-    Block* find_free(Bytes size) {
+    PoolBlock* find_free(Bytes size) {
         const auto it = idle_.lower_bound(Key{size});
         if (it == idle_.end()) return nullptr;
-        Block* block = it->second;
+        PoolBlock* block = it->second;
         idle_.erase(it);
         if (block->size < 2 * size && block->size - size < most_waste_) return block;
-        Block* front = blocks_.cut(block, size);
+        PoolBlock* front = blocks_.cut(block, size);
         put(block);
         return front;
     }
@@ -81,7 +81,7 @@ class BfcAllocator final : public Allocator {
         const bool grown = size > next_region_;
         while (size > next_region_) next_region_ *= 2;
         Bytes nbytes = std::min(next_region_, available);
-        Block* block = segment_malloc(nbytes, stream);
+        PoolBlock* block = segment_malloc(nbytes, stream);
         while (block == nullptr) {
             const Bytes less = round_up(static_cast<Bytes>(static_cast<float>(nbytes) * kBackpedal), kStepBytes);
             nbytes = less < nbytes ? less : nbytes - kStepBytes;
@@ -95,7 +95,7 @@ class BfcAllocator final : public Allocator {
 
     bool release_idle_regions(Bytes size) {
         if (!config_.garbage_collection) return false;
-        std::vector<Block*> regions;
+        std::vector<PoolBlock*> regions;
         Bytes idle = 0;
         for (const auto& entry : idle_) {
             if (entry.second->split()) continue;
@@ -103,8 +103,8 @@ class BfcAllocator final : public Allocator {
             idle += entry.second->size;
         }
         if (idle == 0 || size > limit_ - reserved.now + idle) return false;
-        std::sort(regions.begin(), regions.end(), [](Block* a, Block* b) { return a->address < b->address; });
-        for (Block* block : regions) {
+        std::sort(regions.begin(), regions.end(), [](PoolBlock* a, PoolBlock* b) { return a->address < b->address; });
+        for (PoolBlock* block : regions) {
             idle_.erase(Key{block->size, block->address});
             segment_free(block);
         }

@@ -1,5 +1,5 @@
 // A block: a piece of a segment that an allocator gives out or keeps for later; and an index of the free ones.
-// Twin of src/overspill/placement/blocks.py.
+// In Python: src/overspill/placement/allocators/blocks.py.
 #pragma once
 
 #include <compare>
@@ -14,7 +14,7 @@
 
 namespace overspill {
 
-struct Block {
+struct PoolBlock {
     Address address = 0;
     Bytes size = 0;
     std::int32_t stream = 0;
@@ -23,8 +23,8 @@ struct Block {
     bool in_small = false;  // which pool of the caching allocator the block belongs to
     std::int8_t arena = 0;  // which part of a two-ended pool the block lies in
     Bytes requested = 0;
-    Block* prev = nullptr;
-    Block* next = nullptr;
+    PoolBlock* prev = nullptr;
+    PoolBlock* next = nullptr;
     std::int64_t born = 0;        // numbers blocks by their creation
     std::int64_t indexed_at = 0;  // the age counter when the block became free
     Address base = 0;             // where an expandable segment starts
@@ -33,13 +33,13 @@ struct Block {
 
     // Whether no live block lies behind it in its segment.
     bool last() const {
-        const Block* following = next;
+        const PoolBlock* following = next;
         while (following != nullptr && following->free) following = following->next;
         return following == nullptr;
     }
 
     // Put this block between its neighbours.
-    void splice(Block* before, Block* after) {
+    void splice(PoolBlock* before, PoolBlock* after) {
         prev = before;
         next = after;
         if (before != nullptr) before->next = this;
@@ -50,14 +50,14 @@ struct Block {
 // Owns all blocks of an allocator and gives the unused ones out again.
 class BlockStore {
   public:
-    Block* make(Address address, Bytes size, std::int32_t stream) {
-        Block* block;
+    PoolBlock* make(Address address, Bytes size, std::int32_t stream) {
+        PoolBlock* block;
         if (unused_.empty()) {
             block = &blocks_.emplace_back();
         } else {
             block = unused_.back();
             unused_.pop_back();
-            *block = Block{};
+            *block = PoolBlock{};
         }
         block->address = address;
         block->size = size;
@@ -65,11 +65,11 @@ class BlockStore {
         return block;
     }
 
-    void drop(Block* block) { unused_.push_back(block); }
+    void drop(PoolBlock* block) { unused_.push_back(block); }
 
     // A new block of the first `size` bytes of `block`, which keeps the rest.
-    Block* cut(Block* block, Bytes size) {
-        Block* front = make(block->address, size, block->stream);
+    PoolBlock* cut(PoolBlock* block, Bytes size) {
+        PoolBlock* front = make(block->address, size, block->stream);
         front->mapped = block->mapped;
         front->in_small = block->in_small;
         front->arena = block->arena;
@@ -81,7 +81,7 @@ class BlockStore {
     }
 
     // Let `block` take over its neighbour `other`, which is gone then.
-    void absorb(Block* block, Block* other) {
+    void absorb(PoolBlock* block, PoolBlock* other) {
         if (block->prev == other) {
             block->address = other->address;
             block->prev = other->prev;
@@ -95,8 +95,8 @@ class BlockStore {
     }
 
   private:
-    std::deque<Block> blocks_;
-    std::vector<Block*> unused_;
+    std::deque<PoolBlock> blocks_;
+    std::vector<PoolBlock*> unused_;
 };
 
 // Orders free blocks. A search key leaves its last parts at the lowest value, as a shorter tuple does in Python.
@@ -111,11 +111,11 @@ struct Key {
     friend auto operator<=>(const Key&, const Key&) = default;
 };
 
-using FreeBlocks = std::map<Key, Block*>;
+using FreeBlocks = std::map<Key, PoolBlock*>;
 
 // The blocks of an index at this moment, in order: for loops that change it.
-inline std::vector<Block*> snapshot(const FreeBlocks& index) {
-    std::vector<Block*> blocks;
+inline std::vector<PoolBlock*> snapshot(const FreeBlocks& index) {
+    std::vector<PoolBlock*> blocks;
     blocks.reserve(index.size());
     for (const auto& entry : index) blocks.push_back(entry.second);
     return blocks;

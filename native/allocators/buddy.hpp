@@ -1,5 +1,5 @@
 // The binary buddy system: blocks of powers of two, halved and joined with the half they came from.
-// Twin of src/overspill/placement/buddy.py.
+// In Python: src/overspill/placement/allocators/buddy.py.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,13 @@ class BuddyAllocator final : public Allocator {
   public:
     BuddyAllocator(Device& device, const BuddyConfig& config) : Allocator(device), config_(config) {}
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const auto power = static_cast<Bytes>(std::bit_ceil(static_cast<std::uint64_t>(nbytes)));
         const Bytes size = std::max(config_.least_bytes, power);
-        Block* block;
+        PoolBlock* block;
         if (const auto it = idle_.lower_bound(Key{size}); it != idle_.end()) {
             block = it->second;
             idle_.erase(it);
@@ -37,15 +37,15 @@ class BuddyAllocator final : public Allocator {
             block->base = block->address;
         }
         while (block->size > size) {
-            Block* front = blocks_.cut(block, block->size / 2);
+            PoolBlock* front = blocks_.cut(block, block->size / 2);
             put(block);
             block = front;
         }
         return block;
     }
 
-    void return_block(Block* block) override {
-        while (Block* buddy = idle_buddy(block)) {
+    void return_block(PoolBlock* block) override {
+        while (PoolBlock* buddy = idle_buddy(block)) {
             idle_.erase(Key{buddy->size, buddy->address});
             blocks_.absorb(block, buddy);
         }
@@ -53,13 +53,13 @@ class BuddyAllocator final : public Allocator {
     }
 
   private:
-    static Block* idle_buddy(const Block* block) {
+    static PoolBlock* idle_buddy(const PoolBlock* block) {
         const bool is_front = ((block->address - block->base) & block->size) == 0;
-        Block* buddy = is_front ? block->next : block->prev;
+        PoolBlock* buddy = is_front ? block->next : block->prev;
         return buddy != nullptr && buddy->free && buddy->size == block->size ? buddy : nullptr;
     }
 
-    void put(Block* block) { idle_.emplace(Key{block->size, block->address}, block); }
+    void put(PoolBlock* block) { idle_.emplace(Key{block->size, block->address}, block); }
 
     BuddyConfig config_;
     FreeBlocks idle_;

@@ -1,5 +1,5 @@
 // PyTorch's caching allocator: cached segments, best fit by stream, split and joined blocks.
-// Twin of src/overspill/placement/caching.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/caching.py, which cites the rules.
 #pragma once
 
 #include <algorithm>
@@ -64,8 +64,8 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         if (config.expandable_segments) expandable_.emplace(static_cast<PoolOwner&>(*this), device, blocks_);
     }
 
-    std::vector<Block*> idle_blocks() const override {
-        std::vector<Block*> all;
+    std::vector<PoolBlock*> idle_blocks() const override {
+        std::vector<PoolBlock*> all;
         for (const Pool* pool : {&large_, &small_}) {
             for (const auto& entry : pool->free) all.push_back(entry.second);
             for (const auto& entry : pool->unmapped) all.push_back(entry.second);
@@ -80,19 +80,19 @@ class CachingAllocator final : public Allocator, private PoolOwner {
                 expandable_->release(*pool);
                 continue;
             }
-            for (Block* block : snapshot(pool->free))
+            for (PoolBlock* block : snapshot(pool->free))
                 if (!block->split()) release(block);
         }
     }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_size(nbytes, config_.roundup_power2_divisions);
         Pool& pool = size <= kSmallBytes ? small_ : large_;
-        Block* block = find_free(pool, size, stream);
+        PoolBlock* block = find_free(pool, size, stream);
         if (block == nullptr) block = new_block(pool, size, stream);
         if (block != nullptr && splits(pool, block->size - size, size)) {
-            Block* front = blocks_.cut(block, size);
+            PoolBlock* front = blocks_.cut(block, size);
             front->born = birth();
             put(block);
             return front;
@@ -100,27 +100,27 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         return block;
     }
 
-    void return_block(Block* block) override {
+    void return_block(PoolBlock* block) override {
         join(block, block->prev);
         join(block, block->next);
         put(block);
     }
 
   private:
-    Pool& pool_of(const Block* block) override { return block->in_small ? small_ : large_; }
+    Pool& pool_of(const PoolBlock* block) override { return block->in_small ? small_ : large_; }
     std::int64_t birth() override { return ++births_; }
 
-    Key key(const Block* block) const override {
+    Key key(const PoolBlock* block) const override {
         return {block->stream, block->size, config_.oldest_first ? block->born : 0, block->address};
     }
 
-    void put(Block* block) override {
+    void put(PoolBlock* block) override {
         Pool& pool = pool_of(block);
         block->indexed_at = pool.searches;
         pool.free.emplace(key(block), block);
     }
 
-    void join(Block* block, Block* other) override {
+    void join(PoolBlock* block, PoolBlock* other) override {
         if (other == nullptr || !other->free || other->mapped != block->mapped) return;
         Pool& pool = pool_of(other);
         if (other->mapped) {
@@ -135,12 +135,12 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         log_exchange(action, address, nbytes, stream);
     }
 
-    Block* find_free(Pool& pool, Bytes size, std::int32_t stream) {
+    PoolBlock* find_free(Pool& pool, Bytes size, std::int32_t stream) {
         if (collects_) ++pool.searches;
         auto it = pool.free.lower_bound(Key{stream, size});
         if (it == pool.free.end() || it->second->stream != stream) return nullptr;
         if (expandable_) it = expandable_->best_of(pool.free, it);
-        Block* block = it->second;
+        PoolBlock* block = it->second;
         if (const auto most = config_.max_split_bytes) {
             if (size < *most && block->size >= *most) return nullptr;
             if (size >= *most && block->size >= size + config_.max_non_split_rounding_bytes) return nullptr;
@@ -149,9 +149,9 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         return block;
     }
 
-    Block* new_block(Pool& pool, Bytes size, std::int32_t stream) {
+    PoolBlock* new_block(Pool& pool, Bytes size, std::int32_t stream) {
         if (collects_) collect_garbage();
-        Block* block = grow(pool, size, stream);
+        PoolBlock* block = grow(pool, size, stream);
         if (block == nullptr && release_oversize(pool, size, stream)) block = grow(pool, size, stream);
         if (block == nullptr) {
             release_cached();
@@ -161,11 +161,11 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         return block;
     }
 
-    Block* grow(Pool& pool, Bytes size, std::int32_t stream) {
+    PoolBlock* grow(Pool& pool, Bytes size, std::int32_t stream) {
         const Bytes nbytes = segment_size(size, config_.large_segment_bytes);
         if (limit_ && reserved.now + nbytes > *limit_) return nullptr;
         if (expandable_) return expandable_->grow(pool, size, stream);
-        Block* block = segment_malloc(nbytes, stream);
+        PoolBlock* block = segment_malloc(nbytes, stream);
         if (block != nullptr) {
             block->in_small = pool.small;
             block->born = birth();
@@ -190,7 +190,7 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         Bytes released = 0;
         while (it != pool.free.begin() && released < wanted) {
             --it;
-            Block* block = it->second;
+            PoolBlock* block = it->second;
             if (block->stream != stream || block->size < most) break;
             released += block->size;
             it = std::next(it);  // release erases the one before
@@ -203,7 +203,7 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         const auto threshold = static_cast<Bytes>(config_.garbage_collection_threshold * static_cast<double>(*limit_));
         const Bytes target = reserved.now - threshold;
         if (target <= 0 || expandable_) return;
-        std::vector<Block*> idle;
+        std::vector<PoolBlock*> idle;
         std::int64_t age = 0;
         for (const auto& entry : large_.free) {
             if (entry.second->split()) continue;
@@ -215,8 +215,8 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         while (target > reclaimed && any && !idle.empty()) {
             const double mean = static_cast<double>(age) / static_cast<double>(idle.size());
             any = false;
-            std::vector<Block*> younger;
-            for (Block* block : idle) {
+            std::vector<PoolBlock*> younger;
+            for (PoolBlock* block : idle) {
                 const std::int64_t block_age = large_.searches - block->indexed_at;
                 if (static_cast<double>(block_age) < mean) {
                     younger.push_back(block);
@@ -231,7 +231,7 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         }
     }
 
-    void release(Block* block) {
+    void release(PoolBlock* block) {
         pool_of(block).free.erase(key(block));
         segment_free(block);
     }

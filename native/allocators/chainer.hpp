@@ -1,5 +1,5 @@
 // Chainer's memory pool, today CuPy's: bins of 512 bytes a stream, always split, joined when freed.
-// Twin of src/overspill/placement/chainer.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/chainer.py, which cites the rules.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,14 @@ class ChainerAllocator final : public Allocator {
   public:
     ChainerAllocator(Device& device, const ChainerConfig& config) : Allocator(device), config_(config) {}
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_up(nbytes, kStepBytes);
-        if (Block* block = find_free(size, stream)) return block;
+        if (PoolBlock* block = find_free(size, stream)) return block;
         if (config_.limit_bytes > 0 && reserved.now + size > config_.limit_bytes) return nullptr;
-        Block* block = segment_malloc(size, stream);
+        PoolBlock* block = segment_malloc(size, stream);
         if (block == nullptr) {
             release_unsplit();
             ++retries;
@@ -34,8 +34,8 @@ class ChainerAllocator final : public Allocator {
         return block;
     }
 
-    void return_block(Block* block) override {
-        for (Block* other : {block->next, block->prev}) {
+    void return_block(PoolBlock* block) override {
+        for (PoolBlock* other : {block->next, block->prev}) {
             if (other == nullptr || !other->free) continue;
             idle_.erase(key(other));
             blocks_.absorb(block, other);
@@ -46,26 +46,26 @@ class ChainerAllocator final : public Allocator {
   private:
     static constexpr Bytes kStepBytes = 512;
 
-    static Key key(const Block* block) { return {block->stream, block->size, -block->indexed_at}; }
+    static Key key(const PoolBlock* block) { return {block->stream, block->size, -block->indexed_at}; }
 
-    void put(Block* block) {
+    void put(PoolBlock* block) {
         block->indexed_at = ++frees_;
         idle_.emplace(key(block), block);
     }
 
-    Block* find_free(Bytes size, std::int32_t stream) {
+    PoolBlock* find_free(Bytes size, std::int32_t stream) {
         const auto it = idle_.lower_bound(Key{stream, size});
         if (it == idle_.end() || it->second->stream != stream) return nullptr;
-        Block* block = it->second;
+        PoolBlock* block = it->second;
         idle_.erase(it);
         if (block->size == size) return block;
-        Block* front = blocks_.cut(block, size);
+        PoolBlock* front = blocks_.cut(block, size);
         put(block);
         return front;
     }
 
     void release_unsplit() {
-        for (Block* block : snapshot(idle_)) {
+        for (PoolBlock* block : snapshot(idle_)) {
             if (block->split()) continue;
             idle_.erase(key(block));
             segment_free(block);

@@ -1,5 +1,5 @@
 // Virtual addressing by chunks: each block has addresses of its own, with equal chunks of memory behind them.
-// Twin of src/overspill/placement/chunked.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/chunked.py, which cites the rules.
 #pragma once
 
 #include <algorithm>
@@ -19,15 +19,15 @@ class ChunkedAllocator final : public Allocator {
   public:
     ChunkedAllocator(Device& device, const ChunkedConfig& config) : Allocator(device), config_(config) {}
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
     Bytes usable_bytes(Bytes request) const override { return kept_bytes() >= request ? kept_bytes() : 0; }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = round_up(nbytes, config_.chunk_bytes);
         if (const auto it = idle_.lower_bound(Key{size}); it != idle_.end() && it->second->size == size) {
-            Block* block = it->second;
+            PoolBlock* block = it->second;
             idle_.erase(it);
             return block;
         }
@@ -44,17 +44,17 @@ class ChunkedAllocator final : public Allocator {
         return blocks_.make(*address, size, stream);
     }
 
-    void return_block(Block* block) override { put(block); }
+    void return_block(PoolBlock* block) override { put(block); }
 
   private:
     Bytes kept_bytes() const { return reserved.now - allocated.now; }
 
-    void put(Block* block) { idle_.emplace(Key{block->size, block->address}, block); }
+    void put(PoolBlock* block) { idle_.emplace(Key{block->size, block->address}, block); }
 
     // Take kept chunks, with the addresses before them, out of the smallest free blocks.
     void unmap(Bytes nbytes) {
         while (nbytes > 0) {
-            Block* block = idle_.begin()->second;
+            PoolBlock* block = idle_.begin()->second;
             idle_.erase(idle_.begin());
             const Bytes size = std::min(nbytes, block->size);
             block->size -= size;

@@ -1,5 +1,5 @@
 // NVIDIA's CNMeM, the pool of vDNN: best fit in one pool reserved at the start, growing if allowed.
-// Twin of src/overspill/placement/cnmem.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/cnmem.py, which cites the rules.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@ class CnmemAllocator final : public Allocator {
     CnmemAllocator(Device& device, const CnmemConfig& config)
         : Allocator(device), config_(config), pool_bytes_missing_(round_up(config.pool_bytes, kStepBytes)) {}
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         if (pool_bytes_missing_ > 0) {
-            Block* pool = segment_malloc(pool_bytes_missing_, stream);
+            PoolBlock* pool = segment_malloc(pool_bytes_missing_, stream);
             if (pool == nullptr) return nullptr;
             pool_bytes_missing_ = 0;
             put(pool);
@@ -33,16 +33,16 @@ class CnmemAllocator final : public Allocator {
         const Bytes size = round_up(nbytes, kStepBytes);
         const auto it = idle_.lower_bound(Key{size});
         if (it == idle_.end()) return config_.grows ? segment_malloc(size, stream) : nullptr;
-        Block* block = it->second;
+        PoolBlock* block = it->second;
         idle_.erase(it);
         if (block->size == size) return block;
-        Block* front = blocks_.cut(block, size);
+        PoolBlock* front = blocks_.cut(block, size);
         put(block);
         return front;
     }
 
-    void return_block(Block* block) override {
-        for (Block* other : {block->prev, block->next}) {
+    void return_block(PoolBlock* block) override {
+        for (PoolBlock* other : {block->prev, block->next}) {
             if (other == nullptr || !other->free) continue;
             idle_.erase(Key{other->size, other->address});
             blocks_.absorb(block, other);
@@ -53,7 +53,7 @@ class CnmemAllocator final : public Allocator {
   private:
     static constexpr Bytes kStepBytes = 512;
 
-    void put(Block* block) { idle_.emplace(Key{block->size, block->address}, block); }
+    void put(PoolBlock* block) { idle_.emplace(Key{block->size, block->address}, block); }
 
     CnmemConfig config_;
     Bytes pool_bytes_missing_;

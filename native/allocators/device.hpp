@@ -1,5 +1,5 @@
 // The device: gives out and takes back address ranges, and says no when its memory is used up.
-// Twin of src/overspill/placement/device.py.
+// In Python: src/overspill/placement/simulated_device.py.
 #pragma once
 
 #include <cstdint>

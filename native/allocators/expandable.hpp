@@ -1,5 +1,5 @@
 // Expandable segments of PyTorch's caching allocator: address space reserved at once, memory mapped page by page.
-// Twin of src/overspill/placement/expandable.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/expandable.py, which cites the rules.
 #pragma once
 
 #include <algorithm>
@@ -25,11 +25,11 @@ struct Pool {
 // What expandable segments need of the allocator whose pools they fill.
 class PoolOwner {
   public:
-    virtual Pool& pool_of(const Block* block) = 0;
-    virtual Key key(const Block* block) const = 0;
+    virtual Pool& pool_of(const PoolBlock* block) = 0;
+    virtual Key key(const PoolBlock* block) const = 0;
     virtual std::int64_t birth() = 0;
-    virtual void put(Block* block) = 0;
-    virtual void join(Block* block, Block* other) = 0;
+    virtual void put(PoolBlock* block) = 0;
+    virtual void join(PoolBlock* block, PoolBlock* other) = 0;
     virtual void log_mapping(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) = 0;
 
   protected:
@@ -52,11 +52,11 @@ class ExpandableSegments {
         return it;
     }
 
-    Block* grow(Pool& pool, Bytes size, std::int32_t stream) {
-        Block* block = candidate(pool, size, stream);
+    PoolBlock* grow(Pool& pool, Bytes size, std::int32_t stream) {
+        PoolBlock* block = candidate(pool, size, stream);
         if (block == nullptr || (!block->mapped && !map(block, std::min(block->size, size)))) return nullptr;
         while (block->size < size) {
-            Block* following = block->next;
+            PoolBlock* following = block->next;
             if (!map(following, std::min(size - block->size, following->size))) return nullptr;
             block = following;
         }
@@ -66,7 +66,7 @@ class ExpandableSegments {
 
     // Unmap all whole pages inside free blocks, and give up segments that are left without memory.
     void release(Pool& pool) {
-        for (Block* block : snapshot(pool.free)) {
+        for (PoolBlock* block : snapshot(pool.free)) {
             unmap(block);
             if (block->split()) continue;
             pool.unmapped.erase(Key{block->stream, block->address});
@@ -76,21 +76,21 @@ class ExpandableSegments {
     }
 
   private:
-    static Bytes room(const Block* block) {
-        const Block* following = block->next;
+    static Bytes room(const PoolBlock* block) {
+        const PoolBlock* following = block->next;
         return block->size + (following != nullptr && !following->mapped ? following->size : 0);
     }
 
-    static Bytes space(const Block* block, Bytes enough) {
+    static Bytes space(const PoolBlock* block, Bytes enough) {
         Bytes nbytes = 0;
         for (; block != nullptr && block->free && nbytes < enough; block = block->next) nbytes += block->size;
         return nbytes;
     }
 
     // The block at the lowest address from which `size` bytes of free or unmapped space follow.
-    Block* candidate(Pool& pool, Bytes size, std::int32_t stream) {
+    PoolBlock* candidate(Pool& pool, Bytes size, std::int32_t stream) {
         for (auto it = pool.unmapped.lower_bound(Key{stream}); it != pool.unmapped.end(); ++it) {
-            Block* block = it->second;
+            PoolBlock* block = it->second;
             if (block->stream != stream) break;
             if (block->prev != nullptr && block->prev->free) block = block->prev;
             if (space(block, size) >= size) return block;
@@ -99,20 +99,20 @@ class ExpandableSegments {
         if (size > reservation) return nullptr;
         const auto base = device_.reserve(reservation);
         if (!base) return nullptr;
-        Block* block = make(pool, *base, reservation, stream, *base);
+        PoolBlock* block = make(pool, *base, reservation, stream, *base);
         block->mapped = false;
         pool.unmapped.emplace(Key{stream, *base}, block);
         return block;
     }
 
-    bool map(Block* block, Bytes size) {
+    bool map(PoolBlock* block, Bytes size) {
         Pool& pool = owner_.pool_of(block);
         const Address address = block->address;
         const Bytes nbytes = round_up(size, pool.page_bytes);
         if (!device_.map(address, nbytes)) return false;
         pool.unmapped.erase(Key{block->stream, address});
         if (nbytes < block->size) {
-            Block* rest = make(pool, address + nbytes, block->size - nbytes, block->stream, block->base);
+            PoolBlock* rest = make(pool, address + nbytes, block->size - nbytes, block->stream, block->base);
             rest->mapped = false;
             rest->splice(block, block->next);
             pool.unmapped.emplace(Key{rest->stream, rest->address}, rest);
@@ -127,7 +127,7 @@ class ExpandableSegments {
     }
 
     // Take the memory of all whole pages inside a free block; what is left of it at either side stays free.
-    void unmap(Block* block) {
+    void unmap(PoolBlock* block) {
         Pool& pool = owner_.pool_of(block);
         const Address end = block->address + block->size;
         const Address first = block->base + round_up(block->address - block->base, pool.page_bytes);
@@ -146,14 +146,14 @@ class ExpandableSegments {
         owner_.log_mapping(SegmentAction::kUnmap, first, last - first, block->stream);
     }
 
-    void leave_free(Pool& pool, Block* block, Address start, Address end, Block* before, Block* after) {
-        Block* part = make(pool, start, end - start, block->stream, block->base);
+    void leave_free(Pool& pool, PoolBlock* block, Address start, Address end, PoolBlock* before, PoolBlock* after) {
+        PoolBlock* part = make(pool, start, end - start, block->stream, block->base);
         part->splice(before, after);
         owner_.put(part);
     }
 
-    Block* make(const Pool& pool, Address address, Bytes size, std::int32_t stream, Address base) {
-        Block* block = blocks_.make(address, size, stream);
+    PoolBlock* make(const Pool& pool, Address address, Bytes size, std::int32_t stream, Address base) {
+        PoolBlock* block = blocks_.make(address, size, stream);
         block->in_small = pool.small;
         block->base = base;
         block->born = owner_.birth();

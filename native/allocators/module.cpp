@@ -80,7 +80,7 @@ class SimulatedAllocator {
         : device_(capacity_bytes), allocator_(make_allocator(name, config, device_)) {}
 
     std::optional<Address> allocate(Bytes nbytes, std::int32_t stream, std::int8_t mobility) {
-        Block* block = allocator_->allocate_block(nbytes, stream, static_cast<Mobility>(mobility));
+        PoolBlock* block = allocator_->allocate_block(nbytes, stream, static_cast<Mobility>(mobility));
         if (block == nullptr) return std::nullopt;
         live_[block->address] = block;
         return block->address;
@@ -89,7 +89,7 @@ class SimulatedAllocator {
     bool free(Address address) {
         const auto found = live_.find(address);
         if (found == live_.end()) return false;
-        Block* block = found->second;
+        PoolBlock* block = found->second;
         live_.erase(found);
         allocator_->free_block(block);
         return true;
@@ -134,14 +134,14 @@ class SimulatedAllocator {
 
     // (segment, address, bytes, requested bytes, live 1 / free 0 / unmapped -1, stream) for each block of each segment
     std::vector<std::tuple<std::int64_t, Address, Bytes, Bytes, int, std::int32_t>> block_rows() const {
-        std::vector<Block*> heads = allocator_->idle_blocks();
+        std::vector<PoolBlock*> heads = allocator_->idle_blocks();
         for (const auto& entry : live_) heads.push_back(entry.second);
-        std::erase_if(heads, [](const Block* block) { return block->prev != nullptr; });
-        std::sort(heads.begin(), heads.end(), [](Block* a, Block* b) { return a->address < b->address; });
+        std::erase_if(heads, [](const PoolBlock* block) { return block->prev != nullptr; });
+        std::sort(heads.begin(), heads.end(), [](PoolBlock* a, PoolBlock* b) { return a->address < b->address; });
         std::vector<std::tuple<std::int64_t, Address, Bytes, Bytes, int, std::int32_t>> rows;
         std::int64_t segment = 0;
-        for (const Block* head : heads) {
-            for (const Block* block = head; block != nullptr; block = block->next)
+        for (const PoolBlock* head : heads) {
+            for (const PoolBlock* block = head; block != nullptr; block = block->next)
                 rows.emplace_back(segment, block->address, block->size, block->requested,
                                   !block->mapped ? -1 : (block->free ? 0 : 1), block->stream);
             ++segment;
@@ -166,7 +166,7 @@ class SimulatedAllocator {
   private:
     SimulatedDevice device_;
     std::unique_ptr<Allocator> allocator_;
-    std::unordered_map<Address, Block*> live_;
+    std::unordered_map<Address, PoolBlock*> live_;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // MXNet's pools: cudaMalloc for every size, freed blocks kept for requests of the same rounded size.
-// Twin of src/overspill/placement/mxnet.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/mxnet.py, which cites the rules.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,14 @@ class MxnetAllocator final : public Allocator {
   public:
     MxnetAllocator(Device& device, const MxnetConfig& config) : Allocator(device), config_(config) {}
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         const Bytes size = rounded(nbytes);
         const auto it = idle_.lower_bound(Key{size});
         if (it != idle_.end() && it->second->size == size) {
-            Block* block = it->second;
+            PoolBlock* block = it->second;
             idle_.erase(it);
             return block;
         }
@@ -43,7 +43,7 @@ class MxnetAllocator final : public Allocator {
     }
 
     // The latest of a size is taken first: its key is the lowest.
-    void return_block(Block* block) override { idle_.emplace(Key{block->size, -++frees_}, block); }
+    void return_block(PoolBlock* block) override { idle_.emplace(Key{block->size, -++frees_}, block); }
 
   private:
     Bytes rounded(Bytes nbytes) const {

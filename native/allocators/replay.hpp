@@ -1,4 +1,4 @@
-// Replaying events on an allocator. Twin of replay_in_python in src/overspill/placement/replay.py.
+// Replaying events on an allocator. In Python: replay_in_python in src/overspill/placement/replay.py.
 #pragma once
 
 #include <cstdint>
@@ -76,7 +76,7 @@ class Replayer {
             result_.addresses[block] = kNowhere;
             return true;
         }
-        Block* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at],
+        PoolBlock* placed = allocator_.allocate_block(events_.nbytes[at], events_.stream[at],
                                                   static_cast<Mobility>(events_.mobility[at]));
         if (placed != nullptr) {
             states_[block] = State::kLive;
@@ -105,7 +105,7 @@ class Replayer {
     Allocator& allocator_;
     const EventsView& events_;
     std::vector<State> states_;
-    std::vector<Block*> blocks_;
+    std::vector<PoolBlock*> blocks_;
     ReplayResult result_;
 };
 

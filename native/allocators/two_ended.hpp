@@ -1,5 +1,5 @@
 // Dymem's pool, filled from both ends by the mobility of blocks (GTBM), with an incremental space beside it.
-// Twin of src/overspill/placement/two_ended.py, which cites the rules.
+// In Python: src/overspill/placement/allocators/two_ended.py, which cites the rules.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ class TwoEndedAllocator final : public Allocator {
   public:
     TwoEndedAllocator(Device& device, const TwoEndedConfig& config) : Allocator(device), config_(config) {}
 
-    std::vector<Block*> idle_blocks() const override { return snapshot(idle_); }
+    std::vector<PoolBlock*> idle_blocks() const override { return snapshot(idle_); }
 
     // The bytes used from both ends of the main space, and the incremental space.
     Bytes spread_bytes() const override {
@@ -31,28 +31,28 @@ class TwoEndedAllocator final : public Allocator {
     }
 
   protected:
-    Block* find_block(Bytes nbytes, std::int32_t stream) override {
+    PoolBlock* find_block(Bytes nbytes, std::int32_t stream) override {
         return find_grouped_block(nbytes, stream, Mobility::kMovable);
     }
 
-    Block* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility mobility) override {
+    PoolBlock* find_grouped_block(Bytes nbytes, std::int32_t stream, Mobility mobility) override {
         if (!opened_) open(stream);
         const Bytes size = round_up(nbytes, kStepBytes);
         if (mobility == Mobility::kReclaimed) {
-            Block* block = outside(size, stream);
+            PoolBlock* block = outside(size, stream);
             return block != nullptr ? block : inside(size, kLow);
         }
-        Block* block = inside(size, mobility == Mobility::kTemporary ? kHigh : kLow);
+        PoolBlock* block = inside(size, mobility == Mobility::kTemporary ? kHigh : kLow);
         if (block == nullptr && config_.grows) block = outside(size, stream);
         return block;
     }
 
-    void return_block(Block* block) override {
+    void return_block(PoolBlock* block) override {
         if (block->arena == kOutside) {
             segment_free(block);
             return;
         }
-        for (Block* other : {block->prev, block->next}) {
+        for (PoolBlock* other : {block->prev, block->next}) {
             if (other == nullptr || !other->free) continue;
             idle_.erase(key(other));
             blocks_.absorb(block, other);
@@ -67,7 +67,7 @@ class TwoEndedAllocator final : public Allocator {
     static constexpr Bytes kFirstPoolBytes = Bytes{10} << 30;
 
     // Among equals the one that is further from the gap is the first.
-    static Key key(const Block* block) {
+    static Key key(const PoolBlock* block) {
         return {block->arena, block->size, block->arena == kHigh ? -block->address : block->address};
     }
 
@@ -79,21 +79,21 @@ class TwoEndedAllocator final : public Allocator {
         Bytes size = round_up(config_.pool_bytes.value_or(first), kStepBytes);
         if (capacity) size = std::min(size, (*capacity - device_.used_bytes()) / kPageBytes * kPageBytes);
         if (size == 0) return;
-        if (Block* pool = segment_malloc(size, stream)) put(pool);
+        if (PoolBlock* pool = segment_malloc(size, stream)) put(pool);
     }
 
-    Block* outside(Bytes size, std::int32_t stream) {
-        Block* block = segment_malloc(size, stream);
+    PoolBlock* outside(Bytes size, std::int32_t stream) {
+        PoolBlock* block = segment_malloc(size, stream);
         if (block != nullptr) block->arena = kOutside;
         return block;
     }
 
     // A block from one end of the main space, or from where else there is room.
-    Block* inside(Bytes size, Arena end) {
+    PoolBlock* inside(Bytes size, Arena end) {
         for (const Arena arena : {end, kGap, end == kLow ? kHigh : kLow}) {
             const auto it = idle_.lower_bound(Key{arena, size});
             if (it == idle_.end() || it->second->arena != arena) continue;
-            Block* block = it->second;
+            PoolBlock* block = it->second;
             idle_.erase(it);
             return cut(block, size, arena == kGap ? end : arena);
         }
@@ -101,20 +101,20 @@ class TwoEndedAllocator final : public Allocator {
     }
 
     // Bytes of a free block, from its lower or its upper side as the end has it; the rest stays free.
-    Block* cut(Block* hole, Bytes size, Arena end) {
+    PoolBlock* cut(PoolBlock* hole, Bytes size, Arena end) {
         if (hole->size == size) {
             hole->arena = end;
             return hole;
         }
-        Block* front = blocks_.cut(hole, end == kLow ? size : hole->size - size);
-        Block* taken = end == kLow ? front : hole;
+        PoolBlock* front = blocks_.cut(hole, end == kLow ? size : hole->size - size);
+        PoolBlock* taken = end == kLow ? front : hole;
         taken->arena = end;
         put(end == kLow ? hole : front);
         return taken;
     }
 
     // Make `block` a hole of the end that lies around it, or the gap; its neighbours are live.
-    void put(Block* block) {
+    void put(PoolBlock* block) {
         if (block->next != nullptr && block->next->arena == kLow)
             block->arena = kLow;
         else if (block->prev != nullptr && block->prev->arena == kHigh)

@@ -46,7 +46,7 @@ class BestFitPool final : public MemoryPool {
     }
 
     std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, bool) override {
-        Block* block = allocator_.allocate_block(nbytes, stream.number, Mobility::kMovable);
+        PoolBlock* block = allocator_.allocate_block(nbytes, stream.number, Mobility::kMovable);
         if (block == nullptr) return std::nullopt;
         live_.emplace(block->address, block);
         return block->address;
@@ -78,7 +78,7 @@ class BestFitPool final : public MemoryPool {
 
     Segments segments_;
     CachingAllocator allocator_;
-    std::unordered_map<Address, Block*> live_;
+    std::unordered_map<Address, PoolBlock*> live_;
 };
 
 }  // namespace overspill::live

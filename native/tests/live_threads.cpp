@@ -29,7 +29,7 @@ void require(bool holds, const char* what) {
     std::exit(1);
 }
 
-struct Block {
+struct PoolBlock {
     Address address;
     Bytes nbytes;
     unsigned char mark;
@@ -57,7 +57,7 @@ class Worker {
     int number_;
     bool real_;
     std::mt19937 random_;
-    std::vector<Block> live_;
+    std::vector<PoolBlock> live_;
 
     std::size_t draw(std::size_t below) { return std::uniform_int_distribution<std::size_t>(0, below - 1)(random_); }
 
@@ -65,7 +65,7 @@ class Worker {
         const Bytes nbytes = 1 + static_cast<Bytes>(draw(static_cast<std::size_t>(draw(8) ? 4096 : kMostBytes)));
         const auto address = allocator_.allocate(nbytes, number_);
         require(address.has_value(), "no memory");
-        const Block block{*address, nbytes, static_cast<unsigned char>(draw(256))};
+        const PoolBlock block{*address, nbytes, static_cast<unsigned char>(draw(256))};
         if (real_) {
             auto* bytes = reinterpret_cast<unsigned char*>(block.address);
             for (Bytes i = 0; i < nbytes; ++i) bytes[i] = block.mark;
@@ -74,7 +74,7 @@ class Worker {
     }
 
     void free(std::size_t which) {
-        const Block block = live_[which];
+        const PoolBlock block = live_[which];
         live_[which] = live_.back();
         live_.pop_back();
         if (real_) {

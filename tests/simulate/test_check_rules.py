@@ -177,23 +177,23 @@ class TestWhatLivesInTheStore:
         build.op([y, 0], [0], Phase.UPDATE)
         return build.graph([y])
 
-    def at_home(self, *instructions: tuple[Verb, int]) -> Schedule:
+    def stored_between_steps(self, *instructions: tuple[Verb, int]) -> Schedule:
         return replace(schedule(*instructions), stored=(0,))
 
     def test_it_comes_for_its_uses_and_goes_back_updated(self, graph: Graph) -> None:
         fetch, leave = ((BACK, 0), (BACK_DONE, 0)), ((OUT, 0), (OUT_DONE, 0), (FREE, 0))
-        assert check(graph, self.at_home(*fetch, (RUN, 0), (RUN, 1), *leave)).peak_bytes == 110
-        away = self.at_home(*fetch, (RUN, 0), (FREE, 0), *fetch, (RUN, 1), *leave)
+        assert check(graph, self.stored_between_steps(*fetch, (RUN, 0), (RUN, 1), *leave)).peak_bytes == 110
+        away = self.stored_between_steps(*fetch, (RUN, 0), (FREE, 0), *fetch, (RUN, 1), *leave)
         assert check(graph, away).peak_bytes == 110
 
     def test_it_can_not_be_freed_before_the_store_has_its_last_value(self, graph: Graph) -> None:
-        made = self.at_home((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1), (FREE, 0))
+        made = self.stored_between_steps((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1), (FREE, 0))
         assert "the store does not hold it as it is now" in refused(graph, made)
 
     def test_it_must_end_where_it_began(self, graph: Graph) -> None:
-        made = self.at_home((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1))
+        made = self.stored_between_steps((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1))
         assert "the store ends with w from before its last update" in refused(graph, made)
-        made = self.at_home((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1), (OUT, 0), (OUT_DONE, 0))
+        made = self.stored_between_steps((BACK, 0), (BACK_DONE, 0), (RUN, 0), (RUN, 1), (OUT, 0), (OUT_DONE, 0))
         assert "w ends present, not absent" in refused(graph, made)
 
     def test_what_may_not_move_can_not_live_there(self) -> None:

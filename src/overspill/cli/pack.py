@@ -115,7 +115,7 @@ def pack(
 
 def _answer(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> dict[str, Any]:
     layout = solution.layout
-    blame = {"blame": [read.label(position) for position in found.blame]} if found.infeasible else {}
+    blame = {"blame": [read.label(position) for position in found.infeasible_core]} if found.infeasible else {}
     return {
         "blocks": len(read.trace.blocks),
         "capacity_bytes": capacity_bytes,

@@ -113,7 +113,7 @@ def plan_within(
         except InfeasibleBudget as error:
             if least is None:
                 raise
-            raise _does_not_lie(policy, placer, budget_bytes, least, error.cause) from None
+            raise _does_not_fit(policy, placer, budget_bytes, least, error.cause) from None
         placed = place_plan(plan, placer)
         over = placed.peak_bytes - budget_bytes
         if over <= 0:
@@ -123,10 +123,10 @@ def plan_within(
         if asked <= 0:
             break
     assert least is not None
-    raise _does_not_lie(policy, placer, budget_bytes, least, "fragmentation")
+    raise _does_not_fit(policy, placer, budget_bytes, least, "fragmentation")
 
 
-def _does_not_lie(policy: str, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
+def _does_not_fit(policy: str, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
     return InfeasibleBudget(
         f"infeasible: {placer} places no plan of {policy} within {format_bytes(budget_bytes)}; "
         f"the least that it took is {format_bytes(least)}",

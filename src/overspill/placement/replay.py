@@ -64,7 +64,7 @@ def replay_in_python(
     curves: bool = False,
     request_bytes: int | None = None,
 ) -> Replay:
-    """The same as `replay`, on the Python twin."""
+    """The same as `replay`, on the allocator in Python."""
     allocator = allocator_named(name, config, capacity_bytes=capacity_bytes)
     addresses = np.full(events.block_count, NOT_PLACED, dtype=np.int64)
     live: dict[int, int] = {}

@@ -37,7 +37,7 @@ def assemble(
 ) -> Schedule:
     """The Schedule that runs `program` with `transfers`; tensors `held` are freed at the end of backward, not before."""
     assembly = _Assembly(program, transfers, frozenset(held))
-    return Schedule(policy, assembly.instructions(), budget_bytes, tuple(sorted(assembly.at_home)))
+    return Schedule(policy, assembly.instructions(), budget_bytes, tuple(sorted(assembly.stored_between_steps)))
 
 
 class _Assembly:
@@ -45,9 +45,9 @@ class _Assembly:
         self.program = program
         self.tensors = program.graph.tensors
         transfers = list(transfers)
-        self.at_home = frozenset(t.gap.tensor for t in transfers if t.gap.wraps)
-        self.present = {t.id for t in self.tensors if t.persistent} - self.at_home
-        self.stored = set(self.at_home)  # tensors of which the store has a copy, or is getting one
+        self.stored_between_steps = frozenset(t.gap.tensor for t in transfers if t.gap.wraps)
+        self.present = {t.id for t in self.tensors if t.persistent} - self.stored_between_steps
+        self.stored = set(self.stored_between_steps)  # tensors of which the store has a copy, or is getting one
         self.leaving: set[int] = set()
         self.offloads: dict[int, list[Transfer]] = defaultdict(list)
         self.copies: dict[int, list[Transfer]] = defaultdict(list)

@@ -23,7 +23,7 @@ STAYING = frozenset({LayerType.DROPOUT, LayerType.SOFTMAX, LayerType.LOSS, Layer
 """Layers whose inputs are not selected for offloading (§3.3.2: "Dropout, Softmax, and FC"); softmax comes with the loss."""
 RESIDENT_CONVOLUTIONS = 2
 WORKSPACE_STEP_BYTES = 1 << 20
-RUNGS = 6
+BUDGET_LEVELS = 6
 UNLIMITED = 1 << 62
 
 
@@ -35,7 +35,7 @@ class Dymem(Policy):
     When a layer's backward starts, Algorithm 2 finds what to prefetch; it is awaited where it is needed (§3.2.2). Each
     convolution takes the fastest algorithm whose workspace fits beside the feature maps (§4.2).
 
-    A plan for more memory may wait elsewhere and be the slower one. So plans are made for a ladder of memory sizes
+    A plan for more memory may wait elsewhere and be the slower one. So plans are made for a series of memory sizes
     that does not depend on the budget, from the least that works to where nothing is short, and the fastest of those
     within the budget is taken: a larger budget then chooses among more. (A plan for the budget itself would break
     this, for the next larger budget would not know it.) Without a budget there is the device's memory.
@@ -51,7 +51,7 @@ class Dymem(Policy):
         limit = device.usable_bytes if budget_bytes is None else budget_bytes
         order = depth_first(graph)
         planner = Planner(reordered(graph, order), device, [seconds[op] for op in order])
-        best = fastest(planner.graph, device, planner.seconds, planner.rungs(limit), None)  # none is over it
+        best = fastest(planner.graph, device, planner.seconds, planner.plans_by_budget(limit), None)  # none is over it
         if best is None:
             least = planner.schedule(planner.floor_bytes)
             raise below(peak_of(planner.graph, least), limit, self.name)
@@ -74,13 +74,15 @@ class Planner:
         self.live = self.program.live_bytes(self.wanted)
         self.floor_bytes = int(self.live.max(initial=graph.persistent_bytes))
 
-    def rungs(self, limit: int) -> Iterator[Schedule]:
-        """The plans of the ladder for at most `limit` bytes."""
+    def plans_by_budget(self, limit: int) -> Iterator[Schedule]:
+        """The plans of that series for at most `limit` bytes."""
         if self.floor_bytes > limit:
             return
         unlimited = self.schedule(UNLIMITED)
         top = peak_of(self.graph, unlimited).nbytes
-        for size in sorted({self.floor_bytes + (top - self.floor_bytes) * rung // RUNGS for rung in range(RUNGS)}):
+        for size in sorted(
+            {self.floor_bytes + (top - self.floor_bytes) * level // BUDGET_LEVELS for level in range(BUDGET_LEVELS)}
+        ):
             if size <= limit:
                 yield self.schedule(size)
         if top <= limit:

@@ -53,22 +53,22 @@ def refusal(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes:
         best = f"; the layout found takes {_exact(needs)}, and --capacity {needs} would do"
     if found.infeasible:
         why = f"no layout is smaller than {_exact(solution.bound_bytes)}"
-        return f"infeasible: no layout lies{within}: {_blamed(read, found.blame) if found.blame else why}{best}"
+        return f"infeasible: no layout lies{within}: {_core_text(read, found.infeasible_core) if found.infeasible_core else why}{best}"
     longer = "; a longer --time-limit or another --solver may find one that does" if layout is not None else ""
     if layout is not None:
         return f"does not fit: no layout was found{within}{best}{longer}"
     return f"no layout was found{within} in {format_seconds(solution.seconds)}; a longer --time-limit or another --solver may find one"
 
 
-def _blamed(read: TraceFile, blame: tuple[int, ...]) -> str:
+def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:
     """Who cannot lie together, and the bytes that they take, the largest first."""
     blocks = read.trace.blocks
-    largest = sorted(blame, key=lambda position: (-blocks[position].nbytes, position))
+    largest = sorted(core, key=lambda position: (-blocks[position].nbytes, position))
     names = [f"{read.label(at)} ({format_bytes(blocks[at].nbytes)})" for at in largest[:MOST_NAMED]]
-    if len(blame) == 1:
+    if len(core) == 1:
         return f"block {names[0]} alone is too much"
-    more = f" and {len(blame) - MOST_NAMED} more" if len(blame) > MOST_NAMED else ""
-    total = format_bytes(sum(blocks[position].nbytes for position in blame))
+    more = f" and {len(core) - MOST_NAMED} more" if len(core) > MOST_NAMED else ""
+    total = format_bytes(sum(blocks[position].nbytes for position in core))
     return f"blocks {', '.join(names)}{more}, {total} in all, cannot lie together"
 
 

@@ -113,12 +113,12 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
     _offload(engine, blocks)  # the first round fills the arena; its slots are free again when the handles are gone
     out, back, both = zip(*(_round(engine, blocks) for _ in range(3)), strict=True)
     page = torch.zeros(4096, dtype=torch.uint8)
-    trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
+    round_trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
     nbytes = BLOCKS * BLOCK_BYTES
     return _Transfers(
         offload_rate=nbytes / min(out),
         prefetch_rate=nbytes / min(back),
-        latency_seconds=median(trips) / 2,
+        latency_seconds=median(round_trips) / 2,
         full_duplex=min(both) < DUPLEX_SHARE * (min(out) + min(back)),
     )
 

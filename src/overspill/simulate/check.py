@@ -77,7 +77,7 @@ def _versions_in_order(graph: Graph) -> list[tuple[int, ...]]:
 
 
 class _Machine:
-    def __init__(self, graph: Graph, at_home: tuple[int, ...]) -> None:
+    def __init__(self, graph: Graph, stored_between_steps: tuple[int, ...]) -> None:
         self.graph = graph
         self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
         self.stored: dict[int, int] = {}  # tensor -> the version that the store holds
@@ -86,7 +86,7 @@ class _Machine:
         self.phase = 0
         self.seen = _versions_in_order(graph)
         self.live_bytes = graph.persistent_bytes
-        for tensor in at_home:
+        for tensor in stored_between_steps:
             if not (graph.tensors[tensor].persistent and graph.tensors[tensor].movable):
                 raise InvalidSchedule(f"{graph.tensors[tensor].name} can not be in the store between steps")
             self.state[tensor] = _State.ABSENT

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.whole_step import (
     ACCUMULATE,
-    CHANGES,
     CLIP,
+    MUTATION,
     NORM,
     REDUCE,
     UPDATE,
@@ -77,7 +77,7 @@ def test_each_update_changes_its_parameter_and_its_state() -> None:
     written = {step.graph.tensors[t].name for t in first.writes}
     assert written == {"first.weight", "first.weight.moment0"}
     assert (first.phase, first.workspace_bytes, last.layer) == (Phase.UPDATE, 77, "last.weight")
-    assert str(step.nodes[first.id].meta[CHANGES]) == "the update of first.weight"
+    assert str(step.nodes[first.id].meta[MUTATION]) == "the update of first.weight"
     check(step.graph, Liveness().plan(step.graph, this_cpu()))
 
 

@@ -65,13 +65,13 @@ def test_it_decides_a_capacity_and_blames_a_set_without_which_the_rest_fits(trac
     assert found.layout is not None
     if capacity >= best:
         assert found.layout.peak_bytes <= capacity
-        assert found.blame == ()
+        assert found.infeasible_core == ()
         return
     assert found.bound_bytes <= best
     assert found.bound_bytes > capacity or trace.lower_bound_bytes > capacity
-    assert optimum(some(trace, found.blame)) > capacity
-    for left_out in found.blame:
-        rest = tuple(i for i in found.blame if i != left_out)
+    assert optimum(some(trace, found.infeasible_core)) > capacity
+    for left_out in found.infeasible_core:
+        rest = tuple(i for i in found.infeasible_core if i != left_out)
         assert optimum(some(trace, rest)) <= capacity
 
 
@@ -121,13 +121,13 @@ def test_a_capacity_that_is_not_decided_in_time_blames_nobody() -> None:
     found = solve(instance("J"), 989184, seconds=0.05)
     assert found.layout is not None
     assert found.layout.peak_bytes > 989184
-    assert found.blame == ()
+    assert found.infeasible_core == ()
 
 
 def test_a_section_that_is_too_full_is_to_blame_without_a_search() -> None:
     trace = Trace((Block(0, 0, 2, 5), Block(1, 1, 3, 6), Block(2, 1, 2, 1), Block(3, 2, 4, 7)))
-    assert solve(trace, 12).blame == (1, 3)
-    assert solve(trace, 6).blame == (3,)
+    assert solve(trace, 12).infeasible_core == (1, 3)
+    assert solve(trace, 6).infeasible_core == (3,)
 
 
 def test_pins_that_clash_are_refused() -> None:

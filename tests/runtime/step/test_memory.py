@@ -38,7 +38,7 @@ def test_the_whole_call_stays_within_the_plan_and_near_it(optimizer: str, accumu
         watched.add(on_device(pair))
         with watched:
             pair.step(*pair.inputs)
-        small = 32 * len(on_device(pair)) + SCALAR_BYTES  # tombstones and handles
+        small = 32 * len(on_device(pair)) + SCALAR_BYTES  # placeholders and handles
         assert 0.98 * planned_peak(pair.step) - small <= watched.peak_bytes <= planned_peak(pair.step) + small
 
 

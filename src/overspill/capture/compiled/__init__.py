@@ -1,1 +1,1 @@
-"""The door of torch.compile: AOTAutograd's joint graph, read as a Graph."""
+"""What torch.compile captures: AOTAutograd's joint graph, read as a Graph."""

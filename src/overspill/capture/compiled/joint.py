@@ -110,11 +110,11 @@ class JointGraph:
                 source = next(a for a in node.all_input_nodes if set(storages(a)) & set(storages(node)))
                 base = copy_of(source)
                 with graph.inserting_after(node):
-                    twin = graph.node_copy(node, lambda n: base if n is source else n)
-                args, kwargs = fx.node.map_arg((twin.args, twin.kwargs), lambda n: n.meta["val"])
+                    copied = graph.node_copy(node, lambda n: base if n is source else n)
+                args, kwargs = fx.node.map_arg((copied.args, copied.kwargs), lambda n: n.meta["val"])
                 with mode:
-                    twin.meta = {**node.meta, "val": node.target(*args, **kwargs)}
-                copies[node] = twin
+                    copied.meta = {**node.meta, "val": node.target(*args, **kwargs)}
+                copies[node] = copied
             return copies[node]
 
         for alias, users in readers.items():

@@ -40,12 +40,12 @@ NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
     "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
 )  # fmt: skip
 """Ops of the whole step that are not the model's own."""
-CHANGES = "overspill_changes"
-"""Key in a node's meta: the `Change` of what is there afterwards as it was not before, so that it cannot run twice."""
+MUTATION = "overspill_mutation"
+"""Key in a node's meta: the `Mutation` of what is there afterwards as it was not before, so that it cannot run twice."""
 
 
 @dataclass(frozen=True)
-class Change:
+class Mutation:
     """What one node of the step does to a parameter or a gradient: `op` is UPDATE or REDUCE."""
 
     op: str
@@ -389,7 +389,7 @@ class _Capture(CaptureOfStep):
             node = self.graph.call_function(run, args)
         node.meta = {"val": value}
         if name in (UPDATE, REDUCE):
-            node.meta[CHANGES] = Change(name, layer)
+            node.meta[MUTATION] = Mutation(name, layer)
         reads = self._ids({key for n in node.all_input_nodes for key in storages(n)}) + ordered_by
         writes = self._ids({key for n in updates for key in storages(n)}) + ordered_by
         if value is not None:

@@ -1,4 +1,4 @@
-"""One step of an eager recording as a Graph: the second door to the same noun."""
+"""One step of an eager recording as a Graph: the other way to make one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, round_up
 
-from .blocks import Block, FreeBlocks, Key
+from .blocks import FreeBlocks, Key, PoolBlock
 from .expandable import UNLIMITED_RESERVATION_BYTES
 from .python_allocator import PythonAllocator
 
@@ -43,9 +43,9 @@ class BestFitAllocator(PythonAllocator):
         self._idle = FreeBlocks()
         limit = UNLIMITED_RESERVATION_BYTES if capacity_bytes is None else round_up(capacity_bytes, PAGE_BYTES)
         self._unmapped_bytes = limit
-        self._last: Block | None = None
+        self._last: PoolBlock | None = None
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_up(nbytes, self.config.step_bytes)
         position = self._idle.position((size,))
         block = self._idle.at(position) if position < len(self._idle) else None
@@ -60,7 +60,7 @@ class BestFitAllocator(PythonAllocator):
         self._put(block)
         return front
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         for other in (block.prev, block.next):
             if other is not None and other.free:
                 self._idle.remove(_key(other))
@@ -69,13 +69,13 @@ class BestFitAllocator(PythonAllocator):
                     self._last = block
         self._put(block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: PoolBlock) -> None:
         self._idle.add(_key(block), block)
 
-    def _grown(self, size: int, stream: int) -> Block | None:
+    def _grown(self, size: int, stream: int) -> PoolBlock | None:
         """The last block of the pool, free and of at least `size` bytes after pages were added; None without memory."""
         last = self._last
         open_bytes = last.size if last is not None and last.free else 0
@@ -95,7 +95,7 @@ class BestFitAllocator(PythonAllocator):
             self._idle.remove(_key(last))
             last.size += missing
         else:
-            self._last = Block(end, missing, stream, prev=last)
+            self._last = PoolBlock(end, missing, stream, prev=last)
             if last is not None:
                 last.next = self._last
         assert self._last is not None
@@ -103,6 +103,6 @@ class BestFitAllocator(PythonAllocator):
         return self._last
 
 
-def _key(block: Block) -> Key:
+def _key(block: PoolBlock) -> Key:
     # The end of the pool can grow: it comes after all holes.
     return (block.size if block.next is not None else ADDRESS_SPACE_BYTES, block.address)

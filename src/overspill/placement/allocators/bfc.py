@@ -11,7 +11,7 @@ import numpy as np
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, round_up
 
-from .blocks import Block, FreeBlocks
+from .blocks import FreeBlocks, PoolBlock
 from .python_allocator import PythonAllocator
 
 # Constants of xla/tsl/framework/bfc_allocator.{h,cc}, openxla 00df9eef.
@@ -60,7 +60,7 @@ class BfcAllocator(PythonAllocator):
         self._most_waste = max(1, int(fraction * float(self._limit))) if fraction > 0 else MOST_WASTE_BYTES
         self._idle = FreeBlocks()
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_up(nbytes, STEP_BYTES)
         block = self._find(size)
         if block is None and self._extend(size, stream):
@@ -71,17 +71,17 @@ class BfcAllocator(PythonAllocator):
                 block = self._find(size)
         return block
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         for other in (block.next, block.prev):
             if other is not None and other.free:
                 self._idle.remove((other.size, other.address))
                 block.absorb(other)
         self._idle.add((block.size, block.address), block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
-    def _find(self, size: int) -> Block | None:
+    def _find(self, size: int) -> PoolBlock | None:
         """The smallest idle block that fits, the lowest among equals; its rest is split off if that is worth it."""
         position = self._idle.position((size,))
         if position == len(self._idle):

@@ -11,7 +11,7 @@ Key = tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class PoolBlock:
     """`size` bytes at `address`, between its neighbours in the same segment.
 
     `requested` is what was asked for (0 when free). `mapped` is False for address space without memory behind it.
@@ -25,8 +25,8 @@ class Block:
     requested: int = 0
     free: bool = True
     mapped: bool = True
-    prev: Block | None = None
-    next: Block | None = None
+    prev: PoolBlock | None = None
+    next: PoolBlock | None = None
     born: int = 0
     indexed_at: int = 0
     base: int = 0
@@ -45,9 +45,9 @@ class Block:
             following = following.next
         return following is None
 
-    def cut(self, size: int) -> Block:
+    def cut(self, size: int) -> PoolBlock:
         """A new block of the first `size` bytes; this one keeps the rest."""
-        front = Block(self.address, size, self.stream, prev=self.prev, next=self, base=self.base, pool=self.pool)
+        front = PoolBlock(self.address, size, self.stream, prev=self.prev, next=self, base=self.base, pool=self.pool)
         front.mapped = self.mapped
         if self.prev is not None:
             self.prev.next = front
@@ -56,7 +56,7 @@ class Block:
         self.size -= size
         return front
 
-    def absorb(self, other: Block) -> None:
+    def absorb(self, other: PoolBlock) -> None:
         """Take over `other`, which lies directly before or behind."""
         if self.prev is other:
             self.address = other.address
@@ -75,20 +75,20 @@ class FreeBlocks:
 
     def __init__(self) -> None:
         self._keys: list[Key] = []
-        self._blocks: dict[Key, Block] = {}
+        self._blocks: dict[Key, PoolBlock] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[PoolBlock]:
         return (self._blocks[key] for key in tuple(self._keys))
 
-    def add(self, key: Key, block: Block) -> None:
+    def add(self, key: Key, block: PoolBlock) -> None:
         """Put `block` in at `key`."""
         insort(self._keys, key)
         self._blocks[key] = block
 
-    def remove(self, key: Key) -> Block:
+    def remove(self, key: Key) -> PoolBlock:
         """The block at `key`, taken out."""
         del self._keys[bisect_left(self._keys, key)]
         return self._blocks.pop(key)
@@ -97,6 +97,6 @@ class FreeBlocks:
         """How many blocks come before `key`."""
         return bisect_left(self._keys, key)
 
-    def at(self, position: int) -> Block:
+    def at(self, position: int) -> PoolBlock:
         """The block at `position`."""
         return self._blocks[self._keys[position]]

@@ -9,7 +9,7 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES
 
-from .blocks import Block, FreeBlocks
+from .blocks import FreeBlocks, PoolBlock
 from .python_allocator import PythonAllocator
 
 
@@ -47,7 +47,7 @@ class BuddyAllocator(PythonAllocator):
         super().__init__(config, capacity_bytes=capacity_bytes)
         self._idle = FreeBlocks()
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = max(self.config.least_bytes, 1 << (nbytes - 1).bit_length())
         position = self._idle.position((size,))
         if position < len(self._idle):
@@ -65,7 +65,7 @@ class BuddyAllocator(PythonAllocator):
             block = front
         return block
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         while True:
             is_front = not (block.address - block.base) & block.size
             buddy = block.next if is_front else block.prev
@@ -75,8 +75,8 @@ class BuddyAllocator(PythonAllocator):
             block.absorb(buddy)
         self._put(block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: PoolBlock) -> None:
         self._idle.add((block.size, block.address), block)

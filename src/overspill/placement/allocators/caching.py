@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from overspill.placement.simulated_device import round_up
 
-from .blocks import Block, Key
+from .blocks import Key, PoolBlock
 from .caching_config import CachingConfig
 from .caching_pool import Pool
 from .expandable import ExpandableSegments
@@ -43,7 +43,7 @@ class CachingAllocator(PythonAllocator):
         self._collects = self._limit is not None and self.config.garbage_collection_threshold > 0
         self._expandable = ExpandableSegments(self) if self.config.expandable_segments else None
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_size(nbytes, self.config.roundup_power2_divisions)
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._find(pool, size, stream) or self._new_block(pool, size, stream)
@@ -51,17 +51,17 @@ class CachingAllocator(PythonAllocator):
             block = self._split(block, size)
         return block
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         self.join(block, block.prev)
         self.join(block, block.next)
         self.put(block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         for pool in (self._large, self._small):
             yield from pool.free
             yield from pool.unmapped
 
-    def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _find(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
         """The best free block of the stream (get_free_block), taken out of the pool."""
         pool.searches += self._collects
         free = pool.free
@@ -81,7 +81,7 @@ class CachingAllocator(PythonAllocator):
                 return None
         return free.remove(self.key(block))
 
-    def _new_block(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _new_block(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
         """A block of new memory; if the device has none, after giving cached segments back, in PyTorch's order."""
         if self._collects:
             self._collect_garbage()
@@ -94,7 +94,7 @@ class CachingAllocator(PythonAllocator):
             block = self._grow(pool, size, stream)
         return block
 
-    def _grow(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
         """A block of at least `size` bytes of new memory (alloc_block), or None."""
         nbytes = segment_size(size, self.config.large_segment_bytes)
         if self._limit is not None and self._reserved.now + nbytes > self._limit:
@@ -113,7 +113,7 @@ class CachingAllocator(PythonAllocator):
         most = self.config.max_split_bytes
         return rest > SMALL_BYTES and (most is None or size < most)
 
-    def _split(self, block: Block, size: int) -> Block:
+    def _split(self, block: PoolBlock, size: int) -> PoolBlock:
         front = block.cut(size)
         front.born = self.birth()
         self.put(block)
@@ -168,7 +168,7 @@ class CachingAllocator(PythonAllocator):
                     idle.remove(block)
                     self._release(block)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: PoolBlock) -> None:
         """Give the segment that `block` is all of back to the device."""
         block.pool.free.remove(self.key(block))
         self._segment_free(block)
@@ -178,18 +178,18 @@ class CachingAllocator(PythonAllocator):
         self._births += 1
         return self._births
 
-    def key(self, block: Block) -> Key:
+    def key(self, block: PoolBlock) -> Key:
         """Where `block` belongs among the free ones: by stream, size, and the tie-break."""
         if self.config.tie_break == "oldest":
             return (block.stream, block.size, block.born, block.address)
         return (block.stream, block.size, block.address)
 
-    def put(self, block: Block) -> None:
+    def put(self, block: PoolBlock) -> None:
         """Put `block` among the free ones of its pool (insert_into_blocks)."""
         block.indexed_at = block.pool.searches
         block.pool.free.add(self.key(block), block)
 
-    def join(self, block: Block, other: Block | None) -> None:
+    def join(self, block: PoolBlock, other: PoolBlock | None) -> None:
         """Let `block` take over its neighbour `other` if that is idle and of the same kind (try_merge_blocks)."""
         if other is None or not other.free or other.mapped != block.mapped:
             return

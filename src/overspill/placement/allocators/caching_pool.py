@@ -7,7 +7,7 @@ from typing import Protocol
 from overspill.placement.simulated_device import SimulatedDevice
 
 from .base import SegmentAction
-from .blocks import Block, FreeBlocks, Key
+from .blocks import FreeBlocks, Key, PoolBlock
 
 
 class Pool:
@@ -32,13 +32,13 @@ class PoolOwner(Protocol):
     def birth(self) -> int:
         """The number of a new block."""
 
-    def key(self, block: Block) -> Key:
+    def key(self, block: PoolBlock) -> Key:
         """Where `block` belongs among the free ones."""
 
-    def put(self, block: Block) -> None:
+    def put(self, block: PoolBlock) -> None:
         """Put `block` among the free ones of its pool."""
 
-    def join(self, block: Block, other: Block | None) -> None:
+    def join(self, block: PoolBlock, other: PoolBlock | None) -> None:
         """Let `block` take over its neighbour `other` if that is idle and of the same kind."""
 
     def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import round_up
 
-from .blocks import Block, FreeBlocks, Key
+from .blocks import FreeBlocks, Key, PoolBlock
 from .python_allocator import PythonAllocator
 
 STEP_BYTES = 512
@@ -44,7 +44,7 @@ class ChainerAllocator(PythonAllocator):
         self._idle = FreeBlocks()
         self._frees = 0
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_up(nbytes, STEP_BYTES)
         block = self._find(size, stream)
         if block is not None:
@@ -58,17 +58,17 @@ class ChainerAllocator(PythonAllocator):
             block = self._segment_malloc(size, stream)
         return block
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         for other in (block.next, block.prev):
             if other is not None and other.free:
                 self._idle.remove(_key(other))
                 block.absorb(other)
         self._put(block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
-    def _find(self, size: int, stream: int) -> Block | None:
+    def _find(self, size: int, stream: int) -> PoolBlock | None:
         """The block of the stream's first bin that fits, freed last; all beyond `size` goes back to the bins."""
         position = self._idle.position((stream, size))
         if position == len(self._idle) or self._idle.at(position).stream != stream:
@@ -80,7 +80,7 @@ class ChainerAllocator(PythonAllocator):
         self._put(block)
         return front
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: PoolBlock) -> None:
         self._frees += 1
         block.indexed_at = self._frees
         self._idle.add(_key(block), block)
@@ -93,5 +93,5 @@ class ChainerAllocator(PythonAllocator):
                 self._segment_free(block)
 
 
-def _key(block: Block) -> Key:
+def _key(block: PoolBlock) -> Key:
     return (block.stream, block.size, -block.indexed_at)

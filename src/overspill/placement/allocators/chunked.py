@@ -9,7 +9,7 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
-from .blocks import Block, FreeBlocks
+from .blocks import FreeBlocks, PoolBlock
 from .python_allocator import PythonAllocator
 
 
@@ -45,7 +45,7 @@ class ChunkedAllocator(PythonAllocator):
         super().__init__(config, capacity_bytes=capacity_bytes)
         self._idle = FreeBlocks()
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = round_up(nbytes, self.config.chunk_bytes)
         position = self._idle.position((size,))
         if position < len(self._idle) and self._idle.at(position).size == size:
@@ -61,12 +61,12 @@ class ChunkedAllocator(PythonAllocator):
         if kept:
             self.device.map(address + size - kept, kept)
         self.log_exchange("segment_map", address, size, stream)
-        return Block(address, size, stream)
+        return PoolBlock(address, size, stream)
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         self._idle.add((block.size, block.address), block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
     def usable_bytes(self, request_bytes: int) -> int:

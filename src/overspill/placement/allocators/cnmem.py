@@ -9,7 +9,7 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import round_up
 
-from .blocks import Block, FreeBlocks
+from .blocks import FreeBlocks, PoolBlock
 from .python_allocator import PythonAllocator
 
 STEP_BYTES = 512
@@ -44,7 +44,7 @@ class CnmemAllocator(PythonAllocator):
         self._idle = FreeBlocks()
         self._pool_bytes_missing = round_up(self.config.pool_bytes, STEP_BYTES)
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         if self._pool_bytes_missing:
             pool = self._segment_malloc(self._pool_bytes_missing, stream)
             if pool is None:
@@ -63,12 +63,12 @@ class CnmemAllocator(PythonAllocator):
         self._idle.add((block.size, block.address), block)
         return front
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         for other in (block.prev, block.next):
             if other is not None and other.free:
                 self._idle.remove((other.size, other.address))
                 block.absorb(other)
         self._idle.add((block.size, block.address), block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)

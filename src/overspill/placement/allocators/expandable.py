@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from overspill.placement.simulated_device import round_up
 
-from .blocks import Block, FreeBlocks
+from .blocks import FreeBlocks, PoolBlock
 from .caching_pool import Pool, PoolOwner
 
 UNLIMITED_RESERVATION_BYTES = 1 << 46
@@ -27,7 +27,7 @@ class ExpandableSegments:
         total = allocator.device.capacity_bytes
         self._reservation = UNLIMITED_RESERVATION_BYTES if total is None else total + total // 8
 
-    def best_of(self, free: FreeBlocks, position: int) -> Block:
+    def best_of(self, free: FreeBlocks, position: int) -> PoolBlock:
         """The block at `position` or one behind it that leaves more of the segment's end to grow into."""
         block = free.at(position)
         while position + 1 < len(free):
@@ -38,7 +38,7 @@ class ExpandableSegments:
             position += 1
         return block
 
-    def grow(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def grow(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
         """A block of at least `size` bytes, its missing pages now mapped, outside the pool; None without memory."""
         block = self._candidate(pool, size, stream)
         if block is None or (not block.mapped and not self._map(block, min(block.size, size))):
@@ -60,7 +60,7 @@ class ExpandableSegments:
                 pool.unmapped.remove((block.stream, block.address))
                 self._device.unreserve(block.address, block.size)
 
-    def _candidate(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _candidate(self, pool: Pool, size: int, stream: int) -> PoolBlock | None:
         """The block at the lowest address from which `size` bytes of free or unmapped space follow."""
         unmapped = pool.unmapped
         for position in range(unmapped.position((stream,)), len(unmapped)):
@@ -75,11 +75,11 @@ class ExpandableSegments:
         base = self._device.reserve(reservation) if size <= reservation else None
         if base is None:
             return None
-        block = Block(base, reservation, stream, mapped=False, base=base, pool=pool, born=self._allocator.birth())
+        block = PoolBlock(base, reservation, stream, mapped=False, base=base, pool=pool, born=self._allocator.birth())
         unmapped.add((stream, base), block)
         return block
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map(self, block: PoolBlock, size: int) -> bool:
         """Whether the pages of the first `size` bytes of an unmapped block could be given memory."""
         pool: Pool = block.pool
         nbytes = round_up(size, pool.page_bytes)
@@ -88,7 +88,9 @@ class ExpandableSegments:
             return False
         pool.unmapped.remove((block.stream, address))
         if nbytes < block.size:
-            rest = Block(address + nbytes, block.size - nbytes, block.stream, mapped=False, base=block.base, pool=pool)
+            rest = PoolBlock(
+                address + nbytes, block.size - nbytes, block.stream, mapped=False, base=block.base, pool=pool
+            )
             rest.born = self._allocator.birth()
             _splice(rest, block, block.next)
             pool.unmapped.add((rest.stream, rest.address), rest)
@@ -100,7 +102,7 @@ class ExpandableSegments:
         self._allocator.log_exchange("segment_map", address, nbytes, block.stream)
         return True
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: PoolBlock) -> None:
         """Take the memory of all whole pages inside a free block; what is left of it at either side stays free."""
         pool: Pool = block.pool
         end = block.address + block.size
@@ -120,29 +122,33 @@ class ExpandableSegments:
         self._device.unmap(first, last - first)
         self._allocator.log_exchange("segment_unmap", first, last - first, block.stream)
 
-    def _leave_free(self, block: Block, start: int, end: int, before: Block | None, after: Block | None) -> None:
-        part = Block(start, end - start, block.stream, base=block.base, pool=block.pool, born=self._allocator.birth())
+    def _leave_free(
+        self, block: PoolBlock, start: int, end: int, before: PoolBlock | None, after: PoolBlock | None
+    ) -> None:
+        part = PoolBlock(
+            start, end - start, block.stream, base=block.base, pool=block.pool, born=self._allocator.birth()
+        )
         _splice(part, before, after)
         self._allocator.put(part)
 
 
-def _room(block: Block) -> int:
+def _room(block: PoolBlock) -> int:
     """How large the free `block` can become: its bytes and the unmapped ones behind it."""
     following = block.next
     return block.size + (following.size if following is not None and not following.mapped else 0)
 
 
-def _space(block: Block, enough: int) -> int:
+def _space(block: PoolBlock, enough: int) -> int:
     """The bytes of `block` and of the idle ones behind it, counted until they are `enough`."""
     nbytes = 0
-    at: Block | None = block
+    at: PoolBlock | None = block
     while at is not None and at.free and nbytes < enough:
         nbytes += at.size
         at = at.next
     return nbytes
 
 
-def _splice(block: Block, before: Block | None, after: Block | None) -> None:
+def _splice(block: PoolBlock, before: PoolBlock | None, after: PoolBlock | None) -> None:
     """Put `block` between its neighbours."""
     block.prev, block.next = before, after
     if before is not None:

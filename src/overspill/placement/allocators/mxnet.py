@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import round_up
 
-from .blocks import Block, FreeBlocks
+from .blocks import FreeBlocks, PoolBlock
 from .python_allocator import PythonAllocator
 
 # Constants of src/storage/pooled_storage_manager.h, MXNet 1.5.
@@ -57,7 +57,7 @@ class MxnetAllocator(PythonAllocator):
         self._idle = FreeBlocks()
         self._frees = 0
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         size = self._rounded(nbytes)
         position = self._idle.position((size,))
         if position < len(self._idle) and self._idle.at(position).size == size:
@@ -68,13 +68,13 @@ class MxnetAllocator(PythonAllocator):
             self._retries += 1
         return self._segment_malloc(size, stream)
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         # The latest of a size is taken first: its key is the lowest.
         self._frees += 1
         block.indexed_at = self._frees
         self._idle.add((block.size, -self._frees), block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
     def _rounded(self, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The base of the allocators in Python: each the readable twin, and the test oracle, of a native one."""
+"""The base of the allocators in Python: each says the rules in readable form, and is the test oracle of a native one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, SimulatedDevice
 
 from .base import GAINS, Allocator, BlockView, Gauge, SegmentAction, SegmentEvent, SegmentView, config_or_default
-from .blocks import Block
+from .blocks import PoolBlock
 from .result import Replay
 
 
@@ -28,22 +28,22 @@ class PythonAllocator(Allocator):
         self._requested, self._allocated, self._reserved = Gauge(), Gauge(), Gauge()
         self._retries = 0
         self._log: list[SegmentEvent] = []
-        self._live: dict[int, Block] = {}
+        self._live: dict[int, PoolBlock] = {}
 
     @abstractmethod
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         """A block of at least `nbytes`, in none of the free indexes; None when all attempts failed."""
 
-    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> Block | None:  # noqa: ARG002
+    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:  # noqa: ARG002
         """The same for a block of `mobility`, for allocators that group by it."""
         return self._find_block(nbytes, stream)
 
     @abstractmethod
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         """Put `block` into a free index, joined with its neighbours."""
 
     @abstractmethod
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         """All blocks that are not live, from the free indexes."""
 
     @classmethod
@@ -71,15 +71,15 @@ class PythonAllocator(Allocator):
         self._return_block(block)
         return True
 
-    def _segment_malloc(self, nbytes: int, stream: int) -> Block | None:
+    def _segment_malloc(self, nbytes: int, stream: int) -> PoolBlock | None:
         """A new segment of `nbytes` from the device, as one block; None when the device has no room."""
         address = self.device.malloc(nbytes)
         if address is None:
             return None
         self.log_exchange("segment_alloc", address, nbytes, stream)
-        return Block(address, nbytes, stream)
+        return PoolBlock(address, nbytes, stream)
 
-    def _segment_free(self, block: Block) -> None:
+    def _segment_free(self, block: PoolBlock) -> None:
         """Give the segment that `block` is all of back to the device."""
         self.device.free(block.address)
         self.log_exchange("segment_free", block.address, block.size, block.stream)

@@ -16,7 +16,7 @@ from overspill.core import Mobility
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
-from .blocks import Block, FreeBlocks, Key
+from .blocks import FreeBlocks, Key, PoolBlock
 from .cnmem import STEP_BYTES
 from .python_allocator import PythonAllocator
 from .result import Replay
@@ -78,10 +78,10 @@ class TwoEndedAllocator(PythonAllocator):
         needed = needed_pool_bytes(trial(replace(config, pool_bytes=TRIAL_POOL_BYTES)))
         return replace(config, pool_bytes=needed + config.beta_bytes)
 
-    def _find_block(self, nbytes: int, stream: int) -> Block | None:
+    def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
         return self._find_grouped_block(nbytes, stream, Mobility.MOVABLE)
 
-    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> Block | None:
+    def _find_grouped_block(self, nbytes: int, stream: int, mobility: int) -> PoolBlock | None:
         if not self._opened:
             self._open(stream)
         size = round_up(nbytes, STEP_BYTES)
@@ -92,7 +92,7 @@ class TwoEndedAllocator(PythonAllocator):
             block = self._outside(size, stream)
         return block
 
-    def _return_block(self, block: Block) -> None:
+    def _return_block(self, block: PoolBlock) -> None:
         if block.pool == OUTSIDE:
             self._segment_free(block)
             return
@@ -102,7 +102,7 @@ class TwoEndedAllocator(PythonAllocator):
                 block.absorb(other)
         self._put(block)
 
-    def _idle_blocks(self) -> Iterator[Block]:
+    def _idle_blocks(self) -> Iterator[PoolBlock]:
         return iter(self._idle)
 
     @property
@@ -126,13 +126,13 @@ class TwoEndedAllocator(PythonAllocator):
         if pool is not None:
             self._put(pool)
 
-    def _outside(self, size: int, stream: int) -> Block | None:
+    def _outside(self, size: int, stream: int) -> PoolBlock | None:
         block = self._segment_malloc(size, stream)
         if block is not None:
             block.pool = OUTSIDE
         return block
 
-    def _inside(self, size: int, end: int) -> Block | None:
+    def _inside(self, size: int, end: int) -> PoolBlock | None:
         """A block of `size` bytes from one end of the main space, or from where else there is room."""
         for arena in (end, GAP, HIGH if end == LOW else LOW):
             position = self._idle.position((arena, size))
@@ -142,7 +142,7 @@ class TwoEndedAllocator(PythonAllocator):
                 return self._cut(block, size, end if arena == GAP else arena)
         return None
 
-    def _cut(self, hole: Block, size: int, end: int) -> Block:
+    def _cut(self, hole: PoolBlock, size: int, end: int) -> PoolBlock:
         """`size` bytes of a free block, from its lower or its upper side as the end has it; the rest stays free."""
         if hole.size == size:
             hole.pool = end
@@ -153,7 +153,7 @@ class TwoEndedAllocator(PythonAllocator):
         self._put(rest)
         return taken
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: PoolBlock) -> None:
         """Make `block` a hole of the end that lies around it, or the gap; its neighbours are live."""
         if block.next is not None and block.next.pool == LOW:
             block.pool = LOW
@@ -178,6 +178,6 @@ def needed_pool_bytes(run: Replay) -> int:
     return pool_bytes - int((run.reserved - run.spread)[opened].min(initial=pool_bytes))
 
 
-def _key(block: Block) -> Key:
+def _key(block: PoolBlock) -> Key:
     # Among equals the one that is further from the gap is the first.
     return (block.pool, block.size, -block.address if block.pool == HIGH else block.address)

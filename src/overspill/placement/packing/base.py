@@ -30,26 +30,26 @@ class Limits:
 class Packing:
     """What a solver finds for one problem: `offsets[i]` for its block i (None: it found no layout).
 
-    No layout has a smaller peak than `bound_bytes`. `blame` holds blocks of the problem that cannot lie together within
+    No layout has a smaller peak than `bound_bytes`. `infeasible_core` holds blocks of the problem that cannot lie together within
     the capacity that was asked for, where that was proven.
     """
 
     offsets: Integers | None
     bound_bytes: int
-    blame: tuple[int, ...] = ()
+    infeasible_core: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Solution:
     """A layout of a trace (None: none was found), the best proven bound in bytes, and the solver's wall-clock seconds.
 
-    `blame` holds positions in the trace of blocks that were proven not to fit together within the capacity.
+    `infeasible_core` holds positions in the trace of blocks that were proven not to fit together within the capacity.
     """
 
     layout: Layout | None
     bound_bytes: int
     seconds: float
-    blame: tuple[int, ...] = ()
+    infeasible_core: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -82,7 +82,7 @@ class Solver(ABC):
         capacity = None if limits.capacity_bytes is None else limits.capacity_bytes // unit
         found = self._pack(problem.in_units(), replace(limits, capacity_bytes=capacity))
         offsets = None if found.offsets is None else found.offsets * unit
-        return Packing(offsets, found.bound_bytes * unit, found.blame)
+        return Packing(offsets, found.bound_bytes * unit, found.infeasible_core)
 
     def solve(self, trace: Trace, limits: Limits | None = None) -> Solution:
         """A validated layout of `trace`; each of its spaces is packed by itself, and may take the whole capacity.
@@ -96,13 +96,13 @@ class Solver(ABC):
         for i, block in enumerate(trace.blocks):
             offsets[i] = block.pinned or 0  # a block of no bytes or no time lies where it may
         bound, found = 0, True
-        blame: list[int] = []
+        core: list[int] = []
         for space in trace.spaces:
             problem = Problem.of(trace, space)
             self._refuse(problem)
             packing = self.pack(problem, limits)
             bound += max(packing.bound_bytes, problem.lower_bound_bytes)
-            blame += [int(problem.index[b]) for b in packing.blame]
+            core += [int(problem.index[b]) for b in packing.infeasible_core]
             if packing.offsets is None:
                 found = False
                 continue
@@ -117,7 +117,7 @@ class Solver(ABC):
             )
             layout = Layout(self.name, tuple(offsets), peak, trace.lower_bound_bytes)
             layout.validate(trace)
-        return Solution(layout, bound, seconds, tuple(blame))
+        return Solution(layout, bound, seconds, tuple(core))
 
     def _refuse(self, problem: Problem) -> None:
         refuse_clashing_pins(problem)

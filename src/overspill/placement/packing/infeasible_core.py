@@ -1,4 +1,4 @@
-"""Which blocks are to blame when a capacity is too small: a smallest set that does not fit by itself."""
+"""The infeasible core of a capacity that is too small: a smallest set of blocks that does not fit by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARE = 8
 """Each question whether fewer blocks fit may take one part in so many of the time that is left."""
 
 
-def blame(
+def infeasible_core(
     problem: Problem, capacity_bytes: int, infeasible: Callable[[Problem, int, float], bool], deadline: float
 ) -> tuple[int, ...]:
     """Blocks of `problem`, known not to fit within the capacity, that do not fit by themselves.

@@ -1,4 +1,4 @@
-"""Whether a solution keeps to a capacity, and, where none can, which blocks are to blame."""
+"""Whether a solution keeps to a capacity, and, where none can, an infeasible core."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .base import Solution
 class Verdict:
     """What a solution says of a capacity: it `fits`, or it is `infeasible` for every layout, or neither is known.
 
-    `blame` holds positions in the trace of the fewest blocks known that cannot lie together within the capacity.
+    `infeasible_core` holds positions in the trace of the fewest blocks known that cannot lie together within the capacity.
     """
 
     fits: bool
     infeasible: bool
-    blame: tuple[int, ...] = ()
+    infeasible_core: tuple[int, ...] = ()
 
 
 def verdict(trace: Trace, solution: Solution, capacity_bytes: int | None) -> Verdict:
@@ -30,9 +30,9 @@ def verdict(trace: Trace, solution: Solution, capacity_bytes: int | None) -> Ver
         if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:
             return Verdict(fits=True, infeasible=False)
     crowd = crowd_above(trace, capacity_bytes) if capacity_bytes is not None else ()
-    blame = min((found for found in (solution.blame, crowd) if found), key=len, default=())
+    core = min((found for found in (solution.infeasible_core, crowd) if found), key=len, default=())
     above = capacity_bytes is not None and len(trace.spaces) == 1 and solution.bound_bytes > capacity_bytes
-    return Verdict(fits=False, infeasible=bool(blame) or above, blame=blame)
+    return Verdict(fits=False, infeasible=bool(core) or above, infeasible_core=core)
 
 
 def space_peaks(trace: Trace, offsets: Sequence[int]) -> dict[int, int]:

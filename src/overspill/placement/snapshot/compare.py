@@ -22,9 +22,9 @@ from overspill.placement.allocators.base import SegmentEvent
 from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES
 from overspill.placement.allocators.caching_config import CachingConfig
 
-from .device import RecordedAllocator, RecordedDevice
+from .device_trace import EXCHANGES, LOSSES, DeviceTrace, device_trace, stream_numbers
 from .read import Entry, Snapshot
-from .recording import EXCHANGES, LOSSES, Recording, recording_of, stream_numbers
+from .recorded_device import RecordedAllocator, RecordedDevice
 from .result import SnapshotReplay
 from .settings import config_of
 from .start import StartSegment, start_of
@@ -44,7 +44,7 @@ def replay_snapshot(
     """
     device = next(iter(snapshot.devices), 0) if device is None else device
     settings, notes = config_of(snapshot) if config is None else (config, ())
-    recording = recording_of(snapshot, device)
+    recording = device_trace(snapshot, device)
     start, unsure = start_of(recording, settings)
     if any(segment.expandable != settings.expandable_segments for segment in start):
         kinds = ("not expandable", "expandable")[:: -1 if settings.expandable_segments else 1]
@@ -97,7 +97,7 @@ class _Counts:
 class _Comparison:
     """The replay of one recording."""
 
-    recording: Recording
+    recording: DeviceTrace
     start: Sequence[StartSegment]
     config: CachingConfig
     capacity_bytes: int | None

@@ -17,9 +17,9 @@ from overspill.placement.allocators.caching import SMALL_BYTES, SMALL_SEGMENT_BY
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
 
+from .device_trace import EXCHANGES, DeviceTrace, device_trace, stream_numbers
 from .ranges import Ranges
 from .read import Entry, Snapshot
-from .recording import EXCHANGES, Recording, recording_of, stream_numbers
 
 _MOST_SPANNED = 1 << 40
 """An expandable segment spans nine eighths of the device's memory; no device has that much."""
@@ -40,7 +40,7 @@ class _Live:
     nbytes: int | None
 
 
-def start_of(recording: Recording, config: CachingConfig) -> tuple[tuple[StartSegment, ...], int]:
+def start_of(recording: DeviceTrace, config: CachingConfig) -> tuple[tuple[StartSegment, ...], int]:
     """All segments with their blocks before the first event to replay, and how many blocks' ends are not certain.
 
     Raises RequestError when trace and segments disagree.
@@ -62,7 +62,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
 
     An allocation that ran out of memory is elastic: it may fail again.
     """
-    recording = recording_of(snapshot, device)
+    recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
     rows: list[tuple[int, int, int, int]] = []
     blocks: dict[int, int] = {}
@@ -86,7 +86,7 @@ def events_of(snapshot: Snapshot, device: int, config: CachingConfig | None = No
 class _State:
     """What is held and what is live, going back in time."""
 
-    def __init__(self, recording: Recording, config: CachingConfig) -> None:
+    def __init__(self, recording: DeviceTrace, config: CachingConfig) -> None:
         self.unsure = 0
         self._config = config
         self._trace, self._first = recording.trace, recording.first

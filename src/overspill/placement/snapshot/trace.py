@@ -5,8 +5,8 @@ from __future__ import annotations
 from overspill.core import Block, Trace
 from overspill.placement.allocators.caching import MIN_BLOCK_BYTES
 
+from .device_trace import device_trace, stream_numbers
 from .read import Snapshot
-from .recording import recording_of, stream_numbers
 from .settings import config_of
 from .start import live_at, start_of
 
@@ -23,7 +23,7 @@ def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
     of the device, or where they do not belong to its segments.
     """
     device = next(iter(snapshot.devices), 0) if device is None else device
-    recording = recording_of(snapshot, device)
+    recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
     events = recording.trace[recording.first :]
     start, _ = start_of(recording, config_of(snapshot)[0])

@@ -20,7 +20,7 @@ from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.registry import allocator_named
 from overspill.placement.events import ALLOCATE, FREE, Events
 
-from .recording import LOSSES
+from .device_trace import LOSSES
 from .settings import settings_of
 
 PICKLE_PROTOCOL = 4

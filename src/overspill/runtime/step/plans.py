@@ -28,7 +28,7 @@ from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
 from .residency import Resident, Spec, readable
-from .run import StepProgram
+from .run import LoweredStep
 from .state import StepState
 from .updates import NormClipping
 
@@ -60,15 +60,15 @@ class Compiled:
 
     `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
     (buffers, tensors of the caller). `moving` are the residents in the order of its results behind the loss, and
-    `stored` are those that the store has when it begins; so it has `parked`, which the graph does not know.
+    `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know.
     """
 
     plan: Plan
-    program: StepProgram
+    program: LoweredStep
     takes: tuple[str | int, ...]
     moving: tuple[str, ...]
     stored: frozenset[str]
-    parked: frozenset[str]
+    kept_in_store: frozenset[str]
 
 
 class StepPlans:
@@ -161,12 +161,12 @@ class StepPlans:
         self,
         inputs: tuple[Any, ...],
         elsewhere: Elsewhere,
-        parked: frozenset[str] | None = None,
+        kept_in_store: frozenset[str] | None = None,
         budget: int | None = None,
     ) -> Compiled:
-        """The plan of one micro-batch, the last one if no set of state is `parked` in the store during it."""
+        """The plan of one micro-batch, the last one if no set of state is `kept_in_store` in the store during it."""
         with self.processes.together():
-            captured, names = self._capture(inputs, elsewhere, last=parked is None)
+            captured, names = self._capture(inputs, elsewhere, last=kept_in_store is None)
             device = device_for(self.options, self.state.where)
             if budget is None:
                 budget = budget_for(self.options, captured.graph, device, self.state.where)
@@ -178,8 +178,8 @@ class StepPlans:
         with self.processes.together():
             if self.state.engine is None:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
-            parked_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in parked or ())
-            self.state.engine.store.reserve(store_bytes(plan) + parked_bytes)
+            kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
+            self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         module = lower_step(captured, plan.schedule, self.state.engine_number)
         if self.options.profile:
             self._timers.append((device.name, timer := OpTimer(captured.graph, self.state.where)))
@@ -188,10 +188,10 @@ class StepPlans:
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
         return Compiled(
-            plan, StepProgram(module), tuple(names),
+            plan, LoweredStep(module), tuple(names),
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
-            parked or frozenset(),
+            kept_in_store or frozenset(),
         )  # fmt: skip
 
     def _capture(

@@ -1,6 +1,6 @@
-"""Where the tensors that outlive a step are between two steps: on the device, or in the store with a tombstone here.
+"""Where the tensors that outlive a step are between two steps: on the device, or in the store with a placeholder here.
 
-The user's own tensor objects stay what they are. While the store has the bytes of one, its data is a *tombstone*: one
+The user's own tensor objects stay what they are. While the store has the bytes of one, its data is a *placeholder*: one
 NaN, expanded to its shape, so that whoever reads it past all guards sees NaN, not plausible numbers, and whoever writes
 it gets an error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
 one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read.
@@ -46,7 +46,7 @@ class Spec:
         """The spec of a tensor that differs in its dtype."""
         return Spec(self.size, self.stride, dtype, self.device)
 
-    def tombstone(self) -> Tensor:
+    def placeholder(self) -> Tensor:
         """What stands for such a tensor while it is away."""
         value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
         return torch.full((), value, dtype=self.dtype, device=self.device).expand(self.size)
@@ -59,23 +59,23 @@ class Resident:
     """
 
     def __init__(self, name: str, tensor: Tensor, spec: Spec | None = None) -> None:
-        """`spec` makes it blank; `tensor` is then put in place of by a tombstone."""
+        """`spec` makes it blank; `tensor` is then put in place of by a placeholder."""
         self.name = name
         self.tensor = tensor
         self.spec = spec or Spec.of(tensor)
         self.handle: Tensor | None = None
         self.away = spec is not None
-        """Whether the object holds only its tombstone."""
+        """Whether the object holds only its placeholder."""
 
     @classmethod
     def blank(cls, name: str, spec: Spec) -> Resident:
         """A resident without bytes."""
-        return cls(name, spec.tombstone(), spec)
+        return cls(name, spec.placeholder(), spec)
 
     def take(self) -> Tensor:
         """The data, which the object lets go of. Only for what is there."""
         data = self.tensor.data
-        self.tensor.data = self.spec.tombstone()
+        self.tensor.data = self.spec.placeholder()
         self.away = True
         return data
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from overspill.capture.compiled.whole_step import CHANGES, UPDATE, Change
+from overspill.capture.compiled.whole_step import MUTATION, UPDATE, Mutation
 from overspill.runtime.lower import HANDLE_PREFIX
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import AWAIT_OFFLOAD, AWAIT_PREFETCH, OFFLOAD, PREFETCH
@@ -42,10 +42,10 @@ class _Instruction(NamedTuple):
     kwargs: dict[str, Any]
     nested: bool
     done_with: tuple[fx.Node, ...]
-    changes: Change | None
+    mutation: Mutation | None
 
 
-class StepProgram:
+class LoweredStep:
     """The instructions of one lowered step, and where each of its inputs is at every point."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -61,7 +61,7 @@ class StepProgram:
                 done_with.setdefault(last_user.get(node, node), []).append(node)
         self.instructions = [
             _Instruction(
-                n, n.target, n.args, dict(n.kwargs), _nested(n), tuple(done_with.get(n, ())), n.meta.get(CHANGES)
+                n, n.target, n.args, dict(n.kwargs), _nested(n), tuple(done_with.get(n, ())), n.meta.get(MUTATION)
             )
             for n in nodes
             if callable(n.target)
@@ -84,7 +84,7 @@ class StepProgram:
 class StepRun:
     """`program` at work on `args`, which it takes out of the caller's list."""
 
-    def __init__(self, program: StepProgram, args: list[Any]) -> None:
+    def __init__(self, program: LoweredStep, args: list[Any]) -> None:
         self.program = program
         self.values: dict[fx.Node, Any] = dict(program.constants)
         self.values.update(zip(program.inputs, args, strict=True))
@@ -105,10 +105,10 @@ class StepRun:
         values, instructions, is_node = self.values, self.program.instructions, fx.Node
         for position in range(self.position, len(instructions)):
             may_go_on()
-            node, target, args, kwargs, nested, done_with, changes = instructions[position]
-            if changes is not None:
-                self.lost = str(changes)
-                self.changed |= changes.op == UPDATE
+            node, target, args, kwargs, nested, done_with, mutation = instructions[position]
+            if mutation is not None:
+                self.lost = str(mutation)
+                self.changed |= mutation.op == UPDATE
             # No variable here may hold a value: each has to die at its last use.
             if nested:
                 values[node] = target(
@@ -117,7 +117,7 @@ class StepRun:
             else:
                 values[node] = target(*[values[a] if type(a) is is_node else a for a in args], **kwargs)
             self.position = position + 1  # before `lost` is withdrawn, so that nothing is ever done twice
-            if changes is not None:
+            if mutation is not None:
                 self.lost = ""
             for dead in done_with:
                 del values[dead]

@@ -271,7 +271,7 @@ class TrainStep:
         part = call.parts[call.number]
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         if self._state.engine is not None:
-            sent = self._state.residency.send(compiled.stored | compiled.parked, self._state.engine)
+            sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, self._state.engine)
             if sent and self._state.where.type == "cpu":
                 give_back()  # a model may have been built where the heap keeps what it frees
             self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), self._state.engine)

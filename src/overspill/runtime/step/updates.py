@@ -80,7 +80,7 @@ class OptimizerUpdates:
         made_by_torch = type(optimizer).__module__.startswith("torch.optim.")
         fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
         self.elementwise = made_by_torch and not fused and type(optimizer).__name__ in ELEMENTWISE
-        self._twin: Optimizer | None = None
+        self._slice_optimizer: Optimizer | None = None
         # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
         self._needs: dict[tuple[int, torch.dtype, int], tuple[dict[str, Any], Needs]] = {}
         if not made_by_torch:
@@ -142,16 +142,16 @@ class OptimizerUpdates:
 
     def _stepped(self, owned: ParameterState, part: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """The state after a step on `part`."""
-        if self._twin is None:
-            self._twin = optimizer_like(self.optimizer, owned.group, [part])
-        twin = self._twin
-        twin.param_groups[:] = [{**owned.group, "params": [part]}]
-        twin.state = defaultdict(dict, {part: state} if state else {})
+        if self._slice_optimizer is None:
+            self._slice_optimizer = optimizer_like(self.optimizer, owned.group, [part])
+        optimizer = self._slice_optimizer
+        optimizer.param_groups[:] = [{**owned.group, "params": [part]}]
+        optimizer.state = defaultdict(dict, {part: state} if state else {})
         with torch.enable_grad():  # as a training loop calls it
-            twin.step()
-        after = dict(twin.state[part])
-        twin.state.clear()
-        twin.param_groups[0]["params"] = []
+            optimizer.step()
+        after = dict(optimizer.state[part])
+        optimizer.state.clear()
+        optimizer.param_groups[0]["params"] = []
         return after
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], new: bool) -> Iterator[Any]:

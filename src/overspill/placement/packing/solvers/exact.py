@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from overspill.core.errors import RequestError
 from overspill.placement.packing._packing import ExactSearch
 from overspill.placement.packing.base import Limits, Packing, Solver
-from overspill.placement.packing.infeasible_core import blame
+from overspill.placement.packing.infeasible_core import infeasible_core
 from overspill.placement.packing.pieces import Pieces
 from overspill.placement.packing.problem import Integers, Problem
 
@@ -30,7 +30,7 @@ PAIR_LIMIT = 2 * 10**8
 
 
 @dataclass(frozen=True, eq=False)
-class Attempt:
+class SearchRun:
     """One run of the search: its preorder, and how many nodes it may take."""
 
     keys: str
@@ -39,7 +39,7 @@ class Attempt:
     node_limit: int
 
 
-def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Attempt]:
+def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[SearchRun]:
     """A turn of the round robin: each preorder, with limits that double from turn to turn, then noisy restarts.
 
     After the first turn the restarts take as many nodes as the rest, with limits in Luby's sequence (Luby, Sinclair,
@@ -47,13 +47,13 @@ def turn(number: int, blocks: int, draw: np.random.Generator) -> Iterator[Attemp
     """
     shortest = 2 * blocks
     limit = shortest << number
-    yield from (Attempt(keys, np.ones((blocks, 3)), True, limit) for keys in PREORDERS)
+    yield from (SearchRun(keys, np.ones((blocks, 3)), True, limit) for keys in PREORDERS)
     left = len(PREORDERS) * limit if number else 0
     for keys, length in zip(cycle(PREORDERS), _luby(), strict=False):
         if left <= 0:
             return
         noise = np.exp(draw.choice(NOISES) * draw.standard_normal((blocks, 3)))
-        yield Attempt(keys, noise, bool(draw.integers(2)), shortest * length)
+        yield SearchRun(keys, noise, bool(draw.integers(2)), shortest * length)
         left -= shortest * length
 
 
@@ -66,7 +66,7 @@ def _luby() -> Iterator[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Decision:
+class Decided:
     """Whether all blocks fit (None: not known) and then the offsets in bytes."""
 
     fits: bool | None
@@ -93,7 +93,7 @@ class Decider:
             problem.lifetime,
         )
 
-    def decide(self, capacity_bytes: int) -> Decision:
+    def decide(self, capacity_bytes: int) -> Decided:
         """Whether a layout has a peak within the capacity."""
         draw = np.random.default_rng(self.seed)
         number = 0
@@ -101,7 +101,7 @@ class Decider:
             number += 1
         return decision
 
-    def attempt(self, capacity_bytes: int, attempt: Attempt) -> Decision:
+    def attempt(self, capacity_bytes: int, attempt: SearchRun) -> Decided:
         """One attempt at a capacity."""
         outcome, nodes, offsets = self._search.attempt(
             self.model.highest(capacity_bytes),
@@ -114,8 +114,8 @@ class Decider:
         )
         self.nodes += nodes
         if outcome == _FITS:
-            return Decision(True, np.array(offsets, dtype=np.int64) * self.model.unit)
-        return Decision(False if outcome == _INFEASIBLE else None)
+            return Decided(True, np.array(offsets, dtype=np.int64) * self.model.unit)
+        return Decided(False if outcome == _INFEASIBLE else None)
 
     def minimise(self, incumbent: Integers, bound_bytes: int) -> tuple[Integers, int]:
         """The best offsets found, `incumbent` or better, and the best bound proven, `bound_bytes` or more.
@@ -139,12 +139,12 @@ class Decider:
                 break
         return best, bound
 
-    def _turn(self, number: int, capacity_bytes: int, draw: np.random.Generator) -> Decision:
+    def _turn(self, number: int, capacity_bytes: int, draw: np.random.Generator) -> Decided:
         for attempt in turn(number, len(self.problem), draw):
             decision = self.attempt(capacity_bytes, attempt)
             if decision.fits is not None or self.late:
                 return decision
-        return Decision(None)
+        return Decided(None)
 
     @property
     def late(self) -> bool:
@@ -160,7 +160,7 @@ class Exact(Solver):
     """The optimum, or a proof that a capacity is too small, within the time limit; else the best layout and bound."""
 
     name = "exact"
-    summary = "canonical branch and bound; proves optima and infeasible capacities, names the blocks to blame"
+    summary = "canonical branch and bound; proves optima and infeasible capacities, names the infeasible core"
     source = "M. D. Moffitt, MiniMalloc, ASPLOS 2023; preorders with noisy restarts and skip strengthening are ours"
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
@@ -178,7 +178,7 @@ class Exact(Solver):
                 return Packing(largest_first(problem), bound)
             step = decider.model.step_bytes
             bound = limits.capacity_bytes // step * step + step
-        found = blame(problem, limits.capacity_bytes, self._infeasible(limits), deadline)
+        found = infeasible_core(problem, limits.capacity_bytes, self._infeasible(limits), deadline)
         return Packing(largest_first(problem), bound, found)
 
     def _infeasible(self, limits: Limits) -> Callable[[Problem, int, float], bool]:

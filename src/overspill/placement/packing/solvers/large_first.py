@@ -16,7 +16,7 @@ from overspill.placement.packing.infeasible_core import subproblem
 from overspill.placement.packing.keys import KEYS, order_by
 from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
 
-from .exact import Attempt, Decider
+from .exact import Decider, SearchRun
 from .greedy import place
 from .skyline import solid
 
@@ -76,8 +76,8 @@ def tight(large: Problem, deadline: float, seed: int) -> Iterator[Integers]:
             return
 
 
-def _attempts(blocks: int, draw: np.random.Generator) -> Iterator[Attempt]:
-    yield from (Attempt(keys, np.ones((blocks, 3)), True, 2 * blocks) for keys in PREORDERS)
+def _attempts(blocks: int, draw: np.random.Generator) -> Iterator[SearchRun]:
+    yield from (SearchRun(keys, np.ones((blocks, 3)), True, 2 * blocks) for keys in PREORDERS)
     for noise in cycle(NOISES):
         for keys in RESTARTED:
-            yield Attempt(keys, np.exp(noise * draw.standard_normal((blocks, 3))), True, 5 * blocks // 4)
+            yield SearchRun(keys, np.exp(noise * draw.standard_normal((blocks, 3))), True, 5 * blocks // 4)

@@ -39,7 +39,7 @@ SEARCHED_BLOCKS = 10_000
 """Up to so many blocks their large ones are asked for a better bound."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
-Attempt = Callable[[Floats, int | None], Integers | None]
+Heuristic = Callable[[Floats, int | None], Integers | None]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Rule:
 
     problem: Problem
     key: Floats
-    attempt: Attempt
+    attempt: Heuristic
     weights: Floats = field(init=False)
     offsets: Integers = field(init=False)
 

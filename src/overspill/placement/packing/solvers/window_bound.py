@@ -12,7 +12,7 @@ from overspill.placement.packing.keys import maximal_sections
 from overspill.placement.packing.pieces import Pieces
 from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
 
-from .exact import PREORDERS, Attempt, Decider, Decision
+from .exact import PREORDERS, Decided, Decider, SearchRun
 
 WIDTH = 12
 """How many sections a window has; the next one begins half a window later."""
@@ -86,11 +86,11 @@ def _within(problem: Problem, start: Integers, end: Integers) -> Problem:
     return replace(problem, start=start, end=end, lifetime=end - start)
 
 
-def _decide(decider: Decider, capacity_bytes: int) -> Decision:
-    decision = Decision(None)
+def _decide(decider: Decider, capacity_bytes: int) -> Decided:
+    decision = Decided(None)
     for keys in PREORDERS:
         noise = np.ones((len(decider.problem), 3))
-        decision = decider.attempt(capacity_bytes, Attempt(keys, noise, True, NODES))
+        decision = decider.attempt(capacity_bytes, SearchRun(keys, noise, True, NODES))
         if decision.fits is not None or decider.late:
             break
     return decision

@@ -15,7 +15,7 @@ _KNOWN = (*EXCHANGES, "alloc", "free_requested", "free_completed", "oom", "snaps
 
 
 @dataclass(frozen=True)
-class Recording:
+class DeviceTrace:
     """The trace of one device, ready for replay: streams are numbered in the order of their handles.
 
     `first` is where replay begins: an allocation at the very front may have begun before, and is taken as done.
@@ -33,7 +33,7 @@ class Recording:
         return int(bool(self.trace) and self.trace[0].action == "alloc")
 
 
-def recording_of(snapshot: Snapshot, device: int) -> Recording:
+def device_trace(snapshot: Snapshot, device: int) -> DeviceTrace:
     """The events and the final segments of `device`, without private pools. Raises RequestError when it has none."""
     trace, segments = snapshot.trace(device), snapshot.segments_of(device)
     if not trace:
@@ -60,10 +60,10 @@ def recording_of(snapshot: Snapshot, device: int) -> Recording:
         notes.append(f"events of kinds unknown here are left out: {', '.join(unknown)[:200]}")
     kept = [entry for entry in kept if entry.action in _KNOWN]
     public = tuple(segment for segment in segments if segment.pool == DEFAULT_POOL)
-    return Recording(tuple(kept), public, len(trace) - len(kept), tuple(notes))
+    return DeviceTrace(tuple(kept), public, len(trace) - len(kept), tuple(notes))
 
 
-def stream_numbers(recording: Recording) -> dict[int, int]:
+def stream_numbers(recording: DeviceTrace) -> dict[int, int]:
     """A number for each stream, from 0 in the order of the handles, by which the allocator sorts them."""
     handles = {entry.stream for entry in recording.trace} | {segment.stream for segment in recording.segments}
     return {handle: number for number, handle in enumerate(sorted(handles))}

@@ -6,14 +6,14 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 
 from overspill.placement.allocators.base import SegmentEvent, SegmentView
-from overspill.placement.allocators.blocks import Block
+from overspill.placement.allocators.blocks import PoolBlock
 from overspill.placement.allocators.caching import SMALL_BYTES, CachingAllocator, round_size
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.expandable import ExpandableSegments
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, PAGE_BYTES, SimulatedDevice
 
+from .device_trace import LOSSES
 from .read import Entry
-from .recording import LOSSES
 from .start import StartSegment
 
 _ELSEWHERE = ADDRESS_SPACE_BYTES << 4
@@ -134,10 +134,10 @@ class RecordedAllocator(CachingAllocator):
     def adopt(self, segment: StartSegment, stream: int, reservation: int) -> None:
         """Begin with `segment`; an expandable one has `reservation` bytes of address space."""
         view, pool = segment.view, self._small if segment.small else self._large
-        before: Block | None = None
+        before: PoolBlock | None = None
         for piece in view.blocks:
             mapped, free = piece.state != "unmapped", piece.state != "live"
-            block = Block(piece.address, piece.nbytes, stream, piece.requested_bytes, free, mapped, prev=before)
+            block = PoolBlock(piece.address, piece.nbytes, stream, piece.requested_bytes, free, mapped, prev=before)
             block.pool, block.base, block.born = pool, view.address, self.birth()
             if before is not None:
                 before.next = block
@@ -154,9 +154,9 @@ class RecordedAllocator(CachingAllocator):
         if segment.expandable and view.nbytes < reservation:
             self._add_tail(view, stream, reservation, before)
 
-    def _add_tail(self, view: SegmentView, stream: int, reservation: int, before: Block | None) -> None:
+    def _add_tail(self, view: SegmentView, stream: int, reservation: int, before: PoolBlock | None) -> None:
         """Put the address space of an expandable segment behind its last block."""
-        tail = Block(view.address + view.nbytes, reservation - view.nbytes, stream, mapped=False, prev=before)
+        tail = PoolBlock(view.address + view.nbytes, reservation - view.nbytes, stream, mapped=False, prev=before)
         tail.base, tail.born = view.address, self.birth()
         if before is not None:
             tail.pool = before.pool
