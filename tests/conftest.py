@@ -19,7 +19,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # One of these takes minutes: begun last, it would run alone.
+    # The longest ones first: begun last, they would run alone.
     items.sort(key=lambda item: item.path.name != "test_real_size.py")
     if not torch.cuda.is_available():
         for item in items:

@@ -1,4 +1,4 @@
-"""Every example runs as it stands."""
+"""Every example runs as it stands; those of which a test of another kind does the same run in the long suite."""
 
 import subprocess
 import sys
@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
+QUICK = ("01_one_line", "06_train_what_does_not_fit")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.long, id=path.stem) for path in EXAMPLES],
+)
 def test_the_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

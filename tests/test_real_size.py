@@ -1,4 +1,4 @@
-"""ResNet-50 at batch 32 for real: it trains where plain PyTorch dies for want of memory, with plain PyTorch's losses."""
+"""Training for real where plain PyTorch dies for want of memory, with plain PyTorch's losses: small here, real sizes in `make test-all`."""
 
 import json
 import os
@@ -14,6 +14,7 @@ import pytest
 from overspill.core.errors import is_out_of_memory
 
 PLANNED = (("resnet50", 32, 0.45), ("vgg16", 16, 0.60), ("gpt2", 4, 0.60))
+SMALL_DECODER = "decoder:width=512,depth=12,heads=8,vocabulary=8192,seq_len=64"
 DECODER = "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=128"
 PLAIN = """
 from overspill.models import load
@@ -54,7 +55,15 @@ def trained_where_plain_training_fails(
     return result
 
 
-@pytest.mark.slow
+def test_a_decoder_trains_in_an_address_space_in_which_plain_training_fails(tmp_path: Path) -> None:
+    result = trained_where_plain_training_fails(
+        SMALL_DECODER, 2, "adamw", "--whole-step", "--budget", "128MiB", limit_bytes=11 * 2**27, store_dir=tmp_path
+    )
+    assert result["planned_peak_bytes"] <= 128 * 2**20
+    assert result["measured_peak_bytes"] <= 0.3 * result["unmanaged_peak_bytes"]
+
+
+@pytest.mark.long
 def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_path: Path) -> None:
     result = trained_where_plain_training_fails(
         "resnet50", 32, "sgd", "--budget", "1.2GiB", limit_bytes=3 * 2**30, store_dir=tmp_path

@@ -116,7 +116,6 @@ def test_an_image_job_runs_for_real_on_a_tiny_batch(model: str, mode: int) -> No
     jobs.run(row_of(model, batch_size=2, zero_grad_mode=mode), "cpu", iterations=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["T5-small", "distilbert/distilgpt2"])
 def test_a_text_job_runs_for_real_on_a_tiny_batch(model: str) -> None:
     need(model)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from overspill.core.errors import InfeasibleBudget
 
@@ -28,6 +30,7 @@ from .common import (
     TimesFile,
     WholeStep,
     check_request,
+    check_writable,
     narrate,
     quiet_torch,
 )
@@ -35,6 +38,17 @@ from .failures import explain
 
 if TYPE_CHECKING:
     from overspill.plans.plan import Plan
+
+
+MemoryPlot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw memory over time, planned and unmanaged: .png or .html.",
+        show_default=False,
+    ),
+]
 
 
 def plan(
@@ -53,6 +67,7 @@ def plan(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     out: PlanFile = None,
+    plot: MemoryPlot = None,
     times: TimesFile = None,
     json: AsJson = False,
 ) -> Outcome:
@@ -60,8 +75,12 @@ def plan(
     del json  # `main` reads it from the arguments
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
+    from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
+    if plot is not None:
+        check_writable(plot)
+        check_plot(plot)
     device = load_device(gpu or "cpu")
     with narrate() as narrator:
         quiet_torch()
@@ -83,11 +102,14 @@ def plan(
             return _infeasible(request, error)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, training.manner, out)
+    return _feasible(request, made, options.placer, training.manner, out, plot)
 
 
-def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None) -> Outcome:
+def _feasible(
+    request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None, plot: Path | None
+) -> Outcome:
     from overspill.placement.place import place_plan
+    from overspill.report.memory_plot import plot_memory
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
     peak = peak_of(made)
@@ -116,7 +138,10 @@ def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: s
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
     title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
-    return Outcome(answer, plan_report(made, peak, placed, title, None if out is None else f"plan saved to {out}"))
+    if plot is not None:
+        plot_memory(made, plot, title)
+    saved = [f"{what} saved to {path}" for what, path in (("plan", out), ("plot", plot)) if path is not None]
+    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(saved) or None))
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:

@@ -22,7 +22,7 @@ from overspill.simulate import check, simulate
 class Plan:
     """A checked schedule with its simulated figures.
 
-    `unmanaged_peak_bytes` and `in_core_seconds` are of the same step with nothing moved or recomputed.
+    `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.
     `op_seconds` are those of the ops with their fastest algorithms.
     """
 
@@ -32,16 +32,16 @@ class Plan:
     peak_bytes: int
     budget_bytes: int
     unmanaged_peak_bytes: int
-    in_core_seconds: float
+    unmanaged_timeline: Timeline
     plan_seconds: float
     device: Device
     op_seconds: tuple[float, ...]
 
     @cached_property
     def lower_bound_seconds(self) -> float:
-        """What a schedule in the graph's order takes at least within the budget, by `bound.py`.
+        """What a schedule in the graph's order takes at least within the budget (`bounds/step_time.py`).
 
-        Of a whole step, what one in any order of updates takes at least (`step_bound.py`).
+        Of a whole step, what one in any order of updates takes at least (`bounds/whole_step.py`).
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
         return bound(self.graph, self.device, self.budget_bytes, self.op_seconds)
@@ -55,6 +55,11 @@ class Plan:
     def step_seconds(self) -> float:
         """Simulated seconds of one step."""
         return self.timeline.step_seconds
+
+    @property
+    def in_core_seconds(self) -> float:
+        """Simulated seconds of the unmanaged step."""
+        return self.unmanaged_timeline.step_seconds
 
     @property
     def slowdown(self) -> float:
@@ -104,7 +109,7 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
         peak_bytes=result.peak_bytes,
         budget_bytes=budget_bytes,
         unmanaged_peak_bytes=check(graph, plain).peak_bytes,
-        in_core_seconds=simulate(graph, plain, device, seconds).step_seconds,
+        unmanaged_timeline=simulate(graph, plain, device, seconds),
         plan_seconds=time.perf_counter() - begun,
         device=device,
         op_seconds=seconds,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.variants import MODELS, OTHERS_LONG, OWN
+from tests.models.variants import MODELS, OTHERS_AND_DEEP_LONG, OTHERS_LONG
 from tests.runtime.compiled.lowered import Step, captured_step, moved_bytes, plan, run
 
 from overspill.capture.compiled.graph import HANDLE_BYTES
@@ -84,7 +84,6 @@ def captured(model: str) -> Step:
     return captured_step(*fresh(model))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", OTHERS_LONG)
 def test_the_lowered_step_gives_the_numbers_of_plain_pytorch_and_moves_what_is_planned(
@@ -187,13 +186,11 @@ def assert_peak_as_planned(session: Session, compiled: Any, module: TrainingStep
     assert tracker.peak_bytes >= 0.98 * planned
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", OWN)
+@pytest.mark.parametrize("model", OTHERS_AND_DEEP_LONG)
 def test_training_is_bit_identical_and_its_peak_is_as_planned(model: str, tmp_path: Path) -> None:
     train_as_plain(model, "auto", tmp_path, ("adamw", "momentum"), stores=2, count=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "policy"), COMPILED)
 def test_training_under_every_policy_is_bit_identical(model: str, policy: str, tmp_path: Path) -> None:
     train_as_plain(model, policy, tmp_path, ("momentum",), stores=1, count=2)

@@ -1,0 +1,90 @@
+"""Memory over the time of one step, planned and unmanaged, in a picture: matplotlib or plotly, by the file's ending."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from overspill.core import Timeline
+from overspill.core.errors import RequestError
+from overspill.core.units import format_bytes
+from overspill.plans.plan import Plan
+
+from .plot import COLOURS, GIB, check_plot
+
+SIZE_INCHES = (9.0, 4.0)
+TIME_AXIS, MEMORY_AXIS = "simulated time of one step (s)", "memory on the device (GiB)"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Memory over time: from `seconds[i]` to `seconds[i + 1]` the device holds `gib[i]`, and in the end `gib[-1]`."""
+
+    label: str
+    colour: str
+    seconds: tuple[float, ...]
+    gib: tuple[float, ...]
+
+
+def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
+    """The most bytes that are on the device during each instruction that takes time."""
+    seconds, gib = [0.0], []
+    highest = 0
+    for nbytes, ended in zip(timeline.live_bytes, timeline.clock_seconds, strict=True):
+        highest = max(highest, nbytes)
+        if ended > seconds[-1]:
+            seconds.append(ended)
+            gib.append(highest / GIB)
+            highest = 0
+    gib.append(highest / GIB if highest or not gib else gib[-1])
+    return Curve(f"{label}: {format_bytes(timeline.peak_bytes)}", colour, tuple(seconds), tuple(gib))
+
+
+def plot_memory(plan: Plan, path: Path, title: str) -> None:
+    """Draw `plan` beside the same step unmanaged into `path`. Raises RequestError where that cannot be done."""
+    check_plot(path)
+    curves = (
+        curve_of(plan.unmanaged_timeline, "without a budget", COLOURS[1]),
+        curve_of(plan.timeline, f"within it, {plan.schedule.policy}", COLOURS[0]),
+    )
+    try:
+        (_draw_png if path.suffix.lower() == ".png" else _draw_html)(curves, plan.budget_bytes, path, title)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _draw_png(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an optional library
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for curve in curves:
+        axes.fill_between(curve.seconds, curve.gib, step="post", color=curve.colour, alpha=0.15, linewidth=0)
+        axes.step(curve.seconds, curve.gib, where="post", color=curve.colour, linewidth=1.2, label=curve.label)
+    label = f"budget: {format_bytes(budget_bytes)}"
+    axes.axhline(budget_bytes / GIB, color="0.25", linestyle="--", linewidth=1, label=label)
+    axes.set(title=title, xlabel=TIME_AXIS, ylabel=MEMORY_AXIS)
+    axes.set_xlim(0, max(curve.seconds[-1] for curve in curves))
+    axes.set_ylim(0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_html(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: str) -> None:
+    from plotly import graph_objects  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional library
+
+    figure = graph_objects.Figure()
+    for curve in curves:
+        figure.add_scatter(
+            x=curve.seconds, y=curve.gib, name=curve.label, mode="lines", fill="tozeroy",
+            line={"shape": "hv", "color": curve.colour, "width": 1},
+        )  # fmt: skip
+    line = {"dash": "dash", "color": "gray", "width": 1}
+    figure.add_hline(y=budget_bytes / GIB, line=line, annotation_text=f"budget: {format_bytes(budget_bytes)}")
+    figure.update_layout(title=title, template="plotly_white")
+    figure.update_xaxes(title=TIME_AXIS)
+    figure.update_yaxes(title=MEMORY_AXIS)
+    figure.write_html(path, include_plotlyjs=True, full_html=True)

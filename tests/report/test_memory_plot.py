@@ -1,0 +1,45 @@
+"""Memory over time in a picture: the curves are those of the timelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.simulate.graphs import DEVICE, Layer, network
+
+from overspill.core import Timeline
+from overspill.core.errors import RequestError
+from overspill.plans.plan import Plan, make_plan
+from overspill.report.memory_plot import Curve, curve_of, plot_memory
+from overspill.report.plot import GIB
+
+STEP = network([Layer(3 * 2**20) for _ in range(8)])
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return make_plan(STEP, DEVICE, "auto", 24 * 2**20)
+
+
+def test_a_curve_holds_the_most_bytes_of_each_stretch_of_time() -> None:
+    timeline = Timeline((), (), (1 * GIB, 5 * GIB, 2 * GIB, 1 * GIB), 3.0, (1.0, 1.0, 3.0, 3.0))
+    assert curve_of(timeline, "it", "red") == Curve("it: 5.0 GiB", "red", (0.0, 1.0, 3.0), (1.0, 5.0, 1.0))
+
+
+def test_the_peak_of_a_curve_is_the_peak_of_its_plan(plan: Plan) -> None:
+    planned, unmanaged = (curve_of(t, "", "") for t in (plan.timeline, plan.unmanaged_timeline))
+    assert max(planned.gib) * GIB == plan.peak_bytes
+    assert max(unmanaged.gib) * GIB == plan.unmanaged_peak_bytes > plan.peak_bytes
+    assert planned.seconds[-1] == plan.step_seconds
+
+
+@pytest.mark.parametrize("ending", ["png", "html"])
+def test_it_is_drawn_by_either_library(plan: Plan, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"memory.{ending}"
+    plot_memory(plan, path, "a step")
+    assert path.read_bytes().startswith(b"\x89PNG" if ending == "png" else b"<!doctype html>")
+
+
+def test_a_file_that_cannot_be_written_is_one_line(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot write"):
+        plot_memory(plan, tmp_path / "absent" / "memory.png", "a step")
