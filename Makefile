@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all sanitize lint types install bench accuracy definitions clean
+.PHONY: demo test test-all mutations sanitize lint types install bench accuracy definitions clean
 
 demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
@@ -14,6 +14,9 @@ test: $(READY)  ## the tests, on two processes
 
 test-all: $(READY)  ## those that take minutes each as well
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+mutations: $(READY)  ## plant defects in the source, one at a time, and see that `make test` catches each
+	$(BIN)/python bench/mutations.py
 
 sanitize: $(READY)  ## the native core under sanitizers, with warnings as errors
 	native/tests/sanitize build $(BIN)/python
