@@ -4,6 +4,7 @@ Where it does not matter how good plans are, `auto` searches with a tenth of its
 `Effort` themselves. Random examples are the same in every run; `HYPOTHESIS_PROFILE=default make test` draws new ones.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,12 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays: tests that collect garbage need not look at it each time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

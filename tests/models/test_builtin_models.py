@@ -167,7 +167,8 @@ def test_a_small_model_trains_three_steps_with_finite_changing_losses(name: str)
     assert all(parameter.grad is not None for parameter in step.parameters())
 
 
-@pytest.mark.parametrize("name", ["googlenet-aux", pytest.param("inception-v3-aux", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["googlenet-aux", "inception-v3-aux"])
 def test_a_small_model_compiles_into_one_graph_with_the_same_loss(name: str) -> None:
     """The others train compiled, in one graph, in tests/runtime/compiled/test_exactness.py."""
     job = load_or_skip(name, small=True)
