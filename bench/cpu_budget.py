@@ -1,6 +1,6 @@
 """The price of a budget on the CPU: paired ratios of step times, budgeted over plain, for three jobs.
 
-    python bench/cpu_budget.py [--models resnet50,vgg16,gpt2] [--pairs 3] [--out bench/results/cpu_budget.json]
+    python bench/cpu_budget.py [--models resnet50,vgg16-vdnn,gpt2] [--pairs 3] [--out bench/results/cpu_budget.json]
 
 Budgets are 75 %, 50 % and the smallest that works, each with the disk and the host store. Prints one line a case and
 writes all figures as JSON. A full run takes about half an hour on two cores.
@@ -22,7 +22,7 @@ from overspill.runtime.training import Training, preview
 
 CASES = {
     "resnet50": Case("resnet50", 32),
-    "vgg16": Case("vgg16", 16),
+    "vgg16-vdnn": Case("vgg16-vdnn", 16),
     "gpt2": Case("gpt2", 4, seq_len=512),
 }
 
@@ -68,7 +68,7 @@ def main() -> None:
 def describe(row: dict[str, object]) -> str:
     """One case as one line."""
     return (
-        f"{row['model']:9s} {row['budget']:9s} {row['store']:5s} "
+        f"{row['model']:10s} {row['budget']:9s} {row['store']:5s} "
         f"peak {format_bytes(row['planned_peak_bytes'])} of {format_bytes(row['unmanaged_peak_bytes'])}, "  # type: ignore[arg-type]
         f"moves {format_bytes(row['offloaded_bytes'])}, recomputes {row['recomputed_ops']} ops: "  # type: ignore[arg-type]
         f"measured ratio {row['measured_ratio_median']:.3f} "

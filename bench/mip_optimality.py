@@ -27,7 +27,7 @@ from overspill.plans.plan import make_plan
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import trace_of
 
-MODELS = "alexnet,googlenet,vgg16,resnet18,resnet50,unet,inception-v3,densenet121"
+MODELS = "alexnet,googlenet,vgg16-vdnn,resnet18,resnet50,unet,inception-v3,densenet121"
 NO_LIMIT_BYTES = 1 << 60
 
 

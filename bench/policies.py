@@ -43,7 +43,7 @@ from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check, simulate
 
 BATCHES = {
-    "alexnet": 256, "overfeat": 128, "vgg16": 64, "googlenet": 128, "resnet50": 64, "resnet152": 32,
+    "alexnet": 256, "overfeat": 128, "vgg16-vdnn": 64, "googlenet": 128, "resnet50": 64, "resnet152": 32,
     "inception-v3": 32, "inception-v4": 32, "inception-resnet-v2": 32, "densenet121": 32, "unet": 16,
     "deeplabv3plus": 8, "pix2pixhd": 1, "gpt2": 8, "bert-base": 32, "lstm": 20,
 }  # fmt: skip

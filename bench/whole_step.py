@@ -47,7 +47,7 @@ from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import Training, step_graph
 
-SIMULATED = (("gpt2", 4), ("resnet50", 32), ("bert-base", 8), ("vgg16", 32))
+SIMULATED = (("gpt2", 4), ("resnet50", 32), ("bert-base", 8), ("vgg16-vdnn", 32))
 GPUS = ("rtx4090", "a100-80gb", "h200", "cpu")
 SHARES = (0.75, 0.6, 0.5, 0.33)
 

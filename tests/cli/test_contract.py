@@ -187,6 +187,14 @@ def test_the_lists_can_be_read(overspill: Overspill) -> None:
         assert done.err == ""
 
 
+def test_the_list_of_models_notes_which_one_the_papers_call_vgg_16(overspill: Overspill) -> None:
+    note = "the papers' VGG-16: 16 convolutions, torchvision's VGG-19"
+    text = " ".join(overspill("models").out.split())
+    assert f"vgg16-vdnn VGG images 3x224x224 {note}" in text
+    assert text.count(note) == 1
+    assert [m["name"] for m in overspill("models --json").answer["models"] if note in m["summary"]] == ["vgg16-vdnn"]
+
+
 def test_calibrate_prints_the_profile_and_keeps_it_where_plans_find_it(
     overspill: Overspill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

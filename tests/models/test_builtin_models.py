@@ -75,6 +75,9 @@ SEQ2SEQ = 3 * 50_000 * 1000 + lstm(1000, 1000, 4) + lstm(2000, 1000, 4) + 3 * 10
         ("vgg-b", 133_047_848),
         ("vgg-d", 138_357_544),
         ("vgg-e", 143_667_240),
+        ("vgg16", 138_357_544),
+        ("vgg19", 143_667_240),
+        ("vgg16-vdnn", 143_667_240),
         ("resnet18", 11_689_512),
         ("resnet34", 21_797_672),
         ("resnet50", 25_557_032),
@@ -118,11 +121,12 @@ def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> 
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *[("vgg-a", 8), ("vgg-b", 10), ("vgg-c", 13), ("vgg-d", 13), ("vgg-e", 16), ("vgg16", 16)],
+        *[("vgg-a", 8), ("vgg-b", 10), ("vgg-c", 13), ("vgg-d", 13), ("vgg-e", 16)],
+        *[("vgg16", 13), ("vgg19", 16), ("vgg16-vdnn", 16)],
         *[("vgg116", 116), ("vgg216", 216), ("vgg316", 316), ("vgg416", 416)],
     ],
 )
-def test_a_vgg_has_the_convolutions_its_name_says(name: str, count: int) -> None:
+def test_each_vgg_has_the_convolutions_of_its_configuration(name: str, count: int) -> None:
     assert len(convolutions(on_meta(name))) == count
 
 
@@ -132,7 +136,8 @@ def test_each_hundred_of_a_deep_vgg_adds_twenty_convolutions_to_every_group() ->
 
 
 @pytest.mark.parametrize(
-    ("alias", "name"), [("vgg11", "vgg-a"), ("vgg13", "vgg-b"), ("vgg16", "vgg-e"), ("vgg19", "vgg-e")]
+    ("alias", "name"),
+    [("vgg11", "vgg-a"), ("vgg13", "vgg-b"), ("vgg16", "vgg-d"), ("vgg19", "vgg-e"), ("vgg16-vdnn", "vgg-e")],
 )
 def test_an_alias_is_the_network_it_stands_for_under_its_own_name(alias: str, name: str) -> None:
     with torch.device("meta"):

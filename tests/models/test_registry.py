@@ -22,12 +22,6 @@ def test_every_name_is_described_once() -> None:
     assert all(entry.family and entry.summary and entry.batch_input for entry in describe())
 
 
-def test_the_summary_of_vgg16_says_that_it_is_configuration_e() -> None:
-    entry = next(entry for entry in describe() if entry.name == "vgg16")
-    assert "vgg-e" in entry.summary
-    assert "16 convolutions" in entry.summary
-
-
 @pytest.mark.parametrize(("wrong", "meant"), [("resnet5", "resnet50"), ("VGG-E", "vgg-e"), ("bert", "bert-base")])
 def test_an_unknown_name_names_what_was_meant(wrong: str, meant: str) -> None:
     with pytest.raises(RequestError) as caught:

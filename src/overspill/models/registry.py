@@ -67,11 +67,9 @@ _ENTRIES = (
     _vgg("vgg-e", "configuration E: 16 convolutions, 143.7 M parameters; what torchvision calls vgg19"),
     _vgg("vgg11", "the same as vgg-a"),
     _vgg("vgg13", "the same as vgg-b"),
-    _vgg(
-        "vgg16",
-        "the same as vgg-e: the VGG-16 of the vDNN paper has 16 convolutions, 143.7 M parameters (torchvision's vgg16 is vgg-d)",
-    ),
+    _vgg("vgg16", "the same as vgg-d"),
     _vgg("vgg19", "the same as vgg-e"),
+    _vgg("vgg16-vdnn", "the papers' VGG-16: 16 convolutions, torchvision's VGG-19 (the same as vgg-e)"),
     _vgg("vgg116", _DEEPER.format(more=20)),
     _vgg("vgg216", _DEEPER.format(more=40)),
     _vgg("vgg316", _DEEPER.format(more=60)),

@@ -16,9 +16,9 @@ _CONFIGURATIONS: dict[str, tuple[tuple[int, ...], ...]] = {
     "vgg-e": ((3, 3), (3, 3), (3, 3, 3, 3), (3, 3, 3, 3), (3, 3, 3, 3)),
 }
 # vDNN §IV-C: "Each addition of 100 CONV layers is done by adding 20 more CONV layers to each of the five groups",
-# starting from configuration E, whose 16 convolutions that paper calls VGG-16.
+# starting from configuration E, whose 16 convolutions that paper calls VGG-16: `vgg16-vdnn` here.
 _HUNDREDS = {"vgg116": 1, "vgg216": 2, "vgg316": 3, "vgg416": 4}
-_ALIASES = {"vgg11": "vgg-a", "vgg13": "vgg-b", "vgg16": "vgg-e", "vgg19": "vgg-e"}
+_ALIASES = {"vgg11": "vgg-a", "vgg13": "vgg-b", "vgg16": "vgg-d", "vgg19": "vgg-e", "vgg16-vdnn": "vgg-e"}
 _STRIDE = 32  # five pools of two
 
 

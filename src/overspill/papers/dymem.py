@@ -22,7 +22,8 @@ from .lab import MIB, Lab, Run, Setting
 INCEPTION = Setting("inception-v4", 128, image_size=256)
 RESNET_32 = Setting("resnet32-cifar", 100, image_size=224, batch_norm=False)
 RESNET_50 = Setting("resnet50", 100)
-ALEXNET, VGG_128, VGG_256 = Setting("alexnet", 256), Setting("vgg16", 128), Setting("vgg16", 256, features=True)
+ALEXNET = Setting("alexnet", 256)
+VGG_128, VGG_256 = Setting("vgg16-vdnn", 128), Setting("vgg16-vdnn", 256, features=True)
 NETWORKS = (ALEXNET, VGG_128, RESNET_50, INCEPTION)
 BASE, ALL, ONE_STREAM = "oracle", "vdnn-all", "sequential"
 SHARES = (1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)

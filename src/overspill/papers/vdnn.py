@@ -24,7 +24,7 @@ def _setting(model: str, batch: int, *, features: bool = True) -> Setting:
 
 
 ALEXNET, OVERFEAT, GOOGLENET = _setting("alexnet", 128), _setting("overfeat", 128), _setting("googlenet", 128)
-VGG_64, VGG_128, VGG_256 = (_setting("vgg16", batch) for batch in (64, 128, 256))
+VGG_64, VGG_128, VGG_256 = (_setting("vgg16-vdnn", batch) for batch in (64, 128, 256))
 SIX = (ALEXNET, OVERFEAT, GOOGLENET, VGG_64, VGG_128, VGG_256)
 DEEP = tuple(_setting(f"vgg{depth}", 32, features=False) for depth in (116, 216, 316, 416))
 
@@ -94,7 +94,7 @@ def _reuse_ms(setting: Setting, lab: Lab) -> float:
 
 
 def _deep_growth(lab: Lab) -> float:
-    return _baseline_gb("vgg416", 32, lab) / _baseline_gb("vgg16", 32, lab)
+    return _baseline_gb("vgg416", 32, lab) / _baseline_gb("vgg16-vdnn", 32, lab)
 
 
 def _deep_gpu_gb(lab: Lab) -> float:
@@ -169,9 +169,9 @@ _ASIDE = (
 )
 
 CLAIMS: tuple[Claim, ...] = (
-    _claim("Fig. 1", "VGG-16 (256), baseline", _TOTALS, "I", 28, "GB", partial(_baseline_gb, "vgg16", 256),
+    _claim("Fig. 1", "VGG-16 (256), baseline", _TOTALS, "I", 28, "GB", partial(_baseline_gb, "vgg16-vdnn", 256),
            _WORKSPACE),
-    _claim("Fig. 1", "VGG-16 (128), baseline", _BOTH, "V-C", 15, "GB", partial(_baseline_gb, "vgg16", 128),
+    _claim("Fig. 1", "VGG-16 (128), baseline", _BOTH, "V-C", 15, "GB", partial(_baseline_gb, "vgg16-vdnn", 128),
            _WORKSPACE),
     _claim("Fig. 1", "AlexNet (128), baseline", 'required a "mere" 1.1 GB', "I", 1.1, "GB",
            partial(_baseline_gb, "alexnet", 128)),
@@ -207,7 +207,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     _claim("Fig. 14", "all(m): throughput lost, VGG-16 (128)", _48, "V-A", 61, "%",
            partial(_lost_percent, (VGG_128,), "vdnn-all:m", fmean)),
-    _claim("Fig. 15", "VGG-16 (32), baseline", _DEEP, "V-E", 4.9, "GB", partial(_baseline_gb, "vgg16", 32)),
+    _claim("Fig. 15", "VGG-16 (32), baseline", _DEEP, "V-E", 4.9, "GB", partial(_baseline_gb, "vgg16-vdnn", 32)),
     _claim("Fig. 15", "VGG-416 (32), baseline", _DEEP, "V-E", 67.1, "GB", partial(_baseline_gb, "vgg416", 32)),
     _claim("Fig. 15", "VGG-416 over VGG-16, baseline", _DEEP, "V-E", 14, "x", _deep_growth),
     _claim("Fig. 15", "VGG-116 to 416, dyn: most on the GPU", _GPU, "V-E", 4.2, "GB", _deep_gpu_gb,
