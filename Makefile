@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all mutations sanitize lint types install bench accuracy definitions clean
+.PHONY: demo test test-all mutations sanitize lint types install bench transcripts accuracy definitions clean
 
 demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
@@ -31,6 +31,9 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/python bench/cpu_budget.py
+
+transcripts: $(READY)  ## whether commands print what README.md and docs/ show; `bench/transcripts.py --write` writes it
+	$(BIN)/python bench/transcripts.py
 
 # How far estimates are from jobs that were measured on GPUs; the networks' definitions come in the releases that were
 # measured, beside the environment, which has others.

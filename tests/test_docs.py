@@ -1,0 +1,48 @@
+"""The docs name what there is: links lead somewhere, and the glossary's terms stand in the files it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+ENTRY = re.compile(r"^- \*\*(.+?)\*\* \(`([\w./]+)`(?:, `(\w+)`)?\): ")
+
+
+def plain(text: str) -> str:
+    """`text` without case and without what is between words."""
+    return re.sub(r"[\W_]", "", text.lower())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_link_to_a_file_leads_there(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def glossary() -> list[tuple[str, str, str]]:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    entries = [ENTRY.match(line) for line in text.splitlines() if line.startswith("- ")]
+    assert all(entries)
+    return [(found.group(1), found.group(2), found.group(3) or found.group(1)) for found in entries if found]
+
+
+def test_the_glossary_is_in_the_order_of_the_alphabet_and_has_each_term_once() -> None:
+    terms = [term.lower() for term, _, _ in glossary()]
+    assert terms == sorted(set(terms))
+
+
+@pytest.mark.parametrize(("term", "file", "name"), glossary())
+def test_a_term_of_the_glossary_stands_in_its_file(term: str, file: str, name: str) -> None:
+    path = ROOT / file if file.startswith("native/") else ROOT / "src" / "overspill" / file
+    assert plain(name) in plain(path.read_text(encoding="utf-8")), term
+
+
+def test_the_files_that_the_glossary_names_are_there() -> None:
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|hpp))`", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    missing = [name for name in named if not any((ROOT / root / name).exists() for root in ("", "src/overspill"))]
+    assert missing == []
