@@ -43,6 +43,10 @@ class InfeasibleBudget(OverspillError):
         return _rebuilt, (type(self), str(self), self.__dict__)
 
 
+class UnplannedError(OverspillError):
+    """A call, or a part of it, ran without a plan, so the budget was not in force; the message says why and what would work."""
+
+
 class StoreError(OverspillError):
     """The store could not hold or return bytes: disk full, short read, out of host memory."""
 

@@ -116,6 +116,14 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
     )
 
 
+def smallest_budget(graph: Graph, device: Device, policy: str, times: MeasuredTimes | None = None) -> int:
+    """The fewest bytes within which `policy` has a plan."""
+    try:
+        return make_plan(graph, device, policy, 1, times).peak_bytes
+    except InfeasibleBudget as error:
+        return error.floor_bytes
+
+
 def retained_bytes(graph: Graph, schedule: Schedule) -> int:
     """Bytes, persistent ones aside, that `schedule` leaves on the device between forward and backward."""
     present: set[int] = set()

@@ -12,43 +12,88 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.trace import describe_inputs
-from overspill.core.errors import RequestError
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
+from .in_force import MOST_PLANS, too_many_kinds
 from .session import Frame, Session, torch_device
 
 Compiled = Callable[..., Any]
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Session) -> Compiled:
-    """The callable that runs Dynamo's `module` by the session's plan."""
-    compiler = _GraphCompiler(module, examples, session)
+    """The callable that runs Dynamo's `module` by the session's plan; of unknown sizes, by one for each kind of inputs."""
+    unknown = [i for i, example in enumerate(examples) if _is_symbolic(example)]
+    if unknown:
+        return _PerShape(module, session, tuple(unknown))
+    return _compile(module, examples, session, _frame(module))
+
+
+def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> Compiled:
+    compiler = _GraphCompiler(module, examples, session, frame)
     try:
         return compiler.compile()
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
 
+class _PerShape:
+    """Runs a graph whose sizes Dynamo left open (`dynamic`), for which no byte budget can be planned.
+
+    Each kind of inputs gets a graph and a plan of its own when it is first seen: the sizes are numbers then.
+    """
+
+    def __init__(self, module: fx.GraphModule, session: Session, unknown: tuple[int, ...]) -> None:
+        self.module = module
+        self.session = session
+        self.unknown = unknown
+        self.frame = _frame(module)
+        self._compiled: dict[Any, Compiled] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(kind(args[i]) for i in self.unknown)
+        if key not in self._compiled:
+            if len(self._compiled) == MOST_PLANS:
+                raise too_many_kinds()
+            try:
+                self._compiled[key] = _compile(self.module, args, self.session, self.frame)
+            except DataDependentOutputException as error:
+                raise UnsupportedError(
+                    f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "
+                    "pass dynamic=False to torch.compile, or use overspill.compile"
+                ) from None
+        return self._compiled[key](*args)
+
+
+def _is_symbolic(example: Any) -> bool:
+    """Whether Dynamo left it open: an integer, or the size of a tensor."""
+    if isinstance(example, Tensor):
+        return any(isinstance(n, torch.SymInt) for n in (*example.shape, *example.stride()))
+    return isinstance(example, (torch.SymInt, torch.SymFloat))
+
+
 class _GraphCompiler:
     """Compiles one Dynamo graph: plans it when AOTAutograd asks for a partition, and lowers it."""
 
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], session: Session) -> None:
+    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> None:
         self.module = module
         self.examples = list(examples)
         self.session = session
         self.inputs = describe_inputs(module, examples)
-        self.frame = _frame(module)
+        self.frame = frame
 
     def compile(self) -> Compiled:
         # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
@@ -56,13 +101,20 @@ class _GraphCompiler:
             if self.session.options.backend == "inductor":
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
-                return compile_with_inductor(self.module, self.examples, self.partition)
+                return self._counted(compile_with_inductor(self.module, self.examples, self.partition))
             return aot_autograd(
                 fw_compiler=self._boxed,
                 bw_compiler=self._boxed,
                 inference_compiler=self._infer,
                 partition_fn=self.partition,
             )(self.module, self.examples)
+
+    def _counted(self, compiled: Compiled) -> Compiled:
+        def run(*args: Any) -> Any:
+            self.session.watch_calls.graphs_run += 1
+            return compiled(*args)
+
+        return run
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -93,6 +145,7 @@ class _GraphCompiler:
         session = self.session
 
         def run(args: list[Any]) -> Any:
+            session.watch_calls.graphs_run += 1
             tracker = session.tracker
             if tracker is None:
                 return module.forward(args)

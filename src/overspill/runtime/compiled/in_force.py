@@ -1,0 +1,139 @@
+"""Whether a call of a compiled model ran by its plans: if not, the budget was not in force, and the user is told.
+
+Dynamo gives way silently: what it cannot trace, or has compiled too often, runs eagerly. So after a call it is looked at
+what really happened. That no graph of ours ran is seen by a counter; that ops ran beside our graphs, by the autograd graph
+of the result, in which they have nodes of their own.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._dynamo.config` and its `recompile_limit`,
+`accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn` and `skip_nnmodule_hook_guards`,
+`torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, and the name of AOTAutograd's node in the autograd graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from overspill.core.errors import UnplannedError
+from overspill.core.units import format_bytes
+
+MOST_PLANS = 512
+"""So many kinds of inputs (shapes above all) one function may have, each with a plan of its own."""
+PLANNED_NODE = "CompiledFunctionBackward"
+CURE = "take the rest out of the model, or use overspill.train_step, or pass on_unplanned='warn' to train without the promise"
+SETTINGS: dict[str, Any] = {
+    "allow_rnn": True,
+    "recompile_limit": MOST_PLANS,
+    "accumulated_recompile_limit": 8 * MOST_PLANS,
+    "fail_on_recompile_limit_hit": True,
+}
+"""Of Dynamo, while a model of ours is called: it traces recurrent layers, and never stops compiling without a word."""
+
+
+@contextmanager
+def plans_needed() -> Iterator[None]:
+    """While this lasts Dynamo compiles what it can. Raises UnplannedError where there are more kinds of inputs than plans."""
+    try:
+        with torch._dynamo.config.patch(SETTINGS):
+            yield
+    except FailOnRecompileLimitHit:
+        raise too_many_kinds() from None
+
+
+def too_many_kinds() -> UnplannedError:
+    """The error for inputs of ever new kinds."""
+    return UnplannedError(
+        f"this model was called with more than {MOST_PLANS} kinds of inputs, each of which needs a plan; "
+        "pad them to a few lengths (docs/shapes.md)"
+    )
+
+
+class Watch:
+    """Looks after each call whether it ran by plans. `graphs_run` counts the runs of planned graphs."""
+
+    def __init__(self, on_unplanned: str) -> None:
+        self.graphs_run = 0
+        self._warns = on_unplanned == "warn"
+        self._seen: set[Any] = set()
+        self._warned: set[str] = set()
+
+    def check(self, model: str, before: int, args: Any, kwargs: Any, result: Any) -> None:
+        """Raise UnplannedError, or warn once, if the call did not run by plans. `before`: the graphs that had run."""
+        if self.graphs_run == before:
+            if _computed(args, kwargs, result):
+                self._tell(f"{model} ran without a plan: {_reason()}; {CURE}")
+            return
+        # Dynamo decides when it compiles: what it has decided needs to be looked at once.
+        now = (counters["frames"]["total"], torch.is_grad_enabled())
+        if now in self._seen:
+            return
+        self._seen.add(now)
+        if kept := _kept_outside(args, kwargs, result):
+            nbytes, names = format_bytes(sum(kept.values())), ", ".join(sorted(kept)[:3])
+            self._tell(
+                f"a part of {model} ran without a plan ({names} keep{'s' if len(kept) == 1 else ''} {nbytes} for backward): "
+                f"{_reason()}; {CURE}"
+            )
+
+    def _tell(self, message: str) -> None:
+        if not self._warns:
+            raise UnplannedError(message)
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _computed(args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether the result has a tensor that was not given: something was computed."""
+    given = {id(tensor) for tensor in _tensors(args, kwargs)}
+    return any(id(tensor) not in given for tensor in _tensors(result))
+
+
+def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
+    """Bytes that ops of the call, but not of planned graphs, keep for backward, by the op's name."""
+    theirs = {t.untyped_storage().data_ptr() for t in _tensors(args, kwargs, result)}
+    pending = [t.grad_fn for t in _tensors(result) if t.grad_fn is not None]
+    seen: set[Node] = {t.grad_fn for t in _tensors(args, kwargs) if t.grad_fn is not None}  # what came before the call
+    found: dict[str, int] = {}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() != PLANNED_NODE and (nbytes := _saved_bytes(node, theirs)):
+            name = node.name().removesuffix("0").removesuffix("Backward")
+            found[name] = found.get(name, 0) + nbytes
+        pending.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
+    return found
+
+
+def _saved_bytes(node: Node, theirs: set[int]) -> int:
+    """Bytes of the tensors that `node` saves, parameters and storages of the caller aside."""
+    saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    if hasattr(node, "saved_tensors"):
+        saved += node.saved_tensors
+    kept = [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+    return sum(t.nbytes for t in kept if t.untyped_storage().data_ptr() not in theirs)
+
+
+def _reason() -> str:
+    """What Dynamo said last of what it could not trace."""
+    if torch._dynamo.config.disable:
+        return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
+    said = [text for kind in ("graph_break", "unimplemented") for text in counters[kind]]
+    lines = [line.strip() for line in said[-1].splitlines() if line.strip()] if said else []
+    return f"torch.compile could not trace it ({'; '.join(lines[:2])})" if lines else "torch.compile skipped it"
