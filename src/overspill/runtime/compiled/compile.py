@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.core import Device
-from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import whole_models
@@ -91,7 +89,7 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
 
 
 class _Call:
-    """Calls the compiled model; shows errors of ours as they are, without Dynamo's wrapping."""
+    """Calls the compiled model."""
 
     def __init__(self, call: Callable[..., Any], session: Session) -> None:
         self._call = call
@@ -101,13 +99,8 @@ class _Call:
         self._notice_kept_gradients()
         if self.overspill.steps is not None and torch.is_grad_enabled():
             self.overspill.steps.begin_step()
-        try:
-            with whole_models():
-                return self._call(*args, **kwargs)
-        except BackendCompilerFailed as failure:
-            if isinstance(failure.inner_exception, OverspillError):
-                raise failure.inner_exception.with_traceback(None) from None
-            raise
+        with whole_models():
+            return self._call(*args, **kwargs)
 
     def _notice_kept_gradients(self) -> None:
         """If gradients of an earlier backward are still there, plan again with room for both, once."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
 from overspill.capture.compiled.joint import JointGraph
-from overspill.core import Device, Graph
+from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
@@ -24,7 +24,15 @@ from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import Plan, retained_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
-from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
+from overspill.runtime.options import (
+    Options,
+    budget_for,
+    device_for,
+    infeasible_for,
+    open_engine,
+    plan_graph,
+    store_bytes,
+)
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.surroundings import surroundings_of
 from overspill.runtime.tracker import LiveBytes
@@ -137,7 +145,9 @@ class Session:
             # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
             rest = max(surroundings.reserved_bytes, budget - _least_between(captured.graph))
             captured = capture(joint, inputs, replace(surroundings, reserved_bytes=rest))
-        plan = plan_graph(self.options, captured.graph, device, budget)
+        given = (e for e, info in zip(examples, inputs, strict=True) if info.kind is TensorKind.INPUT)
+        with infeasible_for("training" if joint.tangents else "evaluation", given):
+            plan = plan_graph(self.options, captured.graph, device, budget)
         retained = retained_bytes(captured.graph, plan.schedule)
         self._planned.append(_Planned(frame.id, plan, retained, tuple(id(p) for p in here)))
         self._check_whole(budget, here, frame)

@@ -21,7 +21,15 @@ from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.lower import lower_step
-from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
+from overspill.runtime.options import (
+    Options,
+    budget_for,
+    device_for,
+    infeasible_for,
+    open_engine,
+    plan_graph,
+    store_bytes,
+)
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import economise
@@ -170,9 +178,10 @@ class StepPlans:
             device = device_for(self.options, self.state.where)
             if budget is None:
                 budget = budget_for(self.options, captured.graph, device, self.state.where)
-        plan = self.processes.plan(
-            captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
-        )
+        with infeasible_for("training", tree_flatten(inputs)[0]):
+            plan = self.processes.plan(
+                captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
+            )
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
