@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,3 +122,185 @@ def test_a_floor_that_the_update_sets_names_the_step_that_would_do() -> None:
 def test_an_unknown_option_of_torch_compile_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="unknown option 'bugdet'"):
         torch.compile(made(), backend="overspill", options={"bugdet": "1GiB"})(batch()[0])
+
+
+# -- copies and pickles
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@either_way
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_a_copy_trains_by_itself_with_the_same_numbers(compiled_by: Any, copied: Any) -> None:
+    plain = made()
+    compiled = compiled_by(made())
+    assert train(compiled) == train(plain)
+    other, plain_copy = copied(compiled), copy.deepcopy(plain)
+    assert type(other) is type(torch.compile(made()))
+    assert_same(other, plain_copy)
+    assert train(other, seed=8) == train(plain_copy, seed=8)
+    assert_same(other, plain_copy)
+    assert_same(compiled, plain)  # which the copy's training has left alone
+    assert train(compiled, seed=9) == train(plain, seed=9)
+    assert_same(compiled, plain)
+
+
+def test_a_copy_has_the_options_and_a_plan_of_its_own() -> None:
+    compiled = overspill.compile(made(), budget="1GiB", policy="vdnn-all", store="host", fullgraph=True)
+    train(compiled)
+    for other in (copy.deepcopy(compiled), pickled(compiled)):
+        assert other.overspill.options == compiled.overspill.options
+        assert other.overspill.plans == []
+        train(other)
+        assert len(other.overspill.plans) == 1
+        assert other.overspill.engine is not compiled.overspill.engine
+        assert other.overspill.engine.offloaded_bytes > 0
+    assert len(compiled.overspill.plans) == 1
+
+
+def scaled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_a_compiled_function_is_its_own_copy_and_a_compiled_method_goes_with_its_object() -> None:
+    function = overspill.compile(scaled, budget="1GiB")
+    assert copy.deepcopy(function) is function
+    model = made()
+    model.forward = overspill.compile(model.forward, budget="1GiB", store="host")  # type: ignore[method-assign]
+    for other in (copy.deepcopy(model), pickled(model)):
+        nn.init.zeros_(other.head.weight)
+        nn.init.ones_(other.head.bias)
+        assert other(batch()[0]).eq(1).all()
+        assert not model(batch()[0]).eq(1).all()
+
+
+# -- what a module does
+
+
+@either_way
+def test_the_keys_of_a_state_dict_are_those_of_torch_compile_and_may_be_the_plain_models(compiled_by: Any) -> None:
+    compiled, plain, other = compiled_by(made()), made(), made()
+    assert list(compiled.state_dict()) == list(torch.compile(other).state_dict())
+    train(plain)
+    compiled._orig_mod.load_state_dict(plain.state_dict())
+    other.load_state_dict(compiled._orig_mod.state_dict())
+    assert_same(plain, other)
+    assert train(compiled) == train(plain)
+
+
+def test_a_plain_models_state_dict_may_be_loaded_into_a_compiled_one_wherever_that_is() -> None:
+    plain = made()
+    train(plain)
+    compiled = overspill.compile(made(), budget="1GiB")
+    train(compiled, steps=1)
+    compiled.load_state_dict(plain.state_dict())
+    assert_same(compiled, plain)
+    inside = nn.ModuleDict({"net": overspill.compile(made(), budget="1GiB")})
+    inside.load_state_dict(nn.ModuleDict({"net": plain}).state_dict())
+    assert_same(inside, plain)
+    inside.load_state_dict(inside.state_dict())
+    with pytest.raises(RuntimeError, match="other"):
+        compiled.load_state_dict({**plain.state_dict(), "other": torch.zeros(1)})
+    assert train(compiled) == train(plain)
+
+
+@either_way
+def test_modes_names_and_conversions_are_those_of_the_plain_model(compiled_by: Any) -> None:
+    plain, model = made(), made()
+    compiled = compiled_by(model)
+    assert compiled.eval() is compiled
+    assert not any(m.training for m in model.modules())
+    compiled.train()
+    assert all(m.training for m in model.modules())
+    assert [n.removeprefix("_orig_mod.") for n, _ in compiled.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert compiled.head is model.head
+    assert train(compiled) == train(plain)
+    for each in (compiled, plain):
+        each.to(torch.float64)
+        assert each.head.weight.dtype is torch.float64
+
+    def losses(call: Any) -> list[float]:
+        torch.manual_seed(5)
+        loss = call(batch()[0].double()).square().mean()
+        loss.backward()
+        return [loss.item()]
+
+    assert losses(compiled) == losses(plain)
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+Log = list[Tensor]
+
+
+def keep(log: Log, *tensors: Any) -> None:
+    log.extend(t.detach().clone() for t in tensors if t is not None)
+
+
+HOOKS: dict[str, Callable[[Net, Log], Any]] = {
+    "forward": lambda m, _: m.middle.register_forward_hook(lambda _m, _i, out: 2 * out),
+    "forward pre": lambda m, _: m.middle.register_forward_pre_hook(lambda _m, args: (3 * args[0],)),
+    "forward of all": lambda m, log: m.register_forward_hook(lambda _m, _i, out: keep(log, out)),
+    "backward": lambda m, _: m.middle.register_full_backward_hook(lambda _m, grads, _o: (2 * grads[0],)),
+    "backward pre": lambda m, _: m.middle.register_full_backward_pre_hook(lambda _m, grads: (2 * grads[0],)),
+    "backward that keeps": lambda m, log: m.middle.register_full_backward_hook(lambda _m, _i, out: keep(log, *out)),
+    "backward of all": lambda m, log: m.register_full_backward_hook(lambda _m, _i, out: keep(log, *out)),
+    "tensor": lambda m, _: m.head.weight.register_hook(lambda grad: 2 * grad),
+    "post accumulate": lambda m, log: m.head.weight.register_post_accumulate_grad_hook(lambda p: keep(log, p.grad)),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_do_what_they_do_in_plain_training_whenever_they_were_registered(kind: str, late: bool) -> None:
+    logs: list[Log] = []
+    losses = []
+    models = made(), made()
+    for model in models:
+        logs.append([])
+        call = model if model is models[0] else overspill.compile(model, budget="1GiB", store="host")
+        if late:
+            train(call, seed=6)
+        HOOKS[kind](model, logs[-1])
+        losses.append(train(call))
+    assert losses[0] == losses[1]
+    assert_same(*models)
+    assert len(logs[0]) == len(logs[1])
+    assert all(map(same_bits, *logs))
+
+
+# -- averages
+
+
+def exponential(average: Tensor, parameter: Tensor, _number: Any) -> Tensor:
+    return 0.9 * average + 0.1 * parameter
+
+
+@either_way
+def test_averages_of_a_compiled_model_are_those_of_the_plain_one(compiled_by: Any) -> None:
+    results = []
+    for call in (made(), compiled_by(made())):
+        swa = torch.optim.swa_utils.AveragedModel(call)
+        ema = torch.optim.swa_utils.AveragedModel(call, avg_fn=exponential, use_buffers=True)
+        own = copy.deepcopy(call).requires_grad_(False)
+        for seed in range(3):
+            train(call, steps=1, seed=seed)
+            swa.update_parameters(call)
+            ema.update_parameters(call)
+            with torch.no_grad():
+                for average, parameter in zip(own.parameters(), call.parameters(), strict=True):
+                    average.lerp_(parameter, 0.1)
+        with torch.no_grad():
+            outputs = [model.eval()(batch()[0]) for model in (swa, ema, own)]
+        results.append([*outputs, *swa.parameters(), *ema.parameters(), *ema.buffers(), *own.parameters()])
+    assert all(map(same_bits, *results))

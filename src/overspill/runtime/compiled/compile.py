@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -79,28 +81,78 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     compiled = torch.compile(
         model, backend=functools.partial(compile_graph, session=session), dynamic=False, fullgraph=fullgraph
     )
+    recipe = _Recipe(session.options, model, fullgraph)
     if not isinstance(compiled, nn.Module):
-        call = _Call(compiled, session)
-        return functools.wraps(model)(call)  # type: ignore[return-value]
-    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module.
-    compiled.__dict__["forward"] = _Call(compiled.forward, session)
-    compiled.__dict__["overspill"] = session
+        return functools.wraps(model)(_Call(compiled, session, recipe))  # type: ignore[return-value]
+    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
+    # knows a compiled module inside another one by its very type.
+    compiled.__dict__.update(
+        forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced
+    )
+    compiled.register_load_state_dict_pre_hook(_with_prefix)
     return compiled
+
+
+class _Recipe(NamedTuple):
+    """What a compiled model is made from, and so its copies and pickles: they plan anew, at their first call."""
+
+    options: Options
+    model: Any
+    fullgraph: bool
+
+    def reduced(self, _protocol: Any) -> Any:
+        """For copy and pickle: what makes it."""
+        return _made, tuple(self)
+
+
+def _made(options: Options, model: Any, fullgraph: bool) -> Any:
+    """`model` compiled anew; its optimizers are found by its parameters."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return compile_in(Session(options, parameters), model, fullgraph=fullgraph)
+
+
+def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the keys of the plain model too, which a compiled one has behind `_orig_mod.`, as torch.compile's."""
+    inner = f"{prefix}_orig_mod."
+    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+@contextmanager
+def _hooks_noticed() -> Iterator[None]:
+    """While this lasts, what Dynamo compiles is compiled anew once a module has other hooks; else it keeps the old ones."""
+    skipped, torch._dynamo.config.skip_nnmodule_hook_guards = torch._dynamo.config.skip_nnmodule_hook_guards, False
+    try:
+        yield
+    finally:
+        torch._dynamo.config.skip_nnmodule_hook_guards = skipped
 
 
 class _Call:
     """Calls the compiled model."""
 
-    def __init__(self, call: Callable[..., Any], session: Session) -> None:
+    def __init__(self, call: Callable[..., Any], session: Session, recipe: _Recipe) -> None:
         self._call = call
+        self._recipe = recipe
         self.overspill = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._notice_kept_gradients()
         if self.overspill.steps is not None and torch.is_grad_enabled():
             self.overspill.steps.begin_step()
-        with whole_models():
+        with whole_models(), _hooks_noticed():
             return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a method that of the copied object; a function is, as ever, its own copy."""
+        of = getattr(self._recipe.model, "__self__", None)
+        if of is None:
+            return self
+        method = getattr(type(of), self._recipe.model.__name__).__get__(copy.deepcopy(of, memo))
+        return _made(*self._recipe._replace(model=method))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._recipe.reduced(protocol)
 
     def _notice_kept_gradients(self) -> None:
         """If gradients of an earlier backward are still there, plan again with room for both, once."""
