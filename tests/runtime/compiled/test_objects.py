@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
 from overspill.core.units import format_apart
 from overspill.runtime.training import same_bits
 
@@ -304,3 +304,49 @@ def test_averages_of_a_compiled_model_are_those_of_the_plain_one(compiled_by: An
             outputs = [model.eval()(batch()[0]) for model in (swa, ema, own)]
         results.append([*outputs, *swa.parameters(), *ema.parameters(), *ema.buffers(), *own.parameters()])
     assert all(map(same_bits, *results))
+
+
+# -- backward of a backward
+
+
+def penalty(call: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+class Smooth(nn.Module):
+    """Returns a view of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).t()
+
+
+@either_way
+def test_a_second_backward_is_refused_with_what_to_do(compiled_by: Any) -> None:
+    torch.manual_seed(0)
+    model, plain, x = Smooth(), Smooth(), torch.randn(4, 8)
+    plain.load_state_dict(model.state_dict())
+    compiled = compiled_by(model)
+    with pytest.raises(OverspillError, match=r"cannot be differentiated again.*on the plain model.*_orig_mod") as error:
+        penalty(compiled, x).backward()
+    assert "\n" not in str(error.value)
+    for call, own in ((plain, plain), (compiled, compiled._orig_mod)):
+        call.zero_grad()
+        (call(x).square().sum() + penalty(own, x)).backward()
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_graph_of_gradients_that_nobody_differentiates_is_no_harm() -> None:
+    plain, model = made(), made()
+    compiled = overspill.compile(model, budget="1GiB")
+    for call in (plain, compiled):
+        torch.manual_seed(1)
+        gradients = torch.autograd.grad(call(batch()[0]).sum(), list(call.parameters()), create_graph=True)
+        for parameter, gradient in zip(call.parameters(), gradients, strict=True):
+            parameter.grad = gradient.detach()
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))

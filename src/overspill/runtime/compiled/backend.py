@@ -28,6 +28,7 @@ from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
+from .double_backward import refusing_double_backward
 from .session import Frame, Session, torch_device
 
 Compiled = Callable[..., Any]
@@ -51,7 +52,7 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Sess
     """
     compiler = _GraphCompiler(module, examples, session)
     try:
-        return compiler.compile()
+        return refusing_double_backward(compiler.compile())
     except OverspillError as error:
         raise _Refused(error) from None
     except BackendCompilerFailed as failure:  # Inductor wraps what its partitioner raises

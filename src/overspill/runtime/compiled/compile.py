@@ -111,7 +111,7 @@ def _made(options: Options, model: Any, fullgraph: bool) -> Any:
     return compile_in(Session(options, parameters), model, fullgraph=fullgraph)
 
 
-def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
     """Take the keys of the plain model too, which a compiled one has behind `_orig_mod.`, as torch.compile's."""
     inner = f"{prefix}_orig_mod."
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
