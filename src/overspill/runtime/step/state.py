@@ -147,6 +147,12 @@ class StepState:
         self.guards.clear()
         self.state_guards.clear()
 
+    def disown(self) -> None:
+        """Undo the guards and forget whose tensors these are: no step will follow, and who is gone needs none back."""
+        self.release()
+        self.owned.clear()
+        del self.module, self.optimizer, self.updates.optimizer  # the plans' graphs still have the updates
+
     def forget_sums(self) -> None:
         """What gradients have added up to so far counts no longer."""
         for name in self.sums:

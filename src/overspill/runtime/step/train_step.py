@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,42 +25,15 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
+from .call import UNFINISHED, Call, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer
 from .plans import Compiled, GradientOptions, StepPlans
 from .residency import readable
-from .run import Form, StepRun, held_interrupts
+from .run import StepRun, held_interrupts
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
 
 __all__ = ["GradientOptions", "TrainStep", "train_step"]
-
-UNFINISHED = (
-    "the step is unfinished and nothing is lost: when the cause is gone, call it again with the same inputs, "
-    "or its resume(); its abandon() gives the step up"
-)
-LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
-
-
-@dataclass
-class _Call:
-    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before."""
-
-    inputs: tuple[Any, ...]
-    parts: list[tuple[Any, ...]]
-    number: int = 0
-    loss: Tensor | None = None
-    compiled: Compiled | None = None
-    run: StepRun | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no micro-batch is left."""
-        return self.number == len(self.parts)
-
-    @property
-    def advice(self) -> str:
-        """What can be done about this call when an error has stopped it."""
-        return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
 
 
 class TrainStep:
@@ -82,23 +55,26 @@ class TrainStep:
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         check_optimizer(optimizer)
         self.gradients = gradients
-        self.optimizer = optimizer
         self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
-        self._call: _Call | None = None
+        self._underway = Underway()
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
-        self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._add_up)
-        self._state.advice = self._advice
+        self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._underway.add_up)
+        self._state.advice = self._underway.advice
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
+        # Nothing that model or optimizer hold may hold this object: who drops it gets the weights back.
+        synchronize = self._state.synchronize
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+            optimizer.register_state_dict_pre_hook(lambda _: synchronize()),
             optimizer.register_state_dict_post_hook(_with_plain_state),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
-            optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: synchronize()),
+            optimizer.register_step_pre_hook(lambda *_: synchronize()),
         ]
+        self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
+        self._end.atexit = False
 
     def __call__(self, *inputs: Any) -> Tensor:
         """One step on `inputs`; its loss, a scalar without gradient.
@@ -116,7 +92,7 @@ class TrainStep:
             check_inputs(tree_flatten(inputs)[0], self._state.where)
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
-            call = _Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
+            call = Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
         return self._go_on(call)
 
     def resume(self) -> Tensor:
@@ -134,22 +110,9 @@ class TrainStep:
 
         Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
         """
-        call, self._call = self._call, None
-        if call is None:
-            return
-        if call.run is not None and call.compiled is not None:
-            takes = call.compiled.takes
-            wanted = [i for i, name in enumerate(takes) if isinstance(name, str) and name in self._state.residency]
-            for position, (form, value) in call.run.give_up(wanted, self._state.engine).items():
-                resident = self._state.residency[str(takes[position])]
-                if form is Form.HANDLE:
-                    resident.stored(value)
-                else:
-                    resident.put(value)
-        self._state.forget_sums()
-        self._state.arm()
+        self._underway.abandon(self._state)
 
-    def _go_on(self, call: _Call) -> Tensor:
+    def _go_on(self, call: Call) -> Tensor:
         self._call = call
         try:
             with held_interrupts() as may_go_on:
@@ -165,7 +128,7 @@ class TrainStep:
         assert call.loss is not None
         return call.loss
 
-    def _stopped(self, call: _Call, error: BaseException) -> None:
+    def _stopped(self, call: Call, error: BaseException) -> None:
         """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
         run = call.run
         if call.is_done:  # interrupted, but first it was finished
@@ -178,7 +141,7 @@ class TrainStep:
         else:
             self.abandon()
 
-    def _moved(self, call: _Call) -> str:
+    def _moved(self, call: Call) -> str:
         """Which tensor the instruction at fault moves, as the beginning of a message."""
         if call.run is None or call.compiled is None:
             return ""
@@ -187,10 +150,20 @@ class TrainStep:
             name = readable(str(call.compiled.takes[position]))
         return f"{name}: " if name else ""
 
-    def _advice(self) -> str:
-        return self._call.advice if self._call is not None and self._call.run is not None else ""
+    @property
+    def _call(self) -> Call | None:
+        return self._underway.call
+
+    @_call.setter
+    def _call(self, call: Call | None) -> None:
+        self._underway.call = call
 
     # -- what a user may ask
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that the step was made with."""
+        return self._state.optimizer
 
     @property
     def options(self) -> Options:
@@ -237,18 +210,12 @@ class TrainStep:
         """
         if bring_back:
             self.synchronize()
-        self._state.release()
-        for hook in self._hooks:
-            hook.remove()
-        self._plans.clear()
-        self._state.forget_sums()
-        if self._state.engine is not None:
-            self._state.engine.close()
-            self._state.engine = None
+        self._end.detach()
+        let_go(self._state, self._plans, self._hooks)
 
     # -- one graph of the step
 
-    def _carry_on(self, call: _Call, may_go_on: Callable[[], None]) -> None:
+    def _carry_on(self, call: Call, may_go_on: Callable[[], None]) -> None:
         """Run what is left of the micro-batch that is next."""
         if call.run is None:
             self._begin(call)
@@ -266,7 +233,7 @@ class TrainStep:
         call.loss = loss if call.loss is None else call.loss + loss
         call.number, call.run, call.compiled = call.number + 1, None, None
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: Call) -> None:
         """Let everything be where the plan of the next micro-batch begins."""
         part = call.parts[call.number]
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
@@ -293,13 +260,6 @@ class TrainStep:
             handle, resident.handle = resident.handle, None
             return handle
         return resident.take()
-
-    def _add_up(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a micro-batch's gradient to those before it; the first one's is what they start from."""
-        if self._call is not None and self._call.number == 0:
-            total.copy_(gradient)
-        else:
-            total.add_(gradient)
 
 
 def _with_plain_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
