@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.runtime.step.whole_steps import Mlp, Pair, Plain
+import torch
+from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, Plain
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import overspill
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.runtime.step.residency import Guarded
+from overspill.runtime.training import same_bits
 
 # -- a step that is dropped
 
@@ -86,3 +95,132 @@ def test_an_unfinished_step_that_is_dropped_leaves_what_it_had_updated() -> None
     assert all(p.isfinite().all() for p in pair.model.parameters())
     pair.make_step()
     pair.first_step(*pair.inputs)
+
+
+# -- hooks behind the optimizer's step
+
+
+@pytest.fixture
+def heard() -> Iterator[dict[int, list[list[Tensor]]]]:
+    """What a hook on all optimizers has seen of each optimizer's parameters and state."""
+    found: dict[int, list[list[Tensor]]] = {}
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        assert (args, kwargs) == ((optimizer,), {})
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [v for of in optimizer.state.values() for v in of.values() if isinstance(v, Tensor)]
+        found.setdefault(id(optimizer), []).append([t.detach().clone() for t in tensors])
+
+    handle = register_optimizer_step_post_hook(note)
+    yield found
+    handle.remove()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_behind_the_step_are_called_once_with_what_plain_training_shows_them(heard: Any, accumulate: int) -> None:
+    pair = Pair(Mlp, options={"budget": "1GiB"}, gradients={"accumulate": accumulate})
+    order: dict[int, list[str]] = {}
+    for optimizer in (pair.plain.optimizer, pair.optimizer):
+        optimizer.register_step_post_hook(lambda o, *_: order.setdefault(id(o), []).append("own"))
+    pair.train(3)
+    pair.assert_same()
+    assert set(heard) == {id(pair.plain.optimizer), id(pair.optimizer)}  # of nothing that was tried
+    mine, plain = heard[id(pair.optimizer)], heard[id(pair.plain.optimizer)]
+    assert len(mine) == len(plain) == 3
+    assert all(same_bits(a, b) for one, other in zip(mine, plain, strict=True) for a, b in zip(one, other, strict=True))
+    assert order[id(pair.optimizer)] == order[id(pair.plain.optimizer)] == ["own"] * 3
+
+
+def test_a_hook_may_change_the_weights() -> None:
+    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.05, 0.05)
+
+    pair = Pair(Mlp, options={"policy": "vdnn-all", "budget": "1GiB"})
+    for optimizer in (pair.plain.optimizer, pair.optimizer):
+        optimizer.register_step_post_hook(clamp)
+    pair.train(3)
+    pair.assert_same()
+
+
+def test_hooks_that_would_find_more_than_fits_are_refused_before_the_step() -> None:
+    pair = Pair(Mlp)
+    pair.train()
+    handle = pair.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"post-hooks are there to see all.* of a budget of .*behind step\("):
+        pair.step(*pair.inputs)
+    assert not pair.step.is_unfinished
+    handle.remove()
+    pair.train()
+    pair.assert_same()
+
+
+def test_hooks_before_the_step_of_all_optimizers_are_refused() -> None:
+    pair = Pair(Mlp)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(UnsupportedError, match=r"all optimizers have step pre-hooks.*clip_norm"):
+            pair.step(*pair.inputs)
+    finally:
+        handle.remove()
+    pair.train()
+    pair.assert_same()
+
+
+# -- averages and copies
+
+
+def test_averages_of_the_model_are_those_of_plain_training() -> None:
+    pair = Pair(Mlp, options={"budget": 0.6})
+    models = pair.plain.model, pair.model
+    averages = [torch.optim.swa_utils.AveragedModel(m, use_buffers=True) for m in models]
+    own = [copy.deepcopy(m) for m in models]
+    for _ in range(3):
+        pair.train()
+        for model, average, mine in zip(models, averages, own, strict=True):
+            average.update_parameters(model)
+            with torch.no_grad():
+                for kept, parameter in zip(mine.parameters(), model.parameters(), strict=True):
+                    kept.lerp_(parameter, 0.1)
+    for one, other in (averages, own):
+        assert not any(isinstance(m._parameters, Guarded) for m in other.modules())
+        assert all(map(same_bits, one.state_dict().values(), other.state_dict().values()))
+    pair.train()
+    pair.assert_same()
+
+
+def test_a_copy_of_the_model_is_trained_by_a_step_of_its_own() -> None:
+    pair = Pair(Mlp, OPTIMIZERS["momentum"], options={"budget": 0.6})
+    pair.train(2)
+    other = Pair(Mlp, OPTIMIZERS["momentum"], options={"budget": 0.6})
+    other.step.close()
+    other.plain = Plain(copy.deepcopy(pair.plain.model), None)
+    other.model = copy.deepcopy(pair.model)
+    other.plain.optimizer = OPTIMIZERS["momentum"](other.plain.model.parameters())
+    other.optimizer = OPTIMIZERS["momentum"](other.model.parameters())
+    other.make_step()
+    other.train(2)
+    other.assert_same()
+    pair.train(2)
+    pair.assert_same()
+
+
+def test_a_step_itself_is_not_copied_or_pickled() -> None:
+    pair = Pair(Mlp)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RequestError, match=r"a train step is not copied.*its model and optimizer.*train_step"):
+            attempt(pair.step)
+
+
+@pytest.mark.parametrize(
+    "compiled_by", [torch.compile, lambda model: overspill.compile(model, budget="1GiB")], ids=["torch", "overspill"]
+)
+def test_a_compiled_model_is_trained_as_the_model_inside(compiled_by: Callable[[Any], Any]) -> None:
+    pair = Pair(Mlp, options={"budget": 0.6})
+    pair.step.close()
+    inside, pair.model = pair.model, compiled_by(pair.model)
+    pair.make_step()
+    pair.model = inside
+    pair.train(2)
+    pair.assert_same()

@@ -6,15 +6,17 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from overspill.core import Device, Graph
-from overspill.core.errors import RequestError, StoreError
+from overspill.core.errors import RequestError, StoreError, UnsupportedError
+from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
@@ -26,8 +28,8 @@ from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
 from .call import UNFINISHED, Call, Underway, dropped, let_go
-from .checks import check_inputs, check_optimizer
-from .plans import Compiled, GradientOptions, StepPlans
+from .checks import check_inputs, check_optimizer, step_post_hooks
+from .plans import LOSS_BYTES, Compiled, GradientOptions, StepPlans
 from .residency import readable
 from .run import StepRun, held_interrupts
 from .state import StepState
@@ -126,7 +128,23 @@ class TrainStep:
         self._call = None
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
         assert call.loss is not None
+        if hooks := step_post_hooks(self.optimizer):
+            self.synchronize()
+            for hook in hooks:
+                hook(self.optimizer, (self.optimizer,), {})
         return call.loss
+
+    def _check_room_for_hooks(self, call: Call, compiled: Compiled) -> None:
+        """Raises UnsupportedError where hooks behind the step would find more than fits, for all has to be there then."""
+        if not step_post_hooks(self.optimizer):
+            return
+        needed = self._state.whole_bytes() + batches.bytes_outside(call.inputs, ()) + LOSS_BYTES
+        if needed > compiled.plan.budget_bytes:
+            needs, budget = format_apart(needed, compiled.plan.budget_bytes)
+            raise UnsupportedError(
+                f"step post-hooks are there to see all weights and state, which take {needs} of a budget of {budget}; "
+                "remove them, and do it behind step(...)"
+            )
 
     def _stopped(self, call: Call, error: BaseException) -> None:
         """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
@@ -157,6 +175,11 @@ class TrainStep:
     @_call.setter
     def _call(self, call: Call | None) -> None:
         self._underway.call = call
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise RequestError(
+            "a train step is not copied or pickled; copy its model and optimizer, and make another with train_step"
+        )
 
     # -- what a user may ask
 
@@ -237,6 +260,7 @@ class TrainStep:
         """Let everything be where the plan of the next micro-batch begins."""
         part = call.parts[call.number]
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
+        self._check_room_for_hooks(call, compiled)
         if self._state.engine is not None:
             sent = self._state.residency.send(compiled.stored | compiled.parked, self._state.engine)
             if sent and self._state.where.type == "cpu":
@@ -310,4 +334,6 @@ def train_step(
         budget, policy, store, store_dir, device=device, times=times, placement=placement, checksum=checksum
     )
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
+    if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already
+        model = model._orig_mod
     return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
