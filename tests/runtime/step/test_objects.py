@@ -8,17 +8,21 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, Plain
-from torch import Tensor
+from tests.runtime.step.whole_steps import OPTIMIZERS, Mlp, Pair, Plain, batch_for, made
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 import overspill
-from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.runtime.step.residency import Guarded
+from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 
 # -- a step that is dropped
@@ -224,3 +228,135 @@ def test_a_compiled_model_is_trained_as_the_model_inside(compiled_by: Callable[[
     pair.model = inside
     pair.train(2)
     pair.assert_same()
+
+
+# -- what a loss function returns besides its loss
+
+
+class Named(NamedTuple):
+    loss: Tensor
+    accuracy: Tensor
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor
+    nothing: None = None
+
+
+def parts(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = model(x)
+    return F.cross_entropy(logits, y), logits, logits.argmax(1).eq(y).float().mean()
+
+
+def as_tuple(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss, logits, accuracy = parts(model, x, y)
+    return loss, {"logits": logits, "more": [accuracy, None]}
+
+
+def as_named_tuple(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss, _, accuracy = parts(model, x, y)
+    return Named(loss, accuracy)
+
+
+def as_dictionary(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss, logits, accuracy = parts(model, x, y)
+    return {"accuracy": accuracy, "loss": loss, "logits": logits.t()}
+
+
+def as_dataclass(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    loss, logits, _ = parts(model, x, y)
+    return Output(logits, loss)
+
+
+def with_what_changes(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Weights, buffers and inputs as they were before the update."""
+    loss, logits, _ = parts(model, x, y)
+    return loss, model.last.weight, model.norm.running_mean, x, logits, logits, 2 * loss
+
+
+def loss_in(returned: Any) -> Tensor:
+    if isinstance(returned, dict):
+        return returned["loss"]
+    return returned.loss if isinstance(returned, Output) else returned[0]
+
+
+def tensors_of(returned: Any) -> list[Tensor]:
+    if isinstance(returned, Output):
+        returned = vars(returned)
+    return [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
+
+
+RETURNS = [as_tuple, as_named_tuple, as_dictionary, as_dataclass, with_what_changes]
+
+
+@pytest.mark.parametrize("loss_fn", RETURNS)
+def test_what_a_loss_function_returns_is_returned_without_gradients(loss_fn: Any) -> None:
+    pair = Pair(Mlp)
+    pair.step.close()
+    pair.step = step = overspill.train_step(
+        pair.model, loss_fn, pair.optimizer, budget=0.8, policy="window", store="host"
+    )
+    kept = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        pair.plain.optimizer.zero_grad()
+        expected = loss_fn(pair.plain.model, *pair.inputs)
+        before = [t.detach().clone() for t in tensors_of(expected)]
+        loss_in(expected).backward()
+        pair.plain.optimizer.step()
+        torch.manual_seed(seed)
+        found = step(*pair.inputs)
+        assert type(found) is type(expected)
+        assert not any(t.requires_grad for t in tensors_of(found))
+        assert list(map(torch.Tensor.stride, tensors_of(found))) == list(map(torch.Tensor.stride, before))
+        kept.append((tensors_of(found), before))
+    pair.assert_same()
+    for mine, plain in kept:  # and no later step has changed them
+        assert len(mine) == len(plain)
+        assert all(map(same_bits, mine, plain))
+
+
+def test_what_is_returned_is_within_the_budget_even_if_the_last_steps_is_still_held() -> None:
+    def with_logits(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        logits = model(x)
+        return F.cross_entropy(logits, y), logits.repeat(1, 500)
+
+    model = made()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = overspill.train_step(model, with_logits, optimizer, budget=0.9, store="host")
+    loss, held = step(*batch_for(model))
+    step.tracker = LiveBytes(torch.device("cpu"))
+    step.tracker.add([held, loss])
+    for _ in range(2):
+        loss, held = step(*batch_for(model))
+    (plan,) = step.plans
+    assert held.nbytes < step.tracker.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+
+
+RETURNS_REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "a number": (
+        lambda *args: (parts(*args)[0], {"epoch": 3}),
+        {},
+        r"returns \[0\]\['epoch'\], a int, besides its loss.*make it a tensor, or leave it out",
+    ),
+    "no loss": (lambda *args: {"total": parts(*args)[0]}, {}, "returns a dict without 'loss'; call its loss that"),
+    "loss not first": (lambda *args: ({"a": 1}, parts(*args)[0]), {}, "the loss is dict|besides its loss"),
+    "micro-batches": (
+        as_tuple,
+        {"accumulate": 2},
+        r"2 tensors besides its loss, of each of 2 micro-batches.*accumulate=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS_REFUSED)
+def test_what_cannot_be_returned_is_refused_in_one_line(name: str) -> None:
+    loss_fn, options, message = RETURNS_REFUSED[name]
+    model = made()
+    step = overspill.train_step(model, loss_fn, OPTIMIZERS["sgd"](model.parameters()), **options)
+    with pytest.raises(OverspillError, match=message) as refusal:
+        step(*batch_for(model))
+    assert "\n" not in str(refusal.value)
+    assert not step.is_unfinished

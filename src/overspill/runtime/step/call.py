@@ -23,12 +23,16 @@ LOST = "the step cannot be finished: {} was stopped half-way; call its abandon()
 
 @dataclass
 class Call:
-    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before."""
+    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before.
+
+    `returned` is what the caller gets in place of it, where the loss function returns more.
+    """
 
     inputs: tuple[Any, ...]
     parts: list[tuple[Any, ...]]
     number: int = 0
     loss: Tensor | None = None
+    returned: Any = None
     compiled: Compiled | None = None
     run: StepRun | None = None
 

@@ -78,8 +78,11 @@ class TrainStep:
         self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
         self._end.atexit = False
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         """One step on `inputs`; its loss, a scalar without gradient.
+
+        Where the loss function returns other tensors too, behind its loss in a tuple or beside `loss` in a dictionary or
+        dataclass, so does this, without gradients.
 
         With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is
         their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. After an error that left the
@@ -97,7 +100,7 @@ class TrainStep:
             call = Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
         return self._go_on(call)
 
-    def resume(self) -> Tensor:
+    def resume(self) -> Any:
         """Finish the step that an error stopped, from the instruction that failed; its loss, as if nothing had happened."""
         if self._call is None:
             raise RequestError("no step is unfinished; call the step with inputs")
@@ -114,7 +117,7 @@ class TrainStep:
         """
         self._underway.abandon(self._state)
 
-    def _go_on(self, call: Call) -> Tensor:
+    def _go_on(self, call: Call) -> Any:
         self._call = call
         try:
             with held_interrupts() as may_go_on:
@@ -127,12 +130,11 @@ class TrainStep:
             self._state.arm()
         self._call = None
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
-        assert call.loss is not None
         if hooks := step_post_hooks(self.optimizer):
             self.synchronize()
             for hook in hooks:
                 hook(self.optimizer, (self.optimizer,), {})
-        return call.loss
+        return call.returned
 
     def _check_room_for_hooks(self, call: Call, compiled: Compiled) -> None:
         """Raises UnsupportedError where hooks behind the step would find more than fits, for all has to be there then."""
@@ -247,6 +249,8 @@ class TrainStep:
         assert run is not None
         with torch.no_grad(), self.tracker or nullcontext():
             loss, *results = run.go_on(may_go_on)
+        count = len(compiled.results.places)
+        others, results = results[:count], results[count:]
         for name, value in zip(compiled.moving, results, strict=True):
             if name in compiled.stored:
                 self._state.residency[name].stored(value)
@@ -254,6 +258,8 @@ class TrainStep:
                 self._state.residency[name].put(value)
         results.clear()  # should anything hold this frame, it holds no tensors
         call.loss = loss if call.loss is None else call.loss + loss
+        call.returned = compiled.results.filled(call.loss, others)
+        others.clear()
         call.number, call.run, call.compiled = call.number + 1, None, None
 
     def _begin(self, call: Call) -> None:
@@ -320,7 +326,8 @@ def train_step(
     Forward, loss, backward and the optimizer's update are one plan: parameters, gradients and optimizer state move as
     feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit. `loss_fn` is a
     criterion of torch.nn, given the model's output and the last input, or a function of the model and all inputs; None
-    for a model that returns its own loss. `accumulate` splits each call's inputs into that many micro-batches, whose
+    for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or a dictionary or dataclass with a
+    `loss`: the step then returns the same, with tensors without gradients. `accumulate` splits each call's inputs into that many micro-batches, whose
     mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The ranks of
     `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
     of the batch, gets its own loss, and gradients are averaged; False trains alone. With `checksum` what comes back
