@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -350,3 +351,41 @@ def test_a_graph_of_gradients_that_nobody_differentiates_is_no_harm() -> None:
         for parameter, gradient in zip(call.parameters(), gradients, strict=True):
             parameter.grad = gradient.detach()
     assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+# -- optimizers that evaluate the model themselves
+
+
+def train_by_lbfgs(call: Any) -> list[Tensor]:
+    optimizer = torch.optim.LBFGS(call.parameters(), lr=0.1, max_iter=4)
+    x, y = batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(call(x), y)
+        loss.backward()
+        return loss
+
+    torch.manual_seed(2)
+    losses = [torch.as_tensor(optimizer.step(closure)).detach() for _ in range(2)]
+    return [*losses, *call.parameters()]
+
+
+def test_lbfgs_trains_a_compiled_model_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        compiled = train_by_lbfgs(overspill.compile(made(), budget="1GiB", store="host"))
+    assert all(map(same_bits, compiled, train_by_lbfgs(made())))
+
+
+def test_parameters_that_were_assigned_anew_are_those_whose_gradients_are_looked_for() -> None:
+    compiled, plain = overspill.compile(made(), budget="1GiB"), made()
+    train(compiled, steps=1)
+    weights = made().state_dict()
+    for call in (compiled, plain):
+        call.load_state_dict({k: v.clone() for k, v in weights.items()}, assign=True)
+    assert train(compiled) == train(plain)
+    assert_same(compiled, plain)
+    compiled.zero_grad(set_to_none=False)
+    assert compiled.overspill.gradients_are_kept()

@@ -360,3 +360,19 @@ def test_what_cannot_be_returned_is_refused_in_one_line(name: str) -> None:
         step(*batch_for(model))
     assert "\n" not in str(refusal.value)
     assert not step.is_unfinished
+
+
+# -- hooks of modules
+
+
+def test_backward_hooks_of_modules_that_change_gradients_are_part_of_the_step() -> None:
+    def hooked() -> nn.Module:
+        model = Mlp()
+        model.last.register_full_backward_hook(lambda _m, grads, _o: (2 * grads[0],))
+        model.middle.register_full_backward_pre_hook(lambda _m, grads: (3 * grads[0],))
+        model.first.register_forward_pre_hook(lambda _m, args: (0.5 * args[0],))
+        return model
+
+    pair = Pair(hooked)
+    pair.train(3)
+    pair.assert_same()

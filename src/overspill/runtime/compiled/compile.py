@@ -90,6 +90,7 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced
     )
     compiled.register_load_state_dict_pre_hook(_with_prefix)
+    compiled.register_load_state_dict_post_hook(lambda module, _: session.follow(module.parameters()))
     return compiled
 
 

@@ -69,16 +69,20 @@ class Session:
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
         self.steps: PlannedSteps | None = None
-        self._parameters = [weakref.ref(p) for p in parameters]
+        self.follow(parameters)
         self._optimizers = optimizers
         self._planned: list[_Planned] = []
         self._engine: TransferEngine | None = None
         self._engine_number = 0
         self.device_name = ""
 
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Tell the session which are the model's parameters from now on."""
+        self._parameters = [weakref.ref(p) for p in parameters]
+
     def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Tell the session of the module's parameters and the optimizer, before the first call."""
-        self._parameters = [weakref.ref(p) for p in module.parameters()]
+        self.follow(module.parameters())
         self._optimizers = [optimizer]
 
     def place_live(self, device: str = "cuda", **settings: Any) -> None:
