@@ -10,7 +10,7 @@ from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes
+from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
 from overspill.policies import POLICIES, policy_named
@@ -148,9 +148,9 @@ def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes:
         hint = "policy auto can meet this budget"
     except InfeasibleBudget as error:
         hint = f"no policy can meet less than {format_bytes(error.floor_bytes)}"
+    least, budget = format_apart(needed.nbytes, budget_bytes)
     return InfeasibleBudget(
-        f"infeasible: policy {schedule.policy} needs {format_bytes(needed.nbytes)} ({needed.cause}), "
-        f"over the budget of {format_bytes(budget_bytes)}; {hint}",
+        f"infeasible: policy {schedule.policy} needs {least} ({needed.cause}), over the budget of {budget}; {hint}",
         budget_bytes=budget_bytes,
         floor_bytes=needed.nbytes,
         cause=needed.cause,

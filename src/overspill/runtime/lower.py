@@ -75,8 +75,8 @@ def lower_inference(captured: Captured, schedule: Schedule, engine: int) -> fx.G
 def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.GraphModule:
     """The one graph module of a whole step.
 
-    It takes the captured primals, and returns the loss and the persistent tensors that may move, both in the order of
-    `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
+    It takes the captured primals, and returns the loss, what the step returns besides, and the persistent tensors that may
+    move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
     """
     emitter = _Emitter(captured, engine, backward=False)
     stored = frozenset(schedule.stored)
@@ -87,7 +87,8 @@ def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.Gr
         else:
             emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
-    return emitter.finish_step(captured.loss, [n for n in captured.joint.primals if captured.moves(n)], stored)
+    returned = (captured.loss, *captured.others)
+    return emitter.finish_step(returned, [n for n in captured.joint.primals if captured.moves(n)], stored)
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
@@ -220,11 +221,13 @@ class _Emitter:
         outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
         return self._finish(outputs, self.joint.backward_descs)
 
-    def finish_step(self, loss: fx.Node, persistent: Iterable[fx.Node], stored: frozenset[int]) -> fx.GraphModule:
-        """The module of a whole step: its loss, then each of `persistent` as its tensor or as its handle."""
+    def finish_step(
+        self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
+    ) -> fx.GraphModule:
+        """The module of a whole step: what it `returned`, then each of `persistent` as its tensor or as its handle."""
         tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
         kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
-        return self._finish([self.resolve(loss), *kept], [])
+        return self._finish([*map(self.resolve, returned), *kept], [])
 
     def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
         self.graph.output(tuple(outputs)).meta["desc"] = descs

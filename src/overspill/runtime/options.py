@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from overspill.capture.compiled.graph import UPDATE
 from overspill.core import Device, Graph, Verb
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
@@ -114,6 +119,18 @@ def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int
     if options.placer is None:
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
     return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
+
+
+@contextmanager
+def infeasible_for(what: str, inputs: Iterable[Any]) -> Iterator[None]:
+    """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
+        moves = f"at {UPDATE} of" in error.cause
+        instead = "; the optimizer's update takes it, which overspill.train_step would split" if moves else ""
+        raise error.told(f"{instead} (the {what} graph, on inputs of {shapes})") from None
 
 
 def store_bytes(plan: Plan) -> int:

@@ -1,7 +1,8 @@
 """The torch.compile backend: from Dynamo's graph through AOTAutograd to lowered graphs that run.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
-`CustomPartitionerFn`, `gm.compile_subgraph_reason`, and the compile id.
+`CustomPartitionerFn`, `gm.compile_subgraph_reason`, the compile id, and `BackendCompilerFailed`'s `remove_dynamo_frames`,
+whose result Dynamo raises.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch._functorch.config
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.graph import _BoxedCodeGen
@@ -21,31 +23,53 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.trace import describe_inputs
-from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
+from .double_backward import refusing_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
 from .session import Frame, Session, torch_device
 
 Compiled = Callable[..., Any]
 
 
+class _Refused(BackendCompilerFailed):
+    """Takes an error of ours through Dynamo, which then raises that error in place of this one."""
+
+    def __init__(self, error: OverspillError) -> None:
+        super().__init__(compile_graph, error, None)
+
+    def remove_dynamo_frames(self) -> Any:
+        """What Dynamo raises at the end."""
+        return self.inner_exception.with_traceback(None)
+
+
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Session) -> Compiled:
-    """The callable that runs Dynamo's `module` by the session's plan; of unknown sizes, by one for each kind of inputs."""
+    """The callable that runs Dynamo's `module` by the session's plan; of unknown sizes, by one for each kind of inputs.
+
+    An OverspillError arrives where the model was called, as itself and not in Dynamo's wrapping.
+    """
     unknown = [i for i, example in enumerate(examples) if _is_symbolic(example)]
     if unknown:
         return _PerShape(module, session, tuple(unknown))
-    return _compile(module, examples, session, _frame(module))
+    try:
+        return _compile(module, examples, session, _frame(module))
+    except OverspillError as error:
+        raise _Refused(error) from None
+    except BackendCompilerFailed as failure:  # Inductor wraps what its partitioner raises
+        if isinstance(failure.inner_exception, OverspillError):
+            raise _Refused(failure.inner_exception) from None
+        raise
 
 
 def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> Compiled:
     compiler = _GraphCompiler(module, examples, session, frame)
     try:
-        return compiler.compile()
+        return refusing_double_backward(compiler.compile())
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
@@ -168,10 +192,14 @@ def overspill_backend(
 
     All graphs of one `torch.compile` call share one budget. Options are those of `overspill.compile`.
     """
-    if mode is not None:
-        raise RequestError("the overspill backend has no modes; pass options={...}")
-    refuse_split(module)
-    return compile_graph(module, examples, _session_of(options if options is not None else {}))
+    try:
+        if mode is not None:
+            raise RequestError("the overspill backend has no modes; pass options={...}")
+        refuse_split(module)
+        session = _session_of(options if options is not None else {})
+    except OverspillError as error:
+        raise _Refused(error) from None
+    return compile_graph(module, examples, session)
 
 
 _SESSIONS: dict[int, tuple[Mapping[str, Any], Session]] = {}

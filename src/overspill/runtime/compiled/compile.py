@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.core import Device
-from overspill.core.errors import OverspillError, RequestError
+from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import whole_models
@@ -89,25 +89,60 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
         model.__dict__["overspill"] = session
         return model
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")
     compiled = torch.compile(
         model, backend=functools.partial(compile_graph, session=session), dynamic=False, fullgraph=fullgraph
     )
+    recipe = _Recipe(session.options, model, fullgraph)
     if not isinstance(compiled, nn.Module):
-        call = _Call(compiled, session, name)
-        return functools.wraps(model)(call)  # type: ignore[return-value]
-    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module.
-    compiled.__dict__["forward"] = _Call(compiled.forward, session, name)
-    compiled.__dict__["overspill"] = session
+        return functools.wraps(model)(_Call(compiled, session, recipe))  # type: ignore[return-value]
+    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
+    # knows a compiled module inside another one by its very type.
+    compiled.__dict__.update(
+        forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced
+    )
+    compiled.register_load_state_dict_pre_hook(_with_prefix)
+    compiled.register_load_state_dict_post_hook(lambda module, _: session.follow(module.parameters()))
     return compiled
 
 
-class _Call:
-    """Calls the compiled model; shows errors of ours as they are, without Dynamo's wrapping."""
+class _Recipe(NamedTuple):
+    """What a compiled model is made from, and so its copies and pickles: they plan anew, at their first call."""
 
-    def __init__(self, call: Callable[..., Any], session: Session, name: str) -> None:
+    options: Options
+    model: Any
+    fullgraph: bool
+
+    @property
+    def name(self) -> str:
+        """What the model is called in errors."""
+        if isinstance(self.model, nn.Module):
+            return type(self.model).__name__
+        return getattr(self.model, "__name__", "the function")
+
+    def reduced(self, _protocol: Any) -> Any:
+        """For copy and pickle: what makes it."""
+        return _made, tuple(self)
+
+
+def _made(options: Options, model: Any, fullgraph: bool) -> Any:
+    """`model` compiled anew; its optimizers are found by its parameters."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return compile_in(Session(options, parameters), model, fullgraph=fullgraph)
+
+
+def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    """Take the keys of the plain model too, which a compiled one has behind `_orig_mod.`, as torch.compile's."""
+    inner = f"{prefix}_orig_mod."
+    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+class _Call:
+    """Calls the compiled model, and looks whether it ran by plans."""
+
+    def __init__(self, call: Callable[..., Any], session: Session, recipe: _Recipe) -> None:
         self._call = call
-        self._name = name
+        self._recipe = recipe
         self.overspill = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,15 +152,21 @@ class _Call:
         self.overspill.begin_call(id(self))
         watch = self.overspill.watch_calls
         before = watch.graphs_run
-        try:
-            with whole_models(), plans_needed():
-                result = self._call(*args, **kwargs)
-        except BackendCompilerFailed as failure:
-            if isinstance(failure.inner_exception, OverspillError):
-                raise failure.inner_exception.with_traceback(None) from None
-            raise
-        watch.check(self._name, before, args, kwargs, result)
+        with whole_models(), plans_needed():
+            result = self._call(*args, **kwargs)
+        watch.check(self._recipe.name, before, args, kwargs, result)
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a method that of the copied object; a function is, as ever, its own copy."""
+        of = getattr(self._recipe.model, "__self__", None)
+        if of is None:
+            return self
+        method = getattr(type(of), self._recipe.model.__name__).__get__(copy.deepcopy(of, memo))
+        return _made(*self._recipe._replace(model=method))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._recipe.reduced(protocol)
 
     def _notice_kept_gradients(self) -> None:
         """If gradients of an earlier backward are still there, plan again with room for both, once."""

@@ -36,8 +36,10 @@ SETTINGS: dict[str, Any] = {
     "recompile_limit": MOST_PLANS,
     "accumulated_recompile_limit": 8 * MOST_PLANS,
     "fail_on_recompile_limit_hit": True,
+    "skip_nnmodule_hook_guards": False,
 }
-"""Of Dynamo, while a model of ours is called: it traces recurrent layers, and never stops compiling without a word."""
+"""Of Dynamo, while a model of ours is called: it traces recurrent layers, never stops compiling without a word, and compiles
+anew once a module has other hooks."""
 
 
 @contextmanager

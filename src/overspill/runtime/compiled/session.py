@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
 from overspill.capture.compiled.joint import JointGraph
-from overspill.core import Device, Graph, Phase
+from overspill.core import Device, Graph, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
@@ -26,7 +26,15 @@ from overspill.plans.plan import Plan, retained_bytes, unmanaged_peak
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
-from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
+from overspill.runtime.options import (
+    Options,
+    budget_for,
+    device_for,
+    infeasible_for,
+    open_engine,
+    plan_graph,
+    store_bytes,
+)
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.surroundings import surroundings_of
 from overspill.runtime.tracker import LiveBytes
@@ -91,7 +99,7 @@ class Session:
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
         self.steps: PlannedSteps | None = None
-        self._parameters = [weakref.ref(p) for p in parameters]
+        self.follow(parameters)
         self._optimizers = optimizers
         self._planned: list[_Planned] = []
         self._engine: TransferEngine | None = None
@@ -107,16 +115,22 @@ class Session:
         self._calling = 0  # which model is called, where there are several
         _SESSIONS.add(self)
 
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Tell the session of parameters that it may not know; those that are gone it forgets."""
+        here = [ref for ref in self._parameters if ref() is not None]
+        known = {id(ref()) for ref in here}
+        self._parameters = here + [weakref.ref(p) for p in parameters if id(p) not in known]
+
     def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Tell the session of the module's parameters and the optimizer, before the first call."""
-        self._parameters = [weakref.ref(p) for p in module.parameters()]
+        self.follow(module.parameters())
         self._optimizers = [optimizer]
 
     def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
         """Another model of the job; without `optimizers` those that step on its parameters are found."""
-        known = {id(p) for ref in self._parameters if (p := ref()) is not None}
-        self._parameters += [weakref.ref(p) for p in parameters if id(p) not in known]
-        if optimizers is None or (self._optimizers is None and known):
+        alone = not self._parameters
+        self.follow(parameters)
+        if optimizers is None or (self._optimizers is None and not alone):
             self._optimizers = None
         else:
             self._optimizers = [*(self._optimizers or ()), *optimizers]
@@ -208,7 +222,9 @@ class Session:
             # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
             rest = max(surroundings.reserved_bytes, budget - _least_between(captured.graph))
             captured = capture(joint, inputs, replace(surroundings, reserved_bytes=rest))
-        plan = plan_graph(self.options, captured.graph, device, budget)
+        given = (e for e, info in zip(examples, inputs, strict=True) if info.kind is TensorKind.INPUT)
+        with infeasible_for("training" if joint.tangents else "evaluation", given):
+            plan = plan_graph(self.options, captured.graph, device, budget)
         retained = retained_bytes(captured.graph, plan.schedule)
         self._planned.append(_Planned(frame.id, part, plan, retained, others, tuple(id(p) for p in here)))
         self._check_whole(budget, here, frame)
