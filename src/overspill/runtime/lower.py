@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
 from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
+from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
@@ -293,7 +294,7 @@ class _Emitter:
             )
             self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
             return
-        new = self.graph.node_copy(node, self.resolve)
+        new = self._copy(node)
         new.meta = {**node.meta, OP_ID: op.id}
         self._take_results(node, new, self._results(node))
         self._touch(*op.reads, *op.writes)
@@ -310,11 +311,16 @@ class _Emitter:
             new.meta.pop("tensor_meta", None)
             results = [r for r in results if r.args[1] < 3]
         else:
-            new = self.graph.node_copy(node, self.resolve)
+            new = self._copy(node)
             new.meta = dict(node.meta)
         new.meta.update({OP_ID: op.id, "partitioner_tag": "is_backward", "autograd_backward": True})
         self._take_results(node, new, [r for r in results if r not in self.values])
         self._touch(*op.recompute_reads, *op.recompute_writes)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, self.resolve)
+        new.target = RUN_AS.get(new.target, new.target)
+        return new
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The captured nodes that name what `node` makes: itself, or the picks of its results."""

@@ -1,12 +1,13 @@
 """The torch.compile backend: from Dynamo's graph through AOTAutograd to lowered graphs that run.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
-`CustomPartitionerFn`, `gm.compile_subgraph_reason`, and the compile id.
+`CustomPartitionerFn`, `gm.compile_subgraph_reason`, the compile id, and `torch._C._DisableAutocast`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.joint import JointGraph
-from overspill.capture.compiled.trace import describe_inputs
+from overspill.capture.compiled.kernels import eager_kernels
+from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.core.errors import RequestError
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.options import Options
@@ -57,12 +59,13 @@ class _GraphCompiler:
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
                 return compile_with_inductor(self.module, self.examples, self.partition)
-            return aot_autograd(
-                fw_compiler=self._boxed,
-                bw_compiler=self._boxed,
-                inference_compiler=self._infer,
-                partition_fn=self.partition,
-            )(self.module, self.examples)
+            with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
+                return aot_autograd(
+                    fw_compiler=self._boxed,
+                    bw_compiler=self._boxed,
+                    inference_compiler=self._infer,
+                    partition_fn=self.partition,
+                )(self.module, self.examples)
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -94,10 +97,10 @@ class _GraphCompiler:
 
         def run(args: list[Any]) -> Any:
             tracker = session.tracker
-            if tracker is None:
-                return module.forward(args)
-            tracker.add(args)
-            with tracker:
+            if tracker is not None:
+                tracker.add(args)
+            # What autocast casts, it has cast in the graph.
+            with torch._C._DisableAutocast(), tracker or nullcontext():
                 return module.forward(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.trace import recurrent_layers
 from overspill.core import Device
 from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
@@ -102,7 +103,7 @@ class _Call:
         if self.overspill.steps is not None and torch.is_grad_enabled():
             self.overspill.steps.begin_step()
         try:
-            with whole_models():
+            with whole_models(), recurrent_layers():
                 return self._call(*args, **kwargs)
         except BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, OverspillError):
