@@ -23,7 +23,12 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 
-from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
+from overspill.capture.compiled.batch_norm import (
+    call_without_statistics,
+    recomputes_without_statistics,
+    results_without_statistics,
+)
+from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.whole_step import CapturedStep
@@ -32,7 +37,6 @@ from overspill.core.errors import InvalidSchedule
 
 from .transfer import ops
 
-BATCH_NORM_NO_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 HANDLE_PREFIX = "handle_of_"
 """What the names of a whole step's inputs begin with that are handles."""
@@ -304,12 +308,12 @@ class _Emitter:
         self.now += 1
         results = self._results(node)
         if recomputes_without_statistics(node):
-            x, weight, bias, _, _, training, momentum, eps = node.args
-            args = fx.node.map_arg((x, weight, bias, training, momentum, eps), self.resolve)
-            new = self._call(BATCH_NORM_NO_STATISTICS, args, node.name)
-            new.meta = {**node.meta, "val": tuple(node.meta["val"][:3])}
+            kept = results_without_statistics(node)
+            target, args = call_without_statistics(node)
+            new = self._call(target, fx.node.map_arg(args, self.resolve), node.name)
+            new.meta = {**node.meta, "val": kept}
             new.meta.pop("tensor_meta", None)
-            results = [r for r in results if r.args[1] < 3]
+            results = [r for r in results if r.args[1] < len(kept)]
         else:
             new = self._copy(node)
             new.meta = dict(node.meta)
