@@ -29,6 +29,7 @@ import torch
 import torch._dynamo
 from paired import json_record
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -266,17 +267,19 @@ def judge(case: Case) -> Iterator[Verdict]:
     torch._dynamo.reset()
     model = OneOp(case)
 
-    def compiled() -> Numbers | None:
+    def compiled() -> Numbers | str:
+        counters["graph_break"].clear()
         call = overspill.compile(model, budget=BUDGET)
         found = by_parts(call, list(model.parameters()))
-        planned = sum(len(plan.schedule.instructions) for plan in call.overspill.plans)
-        return found if planned else None
+        if broken := list(counters["graph_break"]):
+            return "Dynamo breaks the graph: " + " ".join(broken[0].split())
+        return found if call.overspill.plans else "a view: no kernel runs"
 
     yield _verdict(case, "compile", numbers, compiled)
     yield _verdict(case, "train_step", by_loss(case), lambda: by_train_step(case))
 
 
-def _verdict(case: Case, door: str, plain: Numbers, run: Callable[[], Numbers | None]) -> Verdict:
+def _verdict(case: Case, door: str, plain: Numbers, run: Callable[[], Numbers | str]) -> Verdict:
     try:
         found = run()
     except OverspillError as error:
@@ -284,8 +287,8 @@ def _verdict(case: Case, door: str, plain: Numbers, run: Callable[[], Numbers | 
     except Exception as error:  # noqa: BLE001 - whatever an op may raise is its verdict
         outcome, reason = FAILED, f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     else:
-        if found is None:
-            outcome, reason = UNPLANNED, "Dynamo leaves it to eager"
+        if isinstance(found, str):
+            outcome, reason = UNPLANNED, found
         else:
             reason = plain.differences(found)
             outcome = DIFFERENT if reason else IDENTICAL

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
 
+from .formulas import put_right
+
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
@@ -31,6 +33,7 @@ class JointGraph:
     def __init__(self, module: fx.GraphModule, num_forward_outputs: int) -> None:
         self.module = module
         _refuse_dynamic_shapes(module.graph)
+        put_right(module.graph)
         self._read_outputs(num_forward_outputs)
         self._split()
         if self._snapshot_mutated_inputs():
