@@ -105,7 +105,7 @@ class OneLoss(nn.Module):
     def forward(self) -> Tensor:
         total = torch.zeros(())
         for output in self.model():
-            y = torch.view_as_real(output) if output.is_complex() else output
+            y = torch.view_as_real(output.resolve_conj()) if output.is_complex() else output
             weights = torch.linspace(-1.0, 2.0, y.numel()).reshape(y.shape)
             total = total + (y.float() * weights).sum()
         return total
@@ -228,7 +228,8 @@ def by_parts(model: Callable[[], list[Tensor]], parameters: Sequence[nn.Paramete
     seed()
     outputs = model()
     kept = [y.detach().clone() for y in outputs]
-    given = [torch.linspace(-1.0, 2.0, y.numel()).reshape(y.shape).to(y.dtype) for y in outputs]
+    # In the order in memory that the outputs have, which is what AOTAutograd brings them into.
+    given = [torch.empty_like(y).copy_(torch.linspace(-1.0, 2.0, y.numel()).reshape(y.shape)) for y in kept]
     torch.autograd.backward(outputs, given)
     return Numbers(kept, [p.grad for p in parameters])
 
@@ -277,6 +278,14 @@ def judge(case: Case) -> Iterator[Verdict]:
 
     yield _verdict(case, "compile", numbers, compiled)
     yield _verdict(case, "train_step", by_loss(case), lambda: by_train_step(case))
+
+
+def _judged(case: Case) -> list[Verdict]:
+    """The verdicts; one for both doors where eager itself fails."""
+    try:
+        return list(judge(case))
+    except Exception as error:  # noqa: BLE001 - whatever an op may raise
+        return [Verdict(case.op, case.dtype, case.sample, door, FAILED, f"in eager: {error}"[:300]) for door in DOORS]
 
 
 def _verdict(case: Case, door: str, plain: Numbers, run: Callable[[], Numbers | str]) -> Verdict:
@@ -355,7 +364,7 @@ def main() -> None:
     for number, case in enumerate(cases(arguments.only, arguments.samples)):
         if (case.op, case.dtype, case.sample) in done:
             continue
-        for verdict in judge(case):
+        for verdict in _judged(case):
             verdicts.append(verdict)
             if verdict.outcome != IDENTICAL:
                 print(f"{verdict.op} {verdict.dtype} {verdict.door}: {verdict.outcome}: {verdict.reason}", flush=True)

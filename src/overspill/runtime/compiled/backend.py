@@ -53,8 +53,9 @@ class _GraphCompiler:
         self.frame = _frame(module)
 
     def compile(self) -> Compiled:
-        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
-        with torch._functorch.config.patch(donated_buffer=False):
+        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a
+        # user who calls it outside of autocast's region.
+        with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
