@@ -68,6 +68,22 @@ class Mixed(nn.Module):
         return F.scaled_dot_product_attention(y, y, y).float().square().mean()
 
 
+class Solved(nn.Module):
+    """The solution of linear equations, and a decomposition, in which PyTorch checks that there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) + 6 * torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.linalg.cholesky(self.weight @ self.weight.mT)
+        return (
+            torch.linalg.solve(self.weight, x.mT).square().mean()
+            + factor.sum()
+            + torch.linalg.eigvals(factor).abs().sum()
+        )
+
+
 def mixed_precision() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -87,6 +103,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "dropout in float16": (lambda: Dropped(0.3, torch.float16), nullcontext),
     "autocast with a region without": (Mixed, mixed_precision),
     "no autocast": (Mixed, nullcontext),
+    "linear equations": (Solved, nullcontext),
 }  # fmt: skip
 
 
@@ -159,6 +176,15 @@ def test_a_recurrent_layer_trains_in_the_smallest_budget() -> None:
                 raise
             budget = refusal.floor_bytes
     assert_same(plain, losses, model, found)
+
+
+def test_a_matrix_without_an_inverse_is_an_error_as_in_eager() -> None:
+    model = Solved()
+    model.weight.data.zero_()
+    step = overspill.train_step(model, None, torch.optim.SGD(model.parameters(), 0.1), budget="1GiB")
+    with pytest.raises(torch.linalg.LinAlgError):
+        step(torch.randn(5, 3, 6))
+    step.close()
 
 
 def test_packed_sequences_are_planned_on_both_sides_of_the_packing() -> None:

@@ -34,6 +34,7 @@ from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 from overspill.core.errors import UnsupportedError
 
 from .casts import Casts
+from .effects import without_tokens
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
 from .kernels import eager_kernels
@@ -145,6 +146,7 @@ def _joint(step: Callable[..., Tensor], module: nn.Module, values: Sequence[Fake
     with ExitStack() as stack, _layers_noted(module), _explained(), eager_kernels() as casts:
         exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    without_tokens(graph_module.graph)
     descs = _output_descs(graph_module.graph)
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
