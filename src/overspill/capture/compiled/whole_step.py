@@ -33,8 +33,11 @@ from torch.utils._pytree import tree_leaves
 from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 from overspill.core.errors import UnsupportedError
 
+from .casts import Casts
+from .effects import without_tokens
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
+from .kernels import eager_kernels
 
 NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
     "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
@@ -146,9 +149,10 @@ def capture_step(
 def _joint(
     step: Callable[..., Tensor | tuple[Tensor, ...]], module: nn.Module, values: Sequence[FakeTensor]
 ) -> JointGraph:
-    with ExitStack() as stack, _layers_noted(module), _explained():
-        exported = aot_export_joint_with_descriptors(stack, _Function(step), tuple(values))
+    with ExitStack() as stack, _layers_noted(module), _explained(), eager_kernels() as casts:
+        exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    without_tokens(graph_module.graph)
     descs = _output_descs(graph_module.graph)
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
@@ -181,11 +185,13 @@ _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "
 class _Function(nn.Module):
     """A plain function as the module without parameters that AOTAutograd asks for."""
 
-    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], casts: Casts) -> None:
         super().__init__()
         self._function = function
+        self._casts = casts
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        self._casts.begin(value for value in values if value.requires_grad)
         returned = self._function(*values)
         loss, *others = returned if isinstance(returned, tuple) else (returned,)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -1,13 +1,14 @@
 """The torch.compile backend: from Dynamo's graph through AOTAutograd to lowered graphs that run.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
-`CustomPartitionerFn`, `gm.compile_subgraph_reason`, the compile id, and `BackendCompilerFailed`'s `remove_dynamo_frames`,
-whose result Dynamo raises.
+`CustomPartitionerFn`, `gm.compile_subgraph_reason`, the compile id, `torch._C._DisableAutocast`, and
+`BackendCompilerFailed`'s `remove_dynamo_frames`, whose result Dynamo raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.joint import JointGraph
-from overspill.capture.compiled.trace import describe_inputs
+from overspill.capture.compiled.kernels import eager_kernels
+from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
@@ -120,18 +122,20 @@ class _GraphCompiler:
         self.frame = frame
 
     def compile(self) -> Compiled:
-        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
-        with torch._functorch.config.patch(donated_buffer=False):
+        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a
+        # user who calls it outside of autocast's region.
+        with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
                 return self._counted(compile_with_inductor(self.module, self.examples, self.partition))
-            return aot_autograd(
-                fw_compiler=self._boxed,
-                bw_compiler=self._boxed,
-                inference_compiler=self._infer,
-                partition_fn=self.partition,
-            )(self.module, self.examples)
+            with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
+                return aot_autograd(
+                    fw_compiler=self._boxed,
+                    bw_compiler=self._boxed,
+                    inference_compiler=self._infer,
+                    partition_fn=self.partition,
+                )(self.module, self.examples)
 
     def _counted(self, compiled: Compiled) -> Compiled:
         def run(*args: Any) -> Any:
@@ -171,10 +175,10 @@ class _GraphCompiler:
         def run(args: list[Any]) -> Any:
             session.watch_calls.graphs_run += 1
             tracker = session.tracker
-            if tracker is None:
-                return module.forward(args)
-            tracker.add(args)
-            with tracker:
+            if tracker is not None:
+                tracker.add(args)
+            # What autocast casts, it has cast in the graph.
+            with torch._C._DisableAutocast(), tracker or nullcontext():
                 return module.forward(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""`overspill.train_step`: forward, loss, backward and update as one planned step under one budget."""
+"""`overspill.train_step`: forward, loss, backward and update as one planned step under one budget.
+
+Private to PyTorch (2.11 to 2.13): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
+"""
 
 from __future__ import annotations
 
@@ -247,7 +250,7 @@ class TrainStep:
         compiled, run = call.compiled, call.run
         assert compiled is not None
         assert run is not None
-        with torch.no_grad(), self.tracker or nullcontext():
+        with torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
             loss, *results = run.go_on(may_go_on)
         count = len(compiled.results.places)
         others, results = results[:count], results[count:]
