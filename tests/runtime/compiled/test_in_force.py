@@ -93,9 +93,17 @@ def test_a_model_that_dynamo_skips_is_an_error_that_says_why() -> None:
 
 
 def test_a_part_that_runs_without_a_plan_is_named_with_what_it_keeps() -> None:
-    model = overspill.compile(PartlyEager(8, 16, 8), budget="1GiB", store="host")
-    with pytest.raises(UnplannedError, match=r"a part of PartlyEager ran without a plan \(Exp, Sigmoid keep 512 B"):
+    model = overspill.compile(PartlyEager(8, 16, 8), budget="smallest", store="host")
+    said = r"a part of PartlyEager ran without a plan.* \(Exp, Sigmoid keep 512 B.*set it aside with reserve='512'"
+    with pytest.raises(UnplannedError, match=said):
         model(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"budget": "smallest", "reserve": "512"}])
+def test_a_part_without_a_plan_that_fits_beside_the_plans_is_no_error(options: dict[str, Any]) -> None:
+    plain, model = twins(lambda: PartlyEager(8, 16, 8))
+    compiled = overspill.compile(model, store="host", **options)
+    assert train(compiled, model, [4, 4]) == train(plain, plain, [4, 4])
 
 
 def test_without_gradients_it_is_noticed_too() -> None:

@@ -87,7 +87,7 @@ def test_an_unfinished_step_that_is_dropped_leaves_what_it_had_updated() -> None
     count = 0
     for instruction in compiled.program.instructions:
         count += 1
-        if instruction.changes is not None:
+        if instruction.mutation is not None:
             break
     position = count + 1
     node = compiled.program.instructions[position]

@@ -154,7 +154,7 @@ class _Call:
         before = watch.graphs_run
         with whole_models(), plans_needed():
             result = self._call(*args, **kwargs)
-        watch.check(self._recipe.name, before, args, kwargs, result)
+        watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

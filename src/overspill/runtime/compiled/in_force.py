@@ -2,7 +2,7 @@
 
 Dynamo gives way silently: what it cannot trace, or has compiled too often, runs eagerly. So after a call it is looked at
 what really happened. That no graph of ours ran is seen by a counter; that ops ran beside our graphs, by the autograd graph
-of the result, in which they have nodes of their own.
+of the result, in which they have nodes of their own. What these keep for backward must have room beside the plans.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._dynamo.config` and its `recompile_limit`,
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn` and `skip_nnmodule_hook_guards`,
@@ -12,6 +12,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._dynamo
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,8 @@ MOST_PLANS = 512
 """So many kinds of inputs (shapes above all) one function may have, each with a plan of its own."""
 PLANNED_NODE = "CompiledFunctionBackward"
 CURE = "take the rest out of the model, or use overspill.train_step, or pass on_unplanned='warn' to train without the promise"
+SAID = ("graph_break", "unimplemented")
+"""Counters in which Dynamo keeps why it stopped."""
 SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "recompile_limit": MOST_PLANS,
@@ -45,11 +48,17 @@ anew once a module has other hooks."""
 @contextmanager
 def plans_needed() -> Iterator[None]:
     """While this lasts Dynamo compiles what it can. Raises UnplannedError where there are more kinds of inputs than plans."""
+    config = torch._dynamo.config
+    before = {name: getattr(config, name) for name in SETTINGS}
+    for name, value in SETTINGS.items():  # not config.patch, which takes longer; this is around every call of a model
+        setattr(config, name, value)
     try:
-        with torch._dynamo.config.patch(SETTINGS):
-            yield
+        yield
     except FailOnRecompileLimitHit:
         raise too_many_kinds() from None
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def too_many_kinds() -> UnplannedError:
@@ -66,25 +75,30 @@ class Watch:
     def __init__(self, on_unplanned: str) -> None:
         self.graphs_run = 0
         self._warns = on_unplanned == "warn"
+        self._said_before = {kind: Counter(counters[kind]) for kind in SAID}
         self._seen: set[Any] = set()
         self._warned: set[str] = set()
 
-    def check(self, model: str, before: int, args: Any, kwargs: Any, result: Any) -> None:
-        """Raise UnplannedError, or warn once, if the call did not run by plans. `before`: the graphs that had run."""
+    def check(self, model: str, before: int, room_bytes: int, args: Any, kwargs: Any, result: Any) -> None:
+        """Raise UnplannedError, or warn once, if the call did not run by plans.
+
+        `before`: the graphs that had run. `room_bytes`: what there is in the budget beside the plans.
+        """
         if self.graphs_run == before:
             if _computed(args, kwargs, result):
-                self._tell(f"{model} ran without a plan: {_reason()}; {CURE}")
+                self._tell(f"{model} ran without a plan: {self._reason()}; {CURE}")
             return
         # Dynamo decides when it compiles: what it has decided needs to be looked at once.
         now = (counters["frames"]["total"], torch.is_grad_enabled())
         if now in self._seen:
             return
         self._seen.add(now)
-        if kept := _kept_outside(args, kwargs, result):
-            nbytes, names = format_bytes(sum(kept.values())), ", ".join(sorted(kept)[:3])
+        kept = _kept_outside(args, kwargs, result)
+        if (nbytes := sum(kept.values())) > room_bytes:
+            what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
             self._tell(
-                f"a part of {model} ran without a plan ({names} keep{'s' if len(kept) == 1 else ''} {nbytes} for backward): "
-                f"{_reason()}; {CURE}"
+                f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "
+                f"{format_bytes(nbytes)} for backward): {self._reason()}; set it aside with reserve='{nbytes}', or {CURE}"
             )
 
     def _tell(self, message: str) -> None:
@@ -93,6 +107,14 @@ class Watch:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=4)
+
+    def _reason(self) -> str:
+        """What Dynamo said last of what it could not trace."""
+        if torch._dynamo.config.disable:
+            return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
+        said = [text for kind in SAID for text in counters[kind] - self._said_before[kind]]
+        lines = [line.strip() for line in said[-1].splitlines() if line.strip()] if said else []
+        return f"torch.compile could not trace it ({'; '.join(lines[:2])})" if lines else "torch.compile skipped it"
 
 
 def _tensors(*values: Any) -> list[Tensor]:
@@ -130,12 +152,3 @@ def _saved_bytes(node: Node, theirs: set[int]) -> int:
         saved += node.saved_tensors
     kept = [t for t in tree_leaves(saved) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
     return sum(t.nbytes for t in kept if t.untyped_storage().data_ptr() not in theirs)
-
-
-def _reason() -> str:
-    """What Dynamo said last of what it could not trace."""
-    if torch._dynamo.config.disable:
-        return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
-    said = [text for kind in ("graph_break", "unimplemented") for text in counters[kind]]
-    lines = [line.strip() for line in said[-1].splitlines() if line.strip()] if said else []
-    return f"torch.compile could not trace it ({'; '.join(lines[:2])})" if lines else "torch.compile skipped it"

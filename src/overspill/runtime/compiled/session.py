@@ -17,7 +17,7 @@ from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import Device, Graph, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes
+from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.placement.packing import solver_named
 from overspill.planning.gaps import swappable_gaps
@@ -66,7 +66,7 @@ class _Planned:
     other models leave `others_bytes` there.
     """
 
-    frame: int
+    frame: Frame
     part: Part
     plan: Plan
     retained_bytes: int
@@ -99,6 +99,7 @@ class Session:
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
         self.steps: PlannedSteps | None = None
+        self._parameters: list[weakref.ref[Tensor]] = []
         self.follow(parameters)
         self._optimizers = optimizers
         self._planned: list[_Planned] = []
@@ -168,6 +169,14 @@ class Session:
         """The planned peak of the whole step."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
 
+    @property
+    def room_bytes(self) -> int:
+        """What the budget has room for beside every plan: what was set aside, and what the plans leave."""
+        aside = 0 if self.options.reserve is None else parse_bytes(self.options.reserve)
+        # The plan of a graph that others follow has set aside all that it can for them, and for what runs between them.
+        last = [p.plan for p in self._planned if not p.frame.broken]
+        return aside + min((plan.budget_bytes - plan.peak_bytes for plan in last), default=0)
+
     def close(self) -> None:
         """End the transfer threads and give the store back."""
         if self._engine is not None:
@@ -226,7 +235,7 @@ class Session:
         with infeasible_for("training" if joint.tangents else "evaluation", given):
             plan = plan_graph(self.options, captured.graph, device, budget)
         retained = retained_bytes(captured.graph, plan.schedule)
-        self._planned.append(_Planned(frame.id, part, plan, retained, others, tuple(id(p) for p in here)))
+        self._planned.append(_Planned(frame, part, plan, retained, others, tuple(id(p) for p in here)))
         self._check_whole(budget, here, frame)
         if trains:
             self._retained[part] = max(p.retained_bytes for p in self._planned if p.part == part)
@@ -244,8 +253,8 @@ class Session:
         """What the model's other frames leave between their forward and their backward: of each, the most of any plan."""
         found: dict[int, int] = {}
         for planned in self._planned:
-            if planned.frame != frame.id and planned.part[0] == self._calling:
-                found[planned.frame] = max(found.get(planned.frame, 0), planned.retained_bytes)
+            if planned.frame.id != frame.id and planned.part[0] == self._calling:
+                found[planned.frame.id] = max(found.get(planned.frame.id, 0), planned.retained_bytes)
         return sum(found.values())
 
     def _retained_by_others(self, part: Part) -> int:
@@ -308,7 +317,7 @@ class Session:
         for planned in self._planned:
             known = set(planned.parameters) | {id(p) for ref in self._parameters if (p := ref()) is not None}
             new = sum(2 * p.nbytes for p in here if id(p) not in known)
-            if planned.frame != frame.id and planned.plan.peak_bytes + new > budget:
+            if planned.frame.id != frame.id and planned.plan.peak_bytes + new > budget:
                 raise InfeasibleBudget(
                     f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
                     f"one do not fit beside the first one's peak of {format_bytes(planned.plan.peak_bytes)} in "
