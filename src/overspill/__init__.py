@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from .devices import load_device
     from .estimation.api import estimate
     from .runtime.compiled.compile import compile  # noqa: A004
+    from .runtime.compiled.session import Session
     from .runtime.step.train_step import train_step
 
 __version__ = "0.1.0"
 __all__ = [
+    "Session",
     "compare",
     "compile",
     "errors",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Session": "overspill.runtime.compiled.session",
     "compare": "overspill.api",
     "compile": "overspill.runtime.compiled.compile",
     "estimate": "overspill.estimation.api",

@@ -8,6 +8,7 @@ from .core.errors import (
     OverspillError,
     RequestError,
     StoreError,
+    UnplannedError,
     UnsupportedError,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "OverspillError",
     "RequestError",
     "StoreError",
+    "UnplannedError",
     "UnsupportedError",
 ]

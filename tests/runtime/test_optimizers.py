@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
 from overspill.runtime.tracker import LiveBytes
@@ -189,7 +190,7 @@ class Renamed(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "make", [optim.LBFGS, optim.SparseAdam, lambda p: Renamed(p, 0.1), lambda p: optim.Adam(p, capturable=True)]
+    "make", [optim.SparseAdam, lambda p: Renamed(p, 0.1), lambda p: optim.Adam(p, capturable=True)]
 )  # fmt: skip
 def test_an_optimizer_that_cannot_be_tried_out_is_no_crash(make: Make) -> None:
     with pytest.warns(UserWarning, match="could not be tried on tiny parameters"):
@@ -199,3 +200,56 @@ def test_an_optimizer_that_cannot_be_tried_out_is_no_crash(make: Make) -> None:
 def test_a_parameter_may_have_more_than_six_dimensions() -> None:
     optimizer = optim.Adam(parameters([(2, 1, 3, 1, 2, 1, 5)]))
     assert optimizer_needs([optimizer]).state_bytes == real_needs(optimizer).state_bytes
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("history", [1, 5])
+def test_lbfgs_needs_its_history_and_is_not_tried(
+    line_search: str | None, history: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.manual_seed(0)
+    held = [torch.randn(2048, requires_grad=True), torch.randn(1024, 2, requires_grad=True)]
+    optimizer = optim.LBFGS(held, lr=0.5, history_size=history, line_search_fn=line_search)
+    needs = optimizer_needs([optimizer])
+    assert not recwarn.list
+    slopes = [torch.linspace(0.1, 4, p.numel()).view_as(p) for p in held]
+    for parameter in held:
+        parameter.grad = torch.zeros_like(parameter)
+    tracker = LiveBytes(torch.device("cpu"))
+    tracker.add([*held, *(p.grad for p in held), *slopes])
+    before = tracker.live_bytes
+    at_evaluations = []
+
+    def closure() -> Tensor:
+        at_evaluations.append(tracker.live_bytes - before)
+        loss = torch.zeros(())
+        with torch.no_grad():
+            for parameter, slope in zip(held, slopes, strict=True):
+                torch.mul(parameter, slope, out=parameter.grad)
+                loss += parameter.grad.mul_(parameter).sum()
+                torch.mul(parameter, slope, out=parameter.grad).mul_(2)
+        return loss
+
+    with tracker:
+        for _ in range(2):
+            optimizer.step(closure)
+    assert needs.state_bytes / 2 < max(at_evaluations) <= needs.state_bytes
+    assert tracker.peak_bytes - before <= needs.state_bytes + needs.update_bytes
+
+
+def test_hooks_of_all_optimizers_do_not_hear_of_what_is_tried() -> None:
+    heard: list[Optimizer] = []
+    handles = (
+        register_optimizer_step_pre_hook(lambda o, *_: heard.append(o)),
+        register_optimizer_step_post_hook(lambda o, *_: heard.append(o)),
+    )
+    try:
+        optimizer = optim.AdamW(parameters([(8, 6), (5,)]))
+        optimizer.register_step_post_hook(lambda o, *_: heard.append(o))
+        assert optimizer_needs([optimizer]).state_bytes > 0
+        assert heard == []
+        optimizer.step()
+        assert heard == [optimizer] * 3
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -9,18 +9,25 @@ from .errors import RequestError
 from .units import is_share, parse_bytes
 
 _UNIT = 1 << 40
+SMALLEST = "smallest"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """`nbytes`, or a `share` of what the step takes unmanaged; with neither, all that the device has."""
+    """`nbytes`, or a `share` of what the step takes unmanaged, or the `smallest` that works; else all that the device has."""
 
     nbytes: int | None = None
     share: float | None = None
+    smallest: bool = False
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether its bytes follow from a step."""
+        return self.share is not None or self.smallest
 
     @classmethod
     def parse(cls, asked: str | float | Budget | None) -> Budget:
-        """What `asked` means: `8GiB`, a number of bytes, a share as `0.5` or `50%`, or None for the whole device.
+        """What `asked` means: `8GiB`, a number of bytes, a share as `0.5` or `50%`, `smallest`, or None for the whole device.
 
         Raises RequestError when it is no positive size.
         """
@@ -28,19 +35,25 @@ class Budget:
             return asked
         if asked is None:
             return cls()
+        if asked == SMALLEST:
+            return cls(smallest=True)
         if is_share(asked):
             parse_bytes(asked, of_bytes=_UNIT)  # refuses a share of nothing
             text = str(asked).strip()
             return cls(share=float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
         return cls(nbytes=parse_bytes(asked))
 
-    def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int) -> int:
-        """The budget in bytes, where the step takes `unmanaged_bytes` (asked only for a share) and the device has so many.
+    def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:
+        """The budget in bytes, where the step takes `unmanaged_bytes`, works from `floor_bytes` on, and the device has so many.
+
+        What the step takes is asked only for a share, from where it works only for the smallest budget.
 
         Raises RequestError where a share comes to nothing.
         """
         if self.nbytes is not None:
             return self.nbytes
+        if self.smallest:
+            return floor_bytes()
         if self.share is None:
             return device_bytes
         nbytes = int(self.share * unmanaged_bytes())

@@ -38,9 +38,19 @@ class InfeasibleBudget(OverspillError):
         self.floor_bytes = floor_bytes
         self.cause = cause
 
+    def told(self, more: str) -> InfeasibleBudget:
+        """The same error with `more` behind its message."""
+        return InfeasibleBudget(
+            f"{self}{more}", budget_bytes=self.budget_bytes, floor_bytes=self.floor_bytes, cause=self.cause
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that pass it on: arguments by keyword are not pickled by themselves."""
         return _rebuilt, (type(self), str(self), self.__dict__)
+
+
+class UnplannedError(OverspillError):
+    """A call, or a part of it, ran without a plan, so the budget was not in force; the message says why and what would work."""
 
 
 class StoreError(OverspillError):

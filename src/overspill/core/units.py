@@ -65,6 +65,14 @@ def format_bytes(nbytes: float) -> str:
     return f"{sign}{size / 2**10:.1f} TiB"
 
 
+def format_apart(one: int, other: int) -> tuple[str, str]:
+    """Two sizes for a reader who compares them: with their exact bytes where they would read the same and are not."""
+    texts = format_bytes(one), format_bytes(other)
+    if one != other and texts[0] == texts[1]:
+        return f"{texts[0]} ({one} bytes)", f"{texts[1]} ({other} bytes)"
+    return texts
+
+
 def format_seconds(seconds: float) -> str:
     """`seconds` for a reader: `1.25 s`, `3.1 ms`, `12 µs`."""
     if seconds >= 1:

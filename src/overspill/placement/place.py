@@ -9,7 +9,7 @@ import numpy as np
 
 from overspill.core import Device, Graph, Trace
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.core.units import format_bytes
+from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, make_plan
 from overspill.simulate import trace_of
@@ -127,9 +127,9 @@ def plan_within(
 
 
 def _does_not_fit(policy: str, placer: str, budget_bytes: int, least: int, cause: str) -> InfeasibleBudget:
+    budget, taken = format_apart(budget_bytes, least)
     return InfeasibleBudget(
-        f"infeasible: {placer} places no plan of {policy} within {format_bytes(budget_bytes)}; "
-        f"the least that it took is {format_bytes(least)}",
+        f"infeasible: {placer} places no plan of {policy} within {budget}; the least that it took is {taken}",
         budget_bytes=budget_bytes,
         floor_bytes=least,
         cause=cause,

@@ -9,7 +9,7 @@ import numpy as np
 
 from overspill.core import Graph, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes
+from overspill.core.units import format_apart, format_bytes
 from overspill.simulate import check
 
 from .algorithms import fastest_within, memory_optimal
@@ -94,8 +94,9 @@ def peak_of(graph: Graph, schedule: Schedule) -> Floor:
 
 def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudget:
     """The error that says by how much and why `policy`, which needs `floor`, cannot meet the budget."""
+    budget, least = format_apart(budget_bytes, floor.nbytes)
     return InfeasibleBudget(
-        f"infeasible: budget {format_bytes(budget_bytes)} is below {policy}'s floor {format_bytes(floor.nbytes)} "
+        f"infeasible: budget {budget} is below {policy}'s floor {least} "
         f"({floor.cause}); raise the budget or make the batch smaller",
         budget_bytes=budget_bytes,
         floor_bytes=floor.nbytes,

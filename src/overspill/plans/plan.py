@@ -10,7 +10,7 @@ from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes
+from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
 from overspill.policies import POLICIES, policy_named
@@ -116,6 +116,14 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
     )
 
 
+def smallest_budget(graph: Graph, device: Device, policy: str, times: MeasuredTimes | None = None) -> int:
+    """The fewest bytes within which `policy` has a plan."""
+    try:
+        return make_plan(graph, device, policy, 1, times).peak_bytes
+    except InfeasibleBudget as error:
+        return error.floor_bytes
+
+
 def retained_bytes(graph: Graph, schedule: Schedule) -> int:
     """Bytes, persistent ones aside, that `schedule` leaves on the device between forward and backward."""
     present: set[int] = set()
@@ -140,9 +148,9 @@ def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes:
         hint = "policy auto can meet this budget"
     except InfeasibleBudget as error:
         hint = f"no policy can meet less than {format_bytes(error.floor_bytes)}"
+    least, budget = format_apart(needed.nbytes, budget_bytes)
     return InfeasibleBudget(
-        f"infeasible: policy {schedule.policy} needs {format_bytes(needed.nbytes)} ({needed.cause}), "
-        f"over the budget of {format_bytes(budget_bytes)}; {hint}",
+        f"infeasible: policy {schedule.policy} needs {least} ({needed.cause}), over the budget of {budget}; {hint}",
         budget_bytes=budget_bytes,
         floor_bytes=needed.nbytes,
         cause=needed.cause,

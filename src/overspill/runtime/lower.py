@@ -23,15 +23,20 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 
-from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured, recomputes_without_statistics
+from overspill.capture.compiled.batch_norm import (
+    call_without_statistics,
+    recomputes_without_statistics,
+    results_without_statistics,
+)
+from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
+from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
 from .transfer import ops
 
-BATCH_NORM_NO_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 HANDLE_PREFIX = "handle_of_"
 """What the names of a whole step's inputs begin with that are handles."""
@@ -75,8 +80,8 @@ def lower_inference(captured: Captured, schedule: Schedule, engine: int) -> fx.G
 def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.GraphModule:
     """The one graph module of a whole step.
 
-    It takes the captured primals, and returns the loss and the persistent tensors that may move, both in the order of
-    `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
+    It takes the captured primals, and returns the loss, what the step returns besides, and the persistent tensors that may
+    move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
     """
     emitter = _Emitter(captured, engine, backward=False)
     stored = frozenset(schedule.stored)
@@ -87,7 +92,8 @@ def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.Gr
         else:
             emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
-    return emitter.finish_step(captured.loss, [n for n in captured.joint.primals if captured.moves(n)], stored)
+    returned = (captured.loss, *captured.others)
+    return emitter.finish_step(returned, [n for n in captured.joint.primals if captured.moves(n)], stored)
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
@@ -220,11 +226,13 @@ class _Emitter:
         outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
         return self._finish(outputs, self.joint.backward_descs)
 
-    def finish_step(self, loss: fx.Node, persistent: Iterable[fx.Node], stored: frozenset[int]) -> fx.GraphModule:
-        """The module of a whole step: its loss, then each of `persistent` as its tensor or as its handle."""
+    def finish_step(
+        self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
+    ) -> fx.GraphModule:
+        """The module of a whole step: what it `returned`, then each of `persistent` as its tensor or as its handle."""
         tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
         kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
-        return self._finish([self.resolve(loss), *kept], [])
+        return self._finish([*map(self.resolve, returned), *kept], [])
 
     def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
         self.graph.output(tuple(outputs)).meta["desc"] = descs
@@ -293,7 +301,7 @@ class _Emitter:
             )
             self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
             return
-        new = self.graph.node_copy(node, self.resolve)
+        new = self._copy(node)
         new.meta = {**node.meta, OP_ID: op.id}
         self._take_results(node, new, self._results(node))
         self._touch(*op.reads, *op.writes)
@@ -303,18 +311,23 @@ class _Emitter:
         self.now += 1
         results = self._results(node)
         if recomputes_without_statistics(node):
-            x, weight, bias, _, _, training, momentum, eps = node.args
-            args = fx.node.map_arg((x, weight, bias, training, momentum, eps), self.resolve)
-            new = self._call(BATCH_NORM_NO_STATISTICS, args, node.name)
-            new.meta = {**node.meta, "val": tuple(node.meta["val"][:3])}
+            kept = results_without_statistics(node)
+            target, args = call_without_statistics(node)
+            new = self._call(target, fx.node.map_arg(args, self.resolve), node.name)
+            new.meta = {**node.meta, "val": kept}
             new.meta.pop("tensor_meta", None)
-            results = [r for r in results if r.args[1] < 3]
+            results = [r for r in results if r.args[1] < len(kept)]
         else:
-            new = self.graph.node_copy(node, self.resolve)
+            new = self._copy(node)
             new.meta = dict(node.meta)
         new.meta.update({OP_ID: op.id, "partitioner_tag": "is_backward", "autograd_backward": True})
         self._take_results(node, new, [r for r in results if r not in self.values])
         self._touch(*op.recompute_reads, *op.recompute_writes)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node, self.resolve)
+        new.target = RUN_AS.get(new.target, new.target)
+        return new
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The captured nodes that name what `node` makes: itself, or the picks of its results."""

@@ -1,10 +1,15 @@
-"""What an optimizer will need on the device: its state and its temporaries, found by letting it step on tiny parameters."""
+"""What an optimizer will need on the device: its state and its temporaries, found by letting it step on tiny parameters.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): the tables `_global_optimizer_pre_hooks` and
+`_global_optimizer_post_hooks` of torch.optim.optimizer.
+"""
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from overspill.core.units import format_bytes
 
@@ -22,6 +28,13 @@ _SCALAR_BYTES = 256
 """Room for step counts and other scalars, which do not grow with the parameters."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """The probe's dimensions: distinct, so that each dimension of a state tensor tells which of the parameter's it follows."""
+
+
+LBFGS_VECTORS = 5, 11
+"""Vectors as long as all parameters that LBFGS has besides its history while it evaluates the model: without and with a
+line search."""
+LBFGS_TEMPORARIES = 4
+"""And what it has more between two evaluations."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,9 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
     if not parameters:
         return OptimizerNeeds(0, 0)
     sizes = [p.nbytes for p in parameters]
+    if isinstance(optimizer, torch.optim.LBFGS):  # whose state is that of its first parameter, for all
+        vectors = 2 * group["history_size"] + LBFGS_VECTORS[group["line_search_fn"] is not None]
+        return OptimizerNeeds(vectors * sum(sizes) + _SCALAR_BYTES, LBFGS_TEMPORARIES * sum(sizes))
     try:
         state = _state_bytes(optimizer, group, parameters)
         update = _temporaries(optimizer, group, parameters[0], sizes)
@@ -89,7 +105,7 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
     """Shape and item size of every state tensor after one step on the tiny parameter `probe`."""
     tiny = optimizer_like(optimizer, group, [probe])
-    tiny.step()
+    quiet_step(tiny)
     return [(tuple(v.shape), v.element_size()) for v in tiny.state[probe].values() if isinstance(v, Tensor)]
 
 
@@ -109,7 +125,7 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
 
     def tried(*shapes: tuple[int, int]) -> int:
         tiny = optimizer_like(optimizer, group, [_probe(shape, like) for shape in shapes])
-        tiny.step()  # which makes the state
+        quiet_step(tiny)  # which makes the state
         return temporary_bytes(tiny)
 
     square, flat, small = (64, 64), (16, 64), (16, 16)
@@ -137,8 +153,28 @@ def temporary_bytes(optimizer: Optimizer) -> int:
     tracker.add(v for p in parameters for v in (p, p.grad, *optimizer.state[p].values()))
     settled = tracker.live_bytes
     with tracker:
-        optimizer.step()
+        quiet_step(optimizer)
     return tracker.peak_bytes - settled
+
+
+def quiet_step(optimizer: Optimizer) -> None:
+    """A step of one that we made, which the hooks that a user has registered for all optimizers do not hear of."""
+    with no_global_hooks():
+        optimizer.step()
+
+
+@contextmanager
+def no_global_hooks() -> Iterator[None]:
+    """While this lasts, no hook is called that was registered for all optimizers."""
+    tables: tuple[dict[int, Any], ...] = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
 
 
 def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:

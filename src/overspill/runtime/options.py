@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from overspill.capture.compiled.graph import UPDATE
 from overspill.core import Device, Graph, Verb
 from overspill.core.budget import Budget
-from overspill.core.errors import RequestError
+from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
@@ -24,19 +29,23 @@ from .transfer.ops import register_engine
 from .transfer.stores import make_store, whole_pages
 
 BACKENDS = ("eager", "inductor")
+ON_UNPLANNED = ("error", "warn")
+"""What is done where a call runs without a plan."""
 PLANNED = "planned"
 """The placement by a solver, whose addresses are the real ones on CUDA."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. `budget` is a size, a share of the unmanaged peak, or None for all of the device's memory.
+    """What the user asked for. `budget` is a size, a share of the unmanaged peak, `smallest`, or None for all
+    of the device's memory.
 
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
     with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
-    plan has to stay, or is `planned`; without it live bytes count. `limit` is the budget, parsed.
+    plan has to stay, or is `planned`; without it live bytes count. `on_unplanned` says whether a call that runs without a
+    plan is an error or a warning. `limit` is the budget, parsed.
     """
 
     budget: str | float | Budget | None = None
@@ -51,6 +60,7 @@ class Options:
     profile: bool = False
     placement: str | None = None
     checksum: bool = False
+    on_unplanned: str = "error"
     limit: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +69,8 @@ class Options:
         object.__setattr__(self, "limit", Budget.parse(self.budget))
         if self.reserve is not None:
             parse_bytes(self.reserve)
+        if self.on_unplanned not in ON_UNPLANNED:
+            raise RequestError(f"on_unplanned={self.on_unplanned!r}: it is {' or '.join(map(repr, ON_UNPLANNED))}")
         if self.backend not in BACKENDS:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
         if self.profile and self.backend != "eager":
@@ -80,9 +92,16 @@ def device_for(options: Options, where: torch.device) -> Device:
 
 
 def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
-    """The budget in bytes: what was asked for, as a size or as a share of the unmanaged peak, or the whole device."""
+    """The budget in bytes: what was asked for, as a size, as a share of the unmanaged peak, as the floor, or the whole device."""
     whole = device.usable_bytes if options.device else usable_bytes(where)
-    return options.limit.bytes_of(lambda: unmanaged_peak(graph, device), whole)
+    return options.limit.bytes_of(lambda: unmanaged_peak(graph, device), whole, lambda: _floor(options, graph, device))
+
+
+def _floor(options: Options, graph: Graph, device: Device) -> int:
+    try:
+        return plan_graph(options, graph, device, 1).peak_bytes
+    except InfeasibleBudget as error:
+        return error.floor_bytes
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -100,6 +119,18 @@ def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int
     if options.placer is None:
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
     return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
+
+
+@contextmanager
+def infeasible_for(what: str, inputs: Iterable[Any]) -> Iterator[None]:
+    """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
+        moves = f"at {UPDATE} of" in error.cause
+        instead = "; the optimizer's update takes it, which overspill.train_step would split" if moves else ""
+        raise error.told(f"{instead} (the {what} graph, on inputs of {shapes})") from None
 
 
 def store_bytes(plan: Plan) -> int:

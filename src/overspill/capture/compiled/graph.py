@@ -13,9 +13,9 @@ from torch.utils.flop_counter import flop_registry
 from overspill.capture.layers import LayerNames, op_name
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
 
+from .batch_norm import recomputes_without_statistics, results_without_statistics
 from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_bytes, storages
 
-BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
     "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
 )  # fmt: skip
@@ -240,8 +240,8 @@ class CaptureOfStep:
             return (), ()
         if recomputes_without_statistics(node):
             reads = self._ids({k for a in node.args[:3] if isinstance(a, fx.Node) for k in storages(a)})
-            first_three = {v.untyped_storage()._cdata for v in node.meta["val"][:3]}
-            writes = tuple(self.tensor_of[key] for key in storages(node) if key in first_three)
+            made_again = {v.untyped_storage()._cdata for v in results_without_statistics(node)}
+            writes = tuple(self.tensor_of[key] for key in storages(node) if key in made_again)
         mutated = {self.tensor_of[key] for key in self.joint.mutated_storages if key in self.tensor_of}
         if mutated & set(reads) or any(len(self.joint.roots.get(key, ())) > 1 for key in storages(node)):
             return (), ()
@@ -284,11 +284,6 @@ class CaptureOfStep:
             UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
             workspace_bytes=self.surroundings.update_bytes,
         )  # fmt: skip
-
-
-def recomputes_without_statistics(node: fx.Node) -> bool:
-    """Whether `node` is a training batch norm: its outputs follow from the batch alone, not from the running statistics."""
-    return node.target is BATCH_NORM and node.args[5] is True
 
 
 def _flops(node: fx.Node) -> int:

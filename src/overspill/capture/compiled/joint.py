@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
 
+from .effects import EFFECT
+from .formulas import put_right
+
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
@@ -31,6 +34,7 @@ class JointGraph:
     def __init__(self, module: fx.GraphModule, num_forward_outputs: int) -> None:
         self.module = module
         _refuse_dynamic_shapes(module.graph)
+        put_right(module.graph)
         self._read_outputs(num_forward_outputs)
         self._split()
         if self._snapshot_mutated_inputs():
@@ -124,7 +128,7 @@ class JointGraph:
     def _split(self) -> None:
         """Forward is what the forward outputs need, and what draws random numbers or mutates in forward's part."""
         nodes = list(self.module.graph.nodes)
-        kept = [n for n in nodes if n.op == "call_function" and (mutated_args(n) or is_random(n))]
+        kept = [n for n in nodes if n.op == "call_function" and (mutated_args(n) or is_random(n) or EFFECT in n.meta)]
         in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")]
         forward = _ancestors([*_nodes(self.forward_outputs), *in_forward, *self.snapshots])
         if any(tangent in forward for tangent in self.tangents):

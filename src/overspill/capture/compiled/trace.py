@@ -1,12 +1,13 @@
 """From a module to the Graph of its training step: traced by Dynamo and AOTAutograd on fake tensors, nothing is run.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_autograd`'s `partition_fn`, a placeholder's
-`grapharg`, and Dynamo's `reset`.
+`grapharg`, and Dynamo's `reset` and `config.allow_rnn`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from overspill.capture.layers import readable_path
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError
 
+from .casts import Casts
 from .graph import Captured, InputInfo, Surroundings, capture
 from .joint import JointGraph
+from .kernels import eager_kernels
 
 SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
 """What else the step has on the device, given a joint graph and the parameters that it reads."""
@@ -44,10 +47,12 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
             found.append(capture(graph, inputs, surroundings_of(graph, parameters)))
             return default_partition(joint, values, num_fwd_outputs=num_fwd_outputs, **options)
 
-        return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
+        with eager_kernels() as casts, leaves_told(module, examples, casts):
+            return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
 
     try:
-        torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
+        with recurrent_layers():
+            torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
     finally:
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
     if not found:
@@ -56,6 +61,36 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
             f"{type(model).__name__} gave no graph that could be planned; does its loss need gradients?"
         )
     return found[0]
+
+
+@contextmanager
+def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -> Iterator[None]:
+    """While this lasts, `casts` learns at the beginning of each trace of Dynamo's `module` what its parameters are."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    leaves = [
+        node
+        for node, example in zip(placeholders, examples, strict=True)
+        if isinstance(example, Tensor) and example.requires_grad and example.is_leaf and not example._is_view()
+    ]
+    with module.graph.inserting_after(placeholders[-1] if placeholders else None):
+        told = module.graph.call_function(casts.begin, (leaves,))
+    module.recompile()
+    try:
+        yield
+    finally:
+        module.graph.erase_node(told)
+        module.recompile()
+
+
+@contextmanager
+def recurrent_layers() -> Iterator[None]:
+    """While this lasts, Dynamo traces nn.LSTM, GRU and RNN, before which it would break the graph."""
+    config, before = torch._dynamo.config, torch._dynamo.config.allow_rnn
+    config.allow_rnn = True  # not config.patch, which takes 27 microseconds; this is around every call of a model
+    try:
+        yield
+    finally:
+        config.allow_rnn = before
 
 
 def describe_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[InputInfo]:

@@ -33,8 +33,11 @@ from torch.utils._pytree import tree_leaves
 from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 from overspill.core.errors import UnsupportedError
 
+from .casts import Casts
+from .effects import without_tokens
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
+from .kernels import eager_kernels
 
 NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
     "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
@@ -106,9 +109,13 @@ class GradientOps:
 
 @dataclass(frozen=True)
 class CapturedStep(Captured):
-    """A captured whole step; `loss` is the node of its result, `updates` are those whose parameter gets a gradient."""
+    """A captured whole step; `updates` are those whose parameter gets a gradient.
+
+    `loss` is the node of its loss, `others` are those of what it returns besides.
+    """
 
     loss: fx.Node
+    others: tuple[fx.Node, ...]
     updates: tuple[ParameterUpdate, ...]
 
     def moves(self, primal: fx.Node) -> bool:
@@ -117,7 +124,7 @@ class CapturedStep(Captured):
 
 
 def capture_step(
-    step: Callable[..., Tensor],
+    step: Callable[..., Tensor | tuple[Tensor, ...]],
     module: nn.Module,
     inputs: Sequence[InputInfo],
     values: Sequence[FakeTensor],
@@ -127,7 +134,7 @@ def capture_step(
 ) -> CapturedStep:
     """The Graph of one training step, from fake tensors: nothing is computed.
 
-    `step(*values)` returns the scalar loss. `values` are fake tensors of one mode, described by `inputs`: parameters
+    `step(*values)` returns the scalar loss, or a tuple of it and of other tensors without gradients. `values` are fake tensors of one mode, described by `inputs`: parameters
     and buffers of `module`, whose layers ops are named after, and what the caller passes at each step. `elsewhere`
     are bytes that are on the device during the whole step and that no op of it touches, by kind.
     Raises UnsupportedError for a step that cannot be captured.
@@ -139,10 +146,13 @@ def capture_step(
 # -- the joint graph
 
 
-def _joint(step: Callable[..., Tensor], module: nn.Module, values: Sequence[FakeTensor]) -> JointGraph:
-    with ExitStack() as stack, _layers_noted(module), _explained():
-        exported = aot_export_joint_with_descriptors(stack, _Function(step), tuple(values))
+def _joint(
+    step: Callable[..., Tensor | tuple[Tensor, ...]], module: nn.Module, values: Sequence[FakeTensor]
+) -> JointGraph:
+    with ExitStack() as stack, _layers_noted(module), _explained(), eager_kernels() as casts:
+        exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    without_tokens(graph_module.graph)
     descs = _output_descs(graph_module.graph)
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
@@ -175,16 +185,19 @@ _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "
 class _Function(nn.Module):
     """A plain function as the module without parameters that AOTAutograd asks for."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], casts: Casts) -> None:
         super().__init__()
         self._function = function
+        self._casts = casts
 
-    def forward(self, *values: Tensor) -> Tensor:
-        loss = self._function(*values)
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        self._casts.begin(value for value in values if value.requires_grad)
+        returned = self._function(*values)
+        loss, *others = returned if isinstance(returned, tuple) else (returned,)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UnsupportedError(f"the loss is {what}; a training step needs a scalar loss (take its mean or sum)")
-        return loss
+        return loss, *others
 
 
 def _output_descs(graph: fx.Graph) -> list[Any]:
@@ -192,18 +205,19 @@ def _output_descs(graph: fx.Graph) -> list[Any]:
     return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
 
 
-def _loss_node(graph: fx.Graph) -> fx.Node:
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of the loss and of what the step returns besides, in its order."""
     outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
     found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
-    if len(found) != 1 or not isinstance(found[0], fx.Node):
-        raise UnsupportedError("the step must return its loss and nothing else")
-    return found[0]
+    if not found or not all(isinstance(node, fx.Node) for node in found):
+        raise UnsupportedError("the step must return its loss, or a tuple of it and of other tensors")
+    return found
 
 
 def _seed_backward(graph: fx.Graph) -> None:
     """In place of the loss's gradient as an input: ones, as `loss.backward()` starts from."""
     tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    loss = _loss_node(graph)
+    loss, *_ = _returned(graph)
     for tangent in tangents:
         if tangent.users:
             first = next(n for n in graph.nodes if tangent in n.all_input_nodes)
@@ -291,8 +305,8 @@ class _Capture(CaptureOfStep):
         order = _early(captured.graph.ops)
         graph = replace(captured.graph, ops=numbered(captured.graph.ops[old] for old in order))
         nodes = {new: captured.nodes[old] for new, old in enumerate(order) if old in captured.nodes}
-        loss = _loss_node(self.graph)
-        return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, loss, self.updates)
+        loss, *others = _returned(self.graph)
+        return CapturedStep(graph, captured.joint, nodes, captured.tensor_of, loss, tuple(others), self.updates)
 
     @property
     def whole_step(self) -> bool:

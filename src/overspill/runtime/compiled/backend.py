@@ -1,68 +1,148 @@
 """The torch.compile backend: from Dynamo's graph through AOTAutograd to lowered graphs that run.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
-`CustomPartitionerFn`, `gm.compile_subgraph_reason`, and the compile id.
+`CustomPartitionerFn`, `gm.compile_subgraph_reason`, the compile id, `torch._C._DisableAutocast`, and
+`BackendCompilerFailed`'s `remove_dynamo_frames`, whose result Dynamo raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.joint import JointGraph
-from overspill.capture.compiled.trace import describe_inputs
-from overspill.core.errors import RequestError
+from overspill.capture.compiled.kernels import eager_kernels
+from overspill.capture.compiled.trace import describe_inputs, leaves_told
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
+from .double_backward import refusing_double_backward
+from .in_force import MOST_PLANS, too_many_kinds
 from .session import Frame, Session, torch_device
 
 Compiled = Callable[..., Any]
 
 
+class _Refused(BackendCompilerFailed):
+    """Takes an error of ours through Dynamo, which then raises that error in place of this one."""
+
+    def __init__(self, error: OverspillError) -> None:
+        super().__init__(compile_graph, error, None)
+
+    def remove_dynamo_frames(self) -> Any:
+        """What Dynamo raises at the end."""
+        return self.inner_exception.with_traceback(None)
+
+
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Session) -> Compiled:
-    """The callable that runs Dynamo's `module` by the session's plan."""
-    compiler = _GraphCompiler(module, examples, session)
+    """The callable that runs Dynamo's `module` by the session's plan; of unknown sizes, by one for each kind of inputs.
+
+    An OverspillError arrives where the model was called, as itself and not in Dynamo's wrapping.
+    """
+    unknown = [i for i, example in enumerate(examples) if _is_symbolic(example)]
+    if unknown:
+        return _PerShape(module, session, tuple(unknown))
     try:
-        return compiler.compile()
+        return _compile(module, examples, session, _frame(module))
+    except OverspillError as error:
+        raise _Refused(error) from None
+    except BackendCompilerFailed as failure:  # Inductor wraps what its partitioner raises
+        if isinstance(failure.inner_exception, OverspillError):
+            raise _Refused(failure.inner_exception) from None
+        raise
+
+
+def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> Compiled:
+    compiler = _GraphCompiler(module, examples, session, frame)
+    try:
+        return refusing_double_backward(compiler.compile())
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
+
+
+class _PerShape:
+    """Runs a graph whose sizes Dynamo left open (`dynamic`), for which no byte budget can be planned.
+
+    Each kind of inputs gets a graph and a plan of its own when it is first seen: the sizes are numbers then.
+    """
+
+    def __init__(self, module: fx.GraphModule, session: Session, unknown: tuple[int, ...]) -> None:
+        self.module = module
+        self.session = session
+        self.unknown = unknown
+        self.frame = _frame(module)
+        self._compiled: dict[Any, Compiled] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        key = tuple(kind(args[i]) for i in self.unknown)
+        if key not in self._compiled:
+            if len(self._compiled) == MOST_PLANS:
+                raise too_many_kinds()
+            try:
+                self._compiled[key] = _compile(self.module, args, self.session, self.frame)
+            except DataDependentOutputException as error:
+                raise UnsupportedError(
+                    f"Dynamo left a number of the model open ({error}), and no plan can be made without it; "
+                    "pass dynamic=False to torch.compile, or use overspill.compile"
+                ) from None
+        return self._compiled[key](*args)
+
+
+def _is_symbolic(example: Any) -> bool:
+    """Whether Dynamo left it open: an integer, or the size of a tensor."""
+    if isinstance(example, Tensor):
+        return any(isinstance(n, torch.SymInt) for n in (*example.shape, *example.stride()))
+    return isinstance(example, (torch.SymInt, torch.SymFloat))
 
 
 class _GraphCompiler:
     """Compiles one Dynamo graph: plans it when AOTAutograd asks for a partition, and lowers it."""
 
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], session: Session) -> None:
+    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> None:
         self.module = module
         self.examples = list(examples)
         self.session = session
         self.inputs = describe_inputs(module, examples)
-        self.frame = _frame(module)
+        self.frame = frame
 
     def compile(self) -> Compiled:
-        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
-        with torch._functorch.config.patch(donated_buffer=False):
+        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a
+        # user who calls it outside of autocast's region.
+        with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
-                return compile_with_inductor(self.module, self.examples, self.partition)
-            return aot_autograd(
-                fw_compiler=self._boxed,
-                bw_compiler=self._boxed,
-                inference_compiler=self._infer,
-                partition_fn=self.partition,
-            )(self.module, self.examples)
+                return self._counted(compile_with_inductor(self.module, self.examples, self.partition))
+            with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
+                return aot_autograd(
+                    fw_compiler=self._boxed,
+                    bw_compiler=self._boxed,
+                    inference_compiler=self._infer,
+                    partition_fn=self.partition,
+                )(self.module, self.examples)
+
+    def _counted(self, compiled: Compiled) -> Compiled:
+        def run(*args: Any) -> Any:
+            self.session.watch_calls.graphs_run += 1
+            return compiled(*args)
+
+        return run
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -93,11 +173,12 @@ class _GraphCompiler:
         session = self.session
 
         def run(args: list[Any]) -> Any:
+            session.watch_calls.graphs_run += 1
             tracker = session.tracker
-            if tracker is None:
-                return module.forward(args)
-            tracker.add(args)
-            with tracker:
+            if tracker is not None:
+                tracker.add(args)
+            # What autocast casts, it has cast in the graph.
+            with torch._C._DisableAutocast(), tracker or nullcontext():
                 return module.forward(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -115,10 +196,14 @@ def overspill_backend(
 
     All graphs of one `torch.compile` call share one budget. Options are those of `overspill.compile`.
     """
-    if mode is not None:
-        raise RequestError("the overspill backend has no modes; pass options={...}")
-    refuse_split(module)
-    return compile_graph(module, examples, _session_of(options if options is not None else {}))
+    try:
+        if mode is not None:
+            raise RequestError("the overspill backend has no modes; pass options={...}")
+        refuse_split(module)
+        session = _session_of(options if options is not None else {})
+    except OverspillError as error:
+        raise _Refused(error) from None
+    return compile_graph(module, examples, session)
 
 
 _SESSIONS: dict[int, tuple[Mapping[str, Any], Session]] = {}

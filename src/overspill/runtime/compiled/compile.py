@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.core import Device
-from overspill.core.errors import OverspillError
+from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import whole_models
 
 from .backend import compile_graph
+from .in_force import plans_needed
 from .session import Session
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -39,30 +40,40 @@ def compile(  # noqa: A001 - named as torch.compile is
     times: MeasuredTimes | None = None,
     placement: str | None = None,
     checksum: bool = False,
+    on_unplanned: str = "error",
+    session: Session | None = None,
     fullgraph: bool = False,
 ) -> M:
     """`model`, trained within `budget` bytes of device memory, with the same numbers to the last bit.
 
     `budget` counts parameters, gradients, optimizer state, buffers, inputs, activations and temporaries: a size
-    (`"8GiB"`), a share of what the step needs unmanaged (`0.5`), or None for the whole device. `policy` is a name that
+    (`"8GiB"`), a share of what the step needs unmanaged (`0.5`), `"smallest"`, or None for the whole device. `policy` is a name that
     `overspill policies` lists; `store` is `disk` or `host` on the CPU, `pinned` on CUDA. `optimizer` need only be
     given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
     between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for
     their bytes: the name of an allocator or solver. `planned` is the default solver, and on CUDA every step from the
     fourth on gets the addresses that it finds; call it before the model is on the GPU. With `checksum` what comes
     back from the store is compared with what went there; a difference is a StoreError. The plan is made at the first call
-    with each input shape.
+    with each input shape; a share of what the step needs is that of the first step that trains, for all that follow. A
+    call that runs without a plan is an UnplannedError, or with `on_unplanned="warn"` a warning. Models that are given one
+    `session` share its budget.
 
     Raises RequestError for arguments that cannot be right, and at the first call InfeasibleBudget (with the smallest
     budget that works), UnsupportedError, or StoreError.
     """
     options = Options(
         budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,
-        checksum=checksum,
+        checksum=checksum, on_unplanned=on_unplanned,
     )  # fmt: skip
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else (None if optimizer is None else list(optimizer))
     module = model if isinstance(model, nn.Module) else None
-    session = Session(options, module.parameters() if module is not None else (), optimizers)
+    parameters = module.parameters() if module is not None else ()
+    if session is not None:
+        if options != Options():
+            raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
+        session.add(parameters, optimizers)
+        return compile_in(session, model, fullgraph=fullgraph)
+    session = Session(options, parameters, optimizers)
     if options.placement == PLANNED and torch.cuda.is_available() and device != "cpu":
         session.place_live()
     return compile_in(session, model, fullgraph=fullgraph)
@@ -81,33 +92,81 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
     compiled = torch.compile(
         model, backend=functools.partial(compile_graph, session=session), dynamic=False, fullgraph=fullgraph
     )
+    recipe = _Recipe(session.options, model, fullgraph)
     if not isinstance(compiled, nn.Module):
-        call = _Call(compiled, session)
-        return functools.wraps(model)(call)  # type: ignore[return-value]
-    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module.
-    compiled.__dict__["forward"] = _Call(compiled.forward, session)
-    compiled.__dict__["overspill"] = session
+        return functools.wraps(model)(_Call(compiled, session, recipe))  # type: ignore[return-value]
+    # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
+    # knows a compiled module inside another one by its very type.
+    compiled.__dict__.update(
+        forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced
+    )
+    compiled.register_load_state_dict_pre_hook(_with_prefix)
+    compiled.register_load_state_dict_post_hook(lambda module, _: session.follow(module.parameters()))
     return compiled
 
 
-class _Call:
-    """Calls the compiled model; shows errors of ours as they are, without Dynamo's wrapping."""
+class _Recipe(NamedTuple):
+    """What a compiled model is made from, and so its copies and pickles: they plan anew, at their first call."""
 
-    def __init__(self, call: Callable[..., Any], session: Session) -> None:
+    options: Options
+    model: Any
+    fullgraph: bool
+
+    @property
+    def name(self) -> str:
+        """What the model is called in errors."""
+        if isinstance(self.model, nn.Module):
+            return type(self.model).__name__
+        return getattr(self.model, "__name__", "the function")
+
+    def reduced(self, _protocol: Any) -> Any:
+        """For copy and pickle: what makes it."""
+        return _made, tuple(self)
+
+
+def _made(options: Options, model: Any, fullgraph: bool) -> Any:
+    """`model` compiled anew; its optimizers are found by its parameters."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    return compile_in(Session(options, parameters), model, fullgraph=fullgraph)
+
+
+def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    """Take the keys of the plain model too, which a compiled one has behind `_orig_mod.`, as torch.compile's."""
+    inner = f"{prefix}_orig_mod."
+    for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+class _Call:
+    """Calls the compiled model, and looks whether it ran by plans."""
+
+    def __init__(self, call: Callable[..., Any], session: Session, recipe: _Recipe) -> None:
         self._call = call
+        self._recipe = recipe
         self.overspill = session
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._notice_kept_gradients()
         if self.overspill.steps is not None and torch.is_grad_enabled():
             self.overspill.steps.begin_step()
-        try:
-            with whole_models():
-                return self._call(*args, **kwargs)
-        except BackendCompilerFailed as failure:
-            if isinstance(failure.inner_exception, OverspillError):
-                raise failure.inner_exception.with_traceback(None) from None
-            raise
+        self.overspill.begin_call(id(self))
+        watch = self.overspill.watch_calls
+        before = watch.graphs_run
+        with whole_models(), plans_needed():
+            result = self._call(*args, **kwargs)
+        watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of a method that of the copied object; a function is, as ever, its own copy."""
+        of = getattr(self._recipe.model, "__self__", None)
+        if of is None:
+            return self
+        method = getattr(type(of), self._recipe.model.__name__).__get__(copy.deepcopy(of, memo))
+        return _made(*self._recipe._replace(model=method))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._recipe.reduced(protocol)
 
     def _notice_kept_gradients(self) -> None:
         """If gradients of an earlier backward are still there, plan again with room for both, once."""

@@ -1,19 +1,20 @@
 """What a whole step refuses, each with one line that says what was wrong and what would work.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): the hook tables `_optimizer_step_pre_hooks` and
-`_optimizer_step_post_hooks` of optimizers, `_backward_hooks` and `_post_accumulate_grad_hooks` of tensors.
+`_optimizer_step_post_hooks` of optimizers and those of all optimizers, `_backward_hooks` and `_post_accumulate_grad_hooks` of tensors.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from overspill.core.errors import RequestError, UnsupportedError
 
@@ -91,10 +92,16 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
     for key in ("capturable", "differentiable"):
         if any(group.get(key) for group in optimizer.param_groups):
             raise UnsupportedError(f"{name} was made with {key}=True; a planned step needs {key}=False")
-    if len(optimizer._optimizer_step_pre_hooks) > own_hooks or optimizer._optimizer_step_post_hooks:
+    if len(optimizer._optimizer_step_pre_hooks) > own_hooks or _global_optimizer_pre_hooks:
         raise UnsupportedError(
-            f"{name} has step hooks, which a planned step does not call; do it behind step(...) instead"
+            f"{name} or all optimizers have step pre-hooks, and a planned step is never where all gradients are there; "
+            "remove them, or use clip_norm, clip_value or a post-hook for what they do"
         )
+
+
+def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """The hooks that are called behind each step of `optimizer`, its own first."""
+    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:

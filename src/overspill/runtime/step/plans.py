@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.capture.compiled.graph import InputInfo
-from overspill.capture.compiled.joint import storages
+from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
@@ -21,13 +21,22 @@ from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.lower import lower_step
-from overspill.runtime.options import Options, budget_for, device_for, open_engine, plan_graph, store_bytes
+from overspill.runtime.options import (
+    Options,
+    budget_for,
+    device_for,
+    infeasible_for,
+    open_engine,
+    plan_graph,
+    store_bytes,
+)
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
 from .residency import Resident, Spec, readable
+from .results import Results, split_results
 from .run import LoweredStep
 from .state import StepState
 from .updates import NormClipping
@@ -59,8 +68,8 @@ class Compiled:
     """One planned graph of the step: for one kind of inputs, with or without the update.
 
     `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
-    (buffers, tensors of the caller). `moving` are the residents in the order of its results behind the loss, and
-    `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know.
+    (buffers, tensors of the caller). Its results are the loss, the other tensors of `results`, and the residents
+    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know.
     """
 
     plan: Plan
@@ -69,6 +78,7 @@ class Compiled:
     moving: tuple[str, ...]
     stored: frozenset[str]
     kept_in_store: frozenset[str]
+    results: Results
 
 
 class StepPlans:
@@ -166,13 +176,14 @@ class StepPlans:
     ) -> Compiled:
         """The plan of one micro-batch, the last one if no set of state is `kept_in_store` in the store during it."""
         with self.processes.together():
-            captured, names = self._capture(inputs, elsewhere, last=kept_in_store is None)
+            captured, names, results = self._capture(inputs, elsewhere, last=kept_in_store is None)
             device = device_for(self.options, self.state.where)
             if budget is None:
                 budget = budget_for(self.options, captured.graph, device, self.state.where)
-        plan = self.processes.plan(
-            captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
-        )
+        with infeasible_for("training", tree_flatten(inputs)[0]):
+            plan = self.processes.plan(
+                captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
+            )
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -192,37 +203,50 @@ class StepPlans:
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),
+            results,
         )  # fmt: skip
 
     def _capture(
         self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool
-    ) -> tuple[CapturedStep, list[str | int]]:
+    ) -> tuple[CapturedStep, list[str | int], Results]:
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         names = [*self.state.parameters, *self.state.buffers]
         share = self.gradients.accumulate
+        results = Results()
 
-        def function(*values: Tensor) -> Tensor:
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            nonlocal results
             filled = list(leaves)
             for position, value in zip(tensors, values[len(names) :], strict=True):
                 filled[position] = value
             state = dict(zip(names, values, strict=False))
             with self.state.unguarded():
-                loss: Tensor = functional_call(self.state.module, state, tuple(tree_unflatten(filled, spec)))
+                returned = functional_call(self.state.module, state, tuple(tree_unflatten(filled, spec)))
             for name, value in zip(names, values, strict=False):
                 if state[name] is not value:
                     raise UnsupportedError(
                         f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
                     )
-            return loss if share == 1 else loss / share
+            loss, others, results = split_results(returned)
+            if others and share > 1:
+                raise UnsupportedError(
+                    f"the loss function returns {len(others)} tensors besides its loss, of each of {share} micro-batches; "
+                    "let it return the loss alone, or leave accumulate=1"
+                )
+            return (loss if share == 1 else loss / share), *others
 
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
         captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
+        if captured.others:  # the caller may still hold those of the step before
+            kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
+            elsewhere = (*elsewhere, (TensorKind.TEMPORARY, kept))
+            captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
         takes += [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
         if self.gradients.accumulate > 1:
             takes += self._sum_residents(captured)
-        return captured, takes
+        return captured, takes, results
 
     def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
         """Kind, fake value and source of parameters, buffers and inputs, in this order."""

@@ -130,6 +130,16 @@ class StepState:
         """What `parameter` looks like when it is there."""
         return self.residency[name].spec if name in self.residency else Spec.of(parameter)
 
+    def whole_bytes(self) -> int:
+        """Bytes of parameters, buffers and optimizer state when all of them are on the device."""
+        moving = sum(of.spec.nbytes for name, of in self.residency.residents.items() if name not in self.sums)
+        fixed = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for t in (*(p for n, p in self.parameters.items() if n not in self.residency), *self.buffers.values())
+        }
+        rest = sum(self.updates.rest_bytes(self.parameters[n], owned.group) for n, owned in self.owned.items())
+        return moving + sum(fixed.values()) + rest
+
     def trains(self, name: str) -> bool:
         """Whether the optimizer updates the parameter of that name."""
         return name in self.owned and self.parameters[name].requires_grad
@@ -146,6 +156,12 @@ class StepState:
                 self.optimizer.state[self.parameters[name]] = dict(guard)
         self.guards.clear()
         self.state_guards.clear()
+
+    def disown(self) -> None:
+        """Undo the guards and forget whose tensors these are: no step will follow, and who is gone needs none back."""
+        self.release()
+        self.owned.clear()
+        del self.module, self.optimizer, self.updates.optimizer  # the plans' graphs still have the updates
 
     def forget_sums(self) -> None:
         """What gradients have added up to so far counts no longer."""

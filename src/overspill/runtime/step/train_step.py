@@ -1,20 +1,25 @@
-"""`overspill.train_step`: forward, loss, backward and update as one planned step under one budget."""
+"""`overspill.train_step`: forward, loss, backward and update as one planned step under one budget.
+
+Private to PyTorch (2.11 to 2.13): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from overspill.core import Device, Graph
-from overspill.core.errors import RequestError, StoreError
+from overspill.core.errors import RequestError, StoreError, UnsupportedError
+from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
@@ -25,42 +30,15 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
-from .checks import check_inputs, check_optimizer
-from .plans import Compiled, GradientOptions, StepPlans
+from .call import UNFINISHED, Call, Underway, dropped, let_go
+from .checks import check_inputs, check_optimizer, step_post_hooks
+from .plans import LOSS_BYTES, Compiled, GradientOptions, StepPlans
 from .residency import readable
-from .run import Form, StepRun, held_interrupts
+from .run import StepRun, held_interrupts
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
 
 __all__ = ["GradientOptions", "TrainStep", "train_step"]
-
-UNFINISHED = (
-    "the step is unfinished and nothing is lost: when the cause is gone, call it again with the same inputs, "
-    "or its resume(); its abandon() gives the step up"
-)
-LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
-
-
-@dataclass
-class _Call:
-    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before."""
-
-    inputs: tuple[Any, ...]
-    parts: list[tuple[Any, ...]]
-    number: int = 0
-    loss: Tensor | None = None
-    compiled: Compiled | None = None
-    run: StepRun | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no micro-batch is left."""
-        return self.number == len(self.parts)
-
-    @property
-    def advice(self) -> str:
-        """What can be done about this call when an error has stopped it."""
-        return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
 
 
 class TrainStep:
@@ -82,26 +60,32 @@ class TrainStep:
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
         check_optimizer(optimizer)
         self.gradients = gradients
-        self.optimizer = optimizer
         self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
-        self._call: _Call | None = None
+        self._underway = Underway()
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
-        self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._add_up)
-        self._state.advice = self._advice
+        self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._underway.add_up)
+        self._state.advice = self._underway.advice
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
+        # Nothing that model or optimizer hold may hold this object: who drops it gets the weights back.
+        synchronize = self._state.synchronize
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.synchronize()),
+            optimizer.register_state_dict_pre_hook(lambda _: synchronize()),
             optimizer.register_state_dict_post_hook(_with_plain_state),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),
-            optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: synchronize()),
+            optimizer.register_step_pre_hook(lambda *_: synchronize()),
         ]
+        self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
+        self._end.atexit = False
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         """One step on `inputs`; its loss, a scalar without gradient.
+
+        Where the loss function returns other tensors too, behind its loss in a tuple or beside `loss` in a dictionary or
+        dataclass, so does this, without gradients.
 
         With `accumulate=k` the inputs are split into k micro-batches along their first dimension, and the loss is
         their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. After an error that left the
@@ -116,10 +100,10 @@ class TrainStep:
             check_inputs(tree_flatten(inputs)[0], self._state.where)
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
-            call = _Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
+            call = Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
         return self._go_on(call)
 
-    def resume(self) -> Tensor:
+    def resume(self) -> Any:
         """Finish the step that an error stopped, from the instruction that failed; its loss, as if nothing had happened."""
         if self._call is None:
             raise RequestError("no step is unfinished; call the step with inputs")
@@ -134,22 +118,9 @@ class TrainStep:
 
         Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
         """
-        call, self._call = self._call, None
-        if call is None:
-            return
-        if call.run is not None and call.compiled is not None:
-            takes = call.compiled.takes
-            wanted = [i for i, name in enumerate(takes) if isinstance(name, str) and name in self._state.residency]
-            for position, (form, value) in call.run.give_up(wanted, self._state.engine).items():
-                resident = self._state.residency[str(takes[position])]
-                if form is Form.HANDLE:
-                    resident.stored(value)
-                else:
-                    resident.put(value)
-        self._state.forget_sums()
-        self._state.arm()
+        self._underway.abandon(self._state)
 
-    def _go_on(self, call: _Call) -> Tensor:
+    def _go_on(self, call: Call) -> Any:
         self._call = call
         try:
             with held_interrupts() as may_go_on:
@@ -162,10 +133,25 @@ class TrainStep:
             self._state.arm()
         self._call = None
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
-        assert call.loss is not None
-        return call.loss
+        if hooks := step_post_hooks(self.optimizer):
+            self.synchronize()
+            for hook in hooks:
+                hook(self.optimizer, (self.optimizer,), {})
+        return call.returned
 
-    def _stopped(self, call: _Call, error: BaseException) -> None:
+    def _check_room_for_hooks(self, call: Call, compiled: Compiled) -> None:
+        """Raises UnsupportedError where hooks behind the step would find more than fits, for all has to be there then."""
+        if not step_post_hooks(self.optimizer):
+            return
+        needed = self._state.whole_bytes() + batches.bytes_outside(call.inputs, ()) + LOSS_BYTES
+        if needed > compiled.plan.budget_bytes:
+            needs, budget = format_apart(needed, compiled.plan.budget_bytes)
+            raise UnsupportedError(
+                f"step post-hooks are there to see all weights and state, which take {needs} of a budget of {budget}; "
+                "remove them, and do it behind step(...)"
+            )
+
+    def _stopped(self, call: Call, error: BaseException) -> None:
         """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
         run = call.run
         if call.is_done:  # interrupted, but first it was finished
@@ -178,7 +164,7 @@ class TrainStep:
         else:
             self.abandon()
 
-    def _moved(self, call: _Call) -> str:
+    def _moved(self, call: Call) -> str:
         """Which tensor the instruction at fault moves, as the beginning of a message."""
         if call.run is None or call.compiled is None:
             return ""
@@ -187,10 +173,25 @@ class TrainStep:
             name = readable(str(call.compiled.takes[position]))
         return f"{name}: " if name else ""
 
-    def _advice(self) -> str:
-        return self._call.advice if self._call is not None and self._call.run is not None else ""
+    @property
+    def _call(self) -> Call | None:
+        return self._underway.call
+
+    @_call.setter
+    def _call(self, call: Call | None) -> None:
+        self._underway.call = call
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise RequestError(
+            "a train step is not copied or pickled; copy its model and optimizer, and make another with train_step"
+        )
 
     # -- what a user may ask
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that the step was made with."""
+        return self._state.optimizer
 
     @property
     def options(self) -> Options:
@@ -237,26 +238,22 @@ class TrainStep:
         """
         if bring_back:
             self.synchronize()
-        self._state.release()
-        for hook in self._hooks:
-            hook.remove()
-        self._plans.clear()
-        self._state.forget_sums()
-        if self._state.engine is not None:
-            self._state.engine.close()
-            self._state.engine = None
+        self._end.detach()
+        let_go(self._state, self._plans, self._hooks)
 
     # -- one graph of the step
 
-    def _carry_on(self, call: _Call, may_go_on: Callable[[], None]) -> None:
+    def _carry_on(self, call: Call, may_go_on: Callable[[], None]) -> None:
         """Run what is left of the micro-batch that is next."""
         if call.run is None:
             self._begin(call)
         compiled, run = call.compiled, call.run
         assert compiled is not None
         assert run is not None
-        with torch.no_grad(), self.tracker or nullcontext():
+        with torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
             loss, *results = run.go_on(may_go_on)
+        count = len(compiled.results.places)
+        others, results = results[:count], results[count:]
         for name, value in zip(compiled.moving, results, strict=True):
             if name in compiled.stored:
                 self._state.residency[name].stored(value)
@@ -264,12 +261,15 @@ class TrainStep:
                 self._state.residency[name].put(value)
         results.clear()  # should anything hold this frame, it holds no tensors
         call.loss = loss if call.loss is None else call.loss + loss
+        call.returned = compiled.results.filled(call.loss, others)
+        others.clear()
         call.number, call.run, call.compiled = call.number + 1, None, None
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: Call) -> None:
         """Let everything be where the plan of the next micro-batch begins."""
         part = call.parts[call.number]
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
+        self._check_room_for_hooks(call, compiled)
         if self._state.engine is not None:
             sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, self._state.engine)
             if sent and self._state.where.type == "cpu":
@@ -293,13 +293,6 @@ class TrainStep:
             handle, resident.handle = resident.handle, None
             return handle
         return resident.take()
-
-    def _add_up(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a micro-batch's gradient to those before it; the first one's is what they start from."""
-        if self._call is not None and self._call.number == 0:
-            total.copy_(gradient)
-        else:
-            total.add_(gradient)
 
 
 def _with_plain_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +329,8 @@ def train_step(
     Forward, loss, backward and the optimizer's update are one plan: parameters, gradients and optimizer state move as
     feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit. `loss_fn` is a
     criterion of torch.nn, given the model's output and the last input, or a function of the model and all inputs; None
-    for a model that returns its own loss. `accumulate` splits each call's inputs into that many micro-batches, whose
+    for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or a dictionary or dataclass with a
+    `loss`: the step then returns the same, with tensors without gradients. `accumulate` splits each call's inputs into that many micro-batches, whose
     mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The ranks of
     `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
     of the batch, gets its own loss, and gradients are averaged; False trains alone. With `checksum` what comes back
@@ -350,4 +344,6 @@ def train_step(
         budget, policy, store, store_dir, device=device, times=times, placement=placement, checksum=checksum
     )
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
+    if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already
+        model = model._orig_mod
     return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))

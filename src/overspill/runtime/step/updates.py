@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.runtime.optimizers import optimizer_like, scaled, temporary_bytes
+from overspill.runtime.optimizers import optimizer_like, quiet_step, scaled, temporary_bytes
 
 from .checks import INSTEAD
 
@@ -148,7 +148,7 @@ class OptimizerUpdates:
         optimizer.param_groups[:] = [{**owned.group, "params": [part]}]
         optimizer.state = defaultdict(dict, {part: state} if state else {})
         with torch.enable_grad():  # as a training loop calls it
-            optimizer.step()
+            quiet_step(optimizer)
         after = dict(optimizer.state[part])
         optimizer.state.clear()
         optimizer.param_groups[0]["params"] = []
@@ -221,7 +221,7 @@ def _check_separate(optimizer: Optimizer) -> None:
         for step in range(1, 4):
             for i, probe in zip(which, probes, strict=True):
                 probe.grad = torch.linspace(step, -2, 48).reshape(8, 6) * (3 * i + 1)
-            tiny.step()
+            quiet_step(tiny)
         return [probe.detach() for probe in probes]
 
     try:

@@ -1,0 +1,32 @@
+"""Training batch norm is run again from its batch alone: its running statistics are updated once a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+CUDNN_BATCH_NORM = torch.ops.aten._batch_norm_with_update_functional.default
+"""What cuDNN's batch norm is captured as (`kernels.py`)."""
+
+
+def recomputes_without_statistics(node: fx.Node) -> bool:
+    """Whether `node` is a training batch norm: its outputs follow from the batch alone, not from the running statistics."""
+    if node.target is CUDNN_BATCH_NORM:
+        return bool(node.args[0].meta["val"].device.type == "cuda")
+    return node.target is BATCH_NORM and node.args[5] is True
+
+
+def results_without_statistics(node: fx.Node) -> tuple[Tensor, ...]:
+    """Its results but for the new running statistics, which are the last two."""
+    return tuple(node.meta["val"][:-2])
+
+
+def call_without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The op that gives those results with the same kernel, and its arguments."""
+    x, weight, bias, _, _, *rest = node.args
+    if node.target is CUDNN_BATCH_NORM:
+        return torch.ops.aten.cudnn_batch_norm.default, (x, weight, bias, None, None, True, *rest)
+    return torch.ops.aten._native_batch_norm_legit.no_stats, (x, weight, bias, *rest)

@@ -1,0 +1,82 @@
+"""What autocast casts while a step is traced is cast once, as in eager.
+
+In eager a parameter that several ops of one autocast region read is cast at the first of them; its gradients add up
+behind the cast, in the lower precision. A trace has no leaves, by which PyTorch's cache goes, and would cast it for each op.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): an op's `_op_dk`. While a step is traced,
+`torch.set_autocast_enabled` and `torch.clear_autocast_cache` are replaced, to learn where regions begin and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+CAST = torch.ops.aten.to.dtype
+
+
+class Casts:
+    """The casts of one trace."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, Tensor] = {}
+        self._cast: dict[int, Tensor] = {}
+        self._in_region: dict[str, bool] = {}
+        self._wanted = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While this lasts, regions of autocast are followed."""
+        enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+        self._in_region = {d: torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
+
+        def set_enabled(*args: Any) -> None:
+            device, enabled = args if len(args) > 1 else ("cuda", *args)
+            self._in_region[str(device)] = enabled
+            enable(*args)
+
+        def clear_cache() -> None:
+            self._cast.clear()
+            clear()
+
+        try:
+            with (
+                patch.object(torch, "set_autocast_enabled", set_enabled),
+                patch.object(torch, "clear_autocast_cache", clear_cache),
+            ):
+                yield
+        finally:
+            self._leaves.clear()
+            self._cast.clear()
+
+    def begin(self, leaves: Iterable[Tensor]) -> None:
+        """A trace of the step begins; `leaves` are what stands for its parameters."""
+        self._leaves = {id(leaf): leaf for leaf in leaves}
+        self._cast = {}
+
+    def cast(self, x: Tensor, dtype: torch.dtype, *options: Any, **named: Any) -> Tensor:
+        """`x.to(dtype)`: the cast there is already, if autocast asks for it and `x` is a parameter."""
+        asked = id(x) in self._leaves and self._asks(x, dtype)
+        if asked and id(x) in self._cast:
+            return self._cast[id(x)]
+        result = CAST._op_dk(DispatchKey.CompositeImplicitAutograd, x, dtype, *options, **named)
+        if asked:
+            self._cast[id(x)] = result
+        return result
+
+    def _asks(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether it is autocast that wants `x` in `dtype`, within an op whose arguments it casts."""
+        device = x.device.type
+        return (
+            self._wanted
+            and x.dtype is torch.float32
+            and dtype == torch.get_autocast_dtype(device)
+            and self._in_region.get(device, False)
+            and not torch.is_autocast_enabled(device)  # within such an op
+        )

@@ -1,0 +1,60 @@
+"""Ops that AOTAutograd orders by tokens, such as the check of a matrix that was to be inverted, as plain nodes.
+
+In the graph of a whole step the order of nodes is kept anyway, and nobody hands it tokens.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `torch.ops.higher_order.with_effects`, which calls an
+op as `with_effects(token, op, *args)` and returns the next token before the results, and the descriptors' class names.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+EFFECT = "overspill_effect"
+"""Key in a node's meta: it is run though nothing may read what it makes."""
+
+
+def without_tokens(graph: fx.Graph) -> None:
+    """Take the tokens out of the joint `graph`."""
+    from torch._higher_order_ops.effects import with_effects  # noqa: PLC0415 - registers itself
+
+    found = graph.find_nodes(op="call_function", target=with_effects)
+    if not found:
+        return
+    _drop_outputs(graph)
+    for node in reversed(found):
+        _, op, *args = node.args
+        picks = [user for user in node.users if user.target is operator.getitem]
+        several = len(op._schema.returns) > 1
+        with graph.inserting_before(node):
+            plain = graph.call_function(op, tuple(args), dict(node.kwargs))
+        values = node.meta["val"][1:]
+        plain.meta = {**node.meta, "val": values if several else (values[0] if values else None), EFFECT: True}
+        for pick in picks:
+            if pick.args[1] and several:
+                pick.args = (plain, pick.args[1] - 1)
+            else:
+                if pick.args[1]:
+                    pick.replace_all_uses_with(plain)
+                graph.erase_node(pick)
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="placeholder"):
+        if _is_token(node.meta.get("desc")):
+            graph.erase_node(node)
+
+
+def _drop_outputs(graph: fx.Graph) -> None:
+    output = graph.find_nodes(op="output")[0]
+    descs = tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
+    pairs = list(zip(tree_leaves(output.args), descs, strict=True))
+    kept = [(value, desc) for value, desc in pairs if not _is_token(desc)]
+    output.args = (tuple(value for value, _ in kept),)
+    output.meta["desc"] = [desc for _, desc in kept]
+
+
+def _is_token(desc: Any) -> bool:
+    return "Token" in type(desc).__name__

@@ -1,0 +1,41 @@
+"""Derivatives that autograd writes in another way for a tensor that is traced than for a plain one, put right.
+
+Its formulas ask whether a tensor is of a subclass, as all that are traced are, and then avoid updates in place and looks at
+values. Most of these ways round as the other does. One does not: what `max()` of all elements hands back is zero
+outside of the maximum for a plain tensor, and the mask times the gradient for a traced one, which may be minus zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def put_right(graph: fx.Graph) -> None:
+    """Let `graph` compute the derivatives as for plain tensors."""
+    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        if _spreads_evenly(node):
+            node.target = aten.where.ScalarOther
+            node.args = (*node.args, 0.0)
+
+
+def _spreads_evenly(node: fx.Node) -> bool:
+    """Whether `node` shares a gradient among the elements that equal a value, as after `max()`, `min()` and `median()`."""
+    if node.meta["val"].device.type != "cpu":  # elsewhere a plain tensor goes that way too
+        return False
+    mask, share = node.args
+    either = _args(mask, aten.logical_or.default)
+    divided = _args(share, aten.div.Tensor)
+    if not either or not divided or _args(divided[1], aten.sum.default)[:1] != (mask,):
+        return False
+    equal, unknown = _args(either[0], aten.eq.Tensor), _args(either[1], aten.logical_and.default)
+    return bool(equal) and tuple(_args(n, aten.isnan.default)[:1] for n in unknown) == tuple((n,) for n in equal)
+
+
+def _args(node: Any, target: Any) -> tuple[Any, ...]:
+    """The arguments of `node` if it calls `target`, else none."""
+    return node.args if isinstance(node, fx.Node) and node.target is target else ()

@@ -1,0 +1,203 @@
+"""While a step is traced, its ops stay those that eager PyTorch runs.
+
+AOTAutograd traces under the Python dispatcher, where an op may have a Python kernel for the keys Autograd and
+CompositeImplicitAutograd. Such a kernel stands in for the op's own C++ kernel *and* its derivative: `F.interpolate`
+becomes indexing and multiplications, an LSTM a loop over time steps. The sums come in another order then, and the last
+bits are others. Here these kernels are taken away while a step is traced, so that the C++ ones are traced, which eager runs
+too, and autograd's own formulas behind them.
+
+Autocast is followed as in eager too: what it casts is cast once (`casts.py`), and backward is traced without it, as when
+the user calls `loss.backward()` outside of its region.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
+`torch._functorch.config.backward_pass_autocast`, the fake implementations of `torch._subclasses.fake_impls`, and `torch._C._AutoDispatchBelowAutograd`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch._decomp  # registers the Python kernels
+import torch._functorch.config
+import torch._meta_registrations
+import torch._refs  # registers more of them
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .casts import CAST, Casts
+
+aten = torch.ops.aten
+
+KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+"""Where a Python kernel stands in for an op and its derivative."""
+KEPT = frozenset({
+    # The C++ kernel updates its running statistics behind the schema's back, where no tracer would see it.
+    "aten::native_batch_norm",
+    # These compute nothing that could be rounded, and the C++ kernels look at values or cannot be traced.
+    "aten::broadcast_tensors", "aten::empty", "aten::one_hot", "aten::pad_sequence", "aten::tensor_split",
+    "aten::unsafe_chunk", "aten::istft",
+})  # fmt: skip
+"""Ops that keep their Python kernels."""
+
+_lock = threading.RLock()
+_under_way: list[Casts] = []
+
+
+@contextmanager
+def eager_kernels() -> Iterator[Casts]:
+    """While this lasts, what is traced are the kernels that eager runs.
+
+    Whoever traces says when a trace begins and which tensors are parameters: `begin` of what is yielded.
+    """
+    with _lock:
+        if _under_way:
+            yield _under_way[0]
+            return
+        casts = Casts()
+        _under_way.append(casts)
+        taken = _take({CAST: {DispatchKey.CompositeImplicitAutograd: casts.cast}})
+        try:
+            with (
+                torch._functorch.config.patch({"backward_pass_autocast": "off"}),
+                patch.dict(op_implementations_dict, FAKE),
+                casts.watched(),
+            ):
+                yield casts
+        finally:
+            _under_way.clear()
+            for op, kernels in taken.items():
+                op.py_kernels.clear()
+                op.py_kernels.update(kernels)
+                op._dispatch_cache.clear()
+
+
+def _take(instead: dict[Any, dict[Any, Callable[..., Any]]]) -> dict[Any, dict[Any, Any]]:
+    """Take the Python kernels away, and put `instead` and REPLACED in; what each op had."""
+    taken = {}
+    for op in dict.fromkeys((*_ops_with_python_kernels(), *instead)):
+        taken[op] = dict(op.py_kernels)
+        for key in KEYS:
+            op.py_kernels.pop(key, None)
+        op.py_kernels.update(REPLACED.get(op, {}) | instead.get(op, {}))
+        op._dispatch_cache.clear()
+    return taken
+
+
+@cache
+def _ops_with_python_kernels() -> tuple[Any, ...]:
+    names = {
+        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"
+    }
+    found = []
+    for name in sorted(names):
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            if any(key in op.py_kernels for key in KEYS) and op._schema.name not in KEPT:
+                found.append(op)
+    return tuple(found)
+
+
+def _cudnn_batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """CuDNN's batch norm as the op that says that it updates its statistics; it selects cuDNN again, forward and backward."""
+    if training and running_mean is not None and running_var is not None:
+        return aten._batch_norm_with_update(x, weight, bias, running_mean, running_var, momentum, eps)
+    key = DispatchKey.AutogradCUDA if x.device.type == "cuda" else DispatchKey.AutogradCPU
+    return aten.cudnn_batch_norm.default._op_dk(
+        key, x, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
+    """Dropout with a mask of one byte an element where that gives the same numbers, and as eager computes it elsewhere.
+
+    On the CPU eager multiplies by the mask after it has divided it by the share of what is kept, in the precision of `x`.
+    """
+    kept = 1.0 - p
+    if (
+        x.device.type == "cpu"
+        and x.dtype is torch.float32
+        and train
+        and 0.0 < p < 1.0
+        and np.float32(1.0) / np.float32(kept) == np.float32(1.0 / kept)
+    ):
+        return aten.native_dropout(x, p, train)[0]
+    return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, x, p, train)
+
+
+REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
+    aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
+    aten.dropout.default: dict.fromkeys(KEYS, _dropout),
+}
+"""Python kernels of our own."""
+
+
+# -- recurrent layers of oneDNN
+
+
+def run_with_gradients(op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op` for a captured step, whose ops run without autograd: it finds the grad mode on, as in eager's forward."""
+
+    def run(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return op(*args)
+
+    run.__name__ = str(op)
+    return run
+
+
+RUN_AS = {aten.mkldnn_rnn_layer.default: run_with_gradients(aten.mkldnn_rnn_layer.default)}
+"""Ops that make what backward reads only where the grad mode is on, and what runs in their place."""
+
+
+def _fake_rnn_layer(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The layer's results with a workspace as large as it will be; PyTorch's own meta function makes an empty one."""
+    with mode:
+        x, *_ = args
+        output, hidden, cell, workspace = torch._meta_registrations.mkldnn_rnn_layer(*args, **kwargs)
+        if args[-1] and x.device.type == "cpu":
+            described = tuple(
+                (tuple(a.shape), tuple(a.stride()), a.dtype) if isinstance(a, Tensor) else _plain(a) for a in args
+            )
+            workspace = torch.empty(_workspace_bytes(op, described), dtype=torch.uint8, device=x.device)
+    return output, hidden, cell, workspace
+
+
+def _plain(argument: Any) -> Any:
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+@cache
+def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
+    """Bytes of the workspace that the layer hands to backward: only oneDNN knows, so the layer is run once, on zeros."""
+    with _disable_current_modes(), no_python_dispatcher():
+        args = [
+            torch.empty_strided(a[0], a[1], dtype=a[2]).zero_()
+            if isinstance(a, tuple) and a and isinstance(a[-1], torch.dtype)
+            else (list(a) if isinstance(a, tuple) else a)
+            for a in described
+        ]
+        return int(RUN_AS[op](*args)[3].numel())
+
+
+FAKE: dict[Any, Callable[..., Any]] = {aten.mkldnn_rnn_layer.default: _fake_rnn_layer}
+"""Fake implementations of our own."""

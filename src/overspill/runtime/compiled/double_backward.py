@@ -1,0 +1,64 @@
+"""Backward of a backward: a compiled graph has none, and says so where it is asked for one.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `CompiledFunctionBackward`, what AOTAutograd calls the
+autograd node of a compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from overspill.core.errors import UnsupportedError
+
+COMPILED = "CompiledFunctionBackward"
+DEPTH = 4
+"""How many views autograd may put on top of what a compiled graph returns."""
+
+
+def refusing_double_backward(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, a compiled graph, whose gradients raise an UnsupportedError where they are differentiated again."""
+
+    @wraps(call)
+    def run(*args: Any) -> Any:
+        outputs = call(*args)
+        if torch.is_grad_enabled():
+            node = next(filter(None, map(_node_behind, tree_leaves(outputs))), None)
+            if node is not None:
+                node.register_hook(_mark)
+        return outputs
+
+    return run
+
+
+def _node_behind(output: Any) -> Node | None:
+    """The compiled graph's autograd node, of which `output` is, or is a view of, a result."""
+    found = [output.grad_fn] if isinstance(output, Tensor) and output.grad_fn is not None else []
+    for _ in range(DEPTH):
+        for node in found:
+            if node.name() == COMPILED:
+                return node
+        found = [behind for node in found for behind, _ in node.next_functions if behind is not None]
+    return None
+
+
+def _mark(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+    """With create_graph=True autograd knows where gradients come from: let that node refuse."""
+    if torch.is_grad_enabled():
+        for gradient in gradients:
+            if gradient is not None and gradient.grad_fn is not None:
+                gradient.grad_fn.register_prehook(_refuse)
+                return
+
+
+def _refuse(_: Any) -> None:
+    raise UnsupportedError(
+        "the gradients of a compiled model cannot be differentiated again (create_graph=True, a gradient penalty): "
+        "compute what needs them on the plain model, which shares the parameters (compiled._orig_mod)"
+    )

@@ -1,0 +1,107 @@
+"""One call of a step while it is under way, and what becomes of it when it is given up or the step is dropped."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .plans import Compiled, StepPlans
+from .run import Form, StepRun
+from .state import StepState
+
+UNFINISHED = (
+    "the step is unfinished and nothing is lost: when the cause is gone, call it again with the same inputs, "
+    "or its resume(); its abandon() gives the step up"
+)
+LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
+
+
+@dataclass
+class Call:
+    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before.
+
+    `returned` is what the caller gets in place of it, where the loss function returns more.
+    """
+
+    inputs: tuple[Any, ...]
+    parts: list[tuple[Any, ...]]
+    number: int = 0
+    loss: Tensor | None = None
+    returned: Any = None
+    compiled: Compiled | None = None
+    run: StepRun | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no micro-batch is left."""
+        return self.number == len(self.parts)
+
+    @property
+    def advice(self) -> str:
+        """What can be done about this call when an error has stopped it."""
+        return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
+
+
+class Underway:
+    """The call that is under way, if any: what state and plans ask about it, who must not hold the step itself."""
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+
+    def advice(self) -> str:
+        """What to say to who reads parameters while a run is under way."""
+        return self.call.advice if self.call is not None and self.call.run is not None else ""
+
+    def add_up(self, total: Tensor, gradient: Tensor) -> None:
+        """Add a micro-batch's gradient to those before it; the first one's is what they start from."""
+        if self.call is not None and self.call.number == 0:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+
+    def abandon(self, state: StepState) -> None:
+        """Give up the call: what it holds goes back to `state` as far as it got."""
+        call, self.call = self.call, None
+        if call is None:
+            return
+        if call.run is not None and call.compiled is not None:
+            takes = call.compiled.takes
+            wanted = [i for i, name in enumerate(takes) if isinstance(name, str) and name in state.residency]
+            for position, (form, value) in call.run.give_up(wanted, state.engine).items():
+                resident = state.residency[str(takes[position])]
+                if form is Form.HANDLE:
+                    resident.stored(value)
+                else:
+                    resident.put(value)
+        state.forget_sums()
+        state.arm()
+
+
+def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
+    """Undo the guards, forget the plans and give the store back; what is only there is lost."""
+    state.release()
+    for hook in hooks:
+        hook.remove()
+    plans.clear()
+    state.forget_sums()
+    if state.engine is not None:
+        state.engine.close()
+        state.engine = None
+
+
+def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
+    """The step is no more: bring back what is away if model or optimizer are still there, and let go of all."""
+    underway.abandon(state)
+    plans.clear()
+    owners = weakref.ref(state.module.model), weakref.ref(state.optimizer)
+    state.disown()
+    try:
+        if any(owner() is not None for owner in owners):
+            state.synchronize()
+    finally:
+        let_go(state, plans, hooks)

@@ -1,0 +1,78 @@
+"""What a loss function returns besides its loss: its tensors are results of the step, which gives them back in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from overspill.core.errors import RequestError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Results:
+    """The places of a loss and of `count` other tensors in what the loss function returned."""
+
+    rebuild: Callable[[Any, list[Any]], Any] | None = None
+    spec: TreeSpec | None = None
+    places: tuple[int, ...] = ()
+
+    def filled(self, loss: Tensor, others: list[Tensor]) -> Any:
+        """What the loss function returned, with these tensors in their places; the loss, if that was all."""
+        if self.rebuild is None or self.spec is None:
+            return loss
+        leaves: list[Any] = [None] * self.spec.num_leaves
+        for place, tensor in zip(self.places, others, strict=True):
+            leaves[place] = tensor
+        return self.rebuild(loss, tree_unflatten(leaves, self.spec))
+
+
+def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
+    """The loss, the other tensors as values of their own without gradients, and where they were in `returned`.
+
+    `returned` is a loss, or a tuple or list that begins with one, or a mapping or a dataclass that has one as `loss`.
+    Raises RequestError and UnsupportedError.
+    """
+    parts = _parts(returned)
+    if parts is None:
+        return returned, [], Results()
+    loss, rest, rebuild = parts
+    leaves, spec = tree_flatten(rest)
+    for path, leaf in tree_flatten_with_path(rest)[0]:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            where = "".join(map(str, path))
+            raise UnsupportedError(
+                f"the loss function returns {where}, a {type(leaf).__name__}, besides its loss; a planned step gives back "
+                "tensors, and would make anything else once, when it is planned: make it a tensor, or leave it out"
+            )
+    places = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
+    # Clones, for what is returned may be a view of what a later op changes: a weight, say.
+    return loss, [leaves[i].detach().clone() for i in places], Results(rebuild, spec, places)
+
+
+def _parts(returned: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]] | None:
+    """The loss in `returned`, the rest of it, and how both are put together again."""
+    kind = type(returned)
+    if isinstance(returned, (tuple, list)) and returned:
+        if hasattr(kind, "_fields"):
+            return returned[0], list(returned[1:]), lambda loss, rest: kind(loss, *rest)
+        return returned[0], list(returned[1:]), lambda loss, rest: kind((loss, *rest))
+    if isinstance(returned, Mapping):
+        whole = dict(returned)
+    elif is_dataclass(returned):
+        whole = {field.name: getattr(returned, field.name) for field in fields(returned)}
+    else:
+        return None
+    if "loss" not in whole:
+        raise RequestError(f"the loss function returns a {kind.__name__} without 'loss'; call its loss that")
+    order = list(whole)
+    loss = whole.pop("loss")
+
+    def rebuild(loss: Any, rest: dict[str, Any]) -> Any:
+        again = {name: loss if name == "loss" else rest[name] for name in order}
+        return kind(**again) if is_dataclass(kind) else dict(again)
+
+    return loss, whole, rebuild

@@ -1,0 +1,306 @@
+"""No call without a plan goes unnoticed; a budget holds for all shapes, for evaluation, and for several models."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import overspill
+from overspill.core import TensorKind
+from overspill.errors import InfeasibleBudget, RequestError, UnplannedError
+from overspill.runtime.compiled import backend, in_force
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.tracker import LiveBytes
+
+
+class Net(nn.Module):
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.relu(layer(x))
+        return self.layers[-1](x)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def train(call: Callable[..., Any], model: nn.Module, sizes: list[int]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    losses = []
+    for size in sizes:
+        optimizer.zero_grad()
+        loss = call(torch.randn(size, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    first = make()
+    torch.manual_seed(0)
+    return first, make()
+
+
+class LayerDrop(Net):
+    """Random control flow, which Dynamo does not trace: it runs the whole frame eagerly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() < 0.9:
+                x = torch.relu(layer(x))
+        return x
+
+
+class PartlyEager(Net):
+    """A part that is kept from being traced."""
+
+    @torch.compiler.disable
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(torch.exp(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.middle(self.layers[0](x)))
+
+
+# -- a plan is in force
+
+
+def test_a_model_that_dynamo_skips_is_an_error_that_says_why() -> None:
+    model = overspill.compile(LayerDrop(8, 8, 8), budget="1GiB", store="host")
+    with pytest.raises(
+        UnplannedError, match=r"LayerDrop ran without a plan: torch.compile could not trace it .*random"
+    ):
+        model(torch.randn(4, 8))
+
+
+def test_a_part_that_runs_without_a_plan_is_named_with_what_it_keeps() -> None:
+    model = overspill.compile(PartlyEager(8, 16, 8), budget="smallest", store="host")
+    said = r"a part of PartlyEager ran without a plan.* \(Exp, Sigmoid keep 512 B.*set it aside with reserve='512'"
+    with pytest.raises(UnplannedError, match=said):
+        model(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("options", [{"budget": "1GiB"}, {"budget": "smallest", "reserve": "512"}])
+def test_a_part_without_a_plan_that_fits_beside_the_plans_is_no_error(options: dict[str, Any]) -> None:
+    plain, model = twins(lambda: PartlyEager(8, 16, 8))
+    compiled = overspill.compile(model, store="host", **options)
+    assert train(compiled, model, [4, 4]) == train(plain, plain, [4, 4])
+
+
+def test_without_gradients_it_is_noticed_too() -> None:
+    model = overspill.compile(LayerDrop(8, 8, 8), budget="1GiB", store="host")
+    with torch.no_grad(), pytest.raises(UnplannedError, match="ran without a plan"):
+        model(torch.randn(4, 8))
+
+
+def test_compilation_that_is_switched_off_is_noticed() -> None:
+    model = overspill.compile(Net(8, 16, 8), budget="1GiB", store="host")
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UnplannedError, match="ran without a plan"):
+        model(torch.randn(4, 8))
+
+
+def test_who_wants_no_error_is_warned_once_and_trains_on() -> None:
+    plain, model = twins(lambda: LayerDrop(8, 8, 8))
+    compiled = overspill.compile(model, budget="1GiB", store="host", on_unplanned="warn")
+    random.seed(0)
+    expected = train(plain, plain, [4, 4, 4])
+    random.seed(0)
+    with pytest.warns(UserWarning, match="ran without a plan") as warned:
+        assert train(compiled, model, [4, 4, 4]) == expected
+    assert sum("ran without a plan" in str(w.message) for w in warned) == 1
+
+
+def test_another_word_for_it_is_refused() -> None:
+    with pytest.raises(RequestError, match="on_unplanned='ignore': it is 'error' or 'warn'"):
+        overspill.compile(Net(8, 8), on_unplanned="ignore")
+
+
+def test_a_model_that_only_hands_on_what_it_is_given_is_no_error() -> None:
+    x = torch.randn(4, 8)
+    assert overspill.compile(nn.Identity(), budget="1GiB", store="host")(x) is x
+
+
+def test_ops_after_a_break_that_are_planned_are_no_error() -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.layers[0](x))
+            return self.layers[1](x * x if x.sum() > 0 else x)
+
+    plain, model = twins(lambda: Asks(8, 16, 8))
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    assert train(compiled, model, [4, 4]) == train(plain, plain, [4, 4])
+
+
+# -- any number of shapes
+
+
+def test_more_shapes_than_dynamo_takes_have_a_plan_each() -> None:
+    sizes = [*range(2, 12), 5]
+    plain, model = twins(lambda: Net(8, 16, 8))
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    assert train(compiled, model, sizes) == train(plain, plain, sizes)
+    assert len(inputs_of(compiled.overspill)) == 10
+
+
+def test_by_name_each_shape_has_a_plan_although_dynamo_leaves_sizes_open() -> None:
+    sizes = [4, 4, 3, 5, 3]  # the third is the last batch of an epoch
+    plain, model = twins(lambda: Net(8, 16, 8))
+    compiled = torch.compile(model, backend="overspill", options={"budget": "1GiB", "store": "host"})
+    assert train(compiled, model, sizes) == train(plain, plain, sizes)
+    *_, (_, session) = backend._SESSIONS.values()
+    assert len(inputs_of(session)) == 3
+
+
+def inputs_of(session: Session) -> set[int]:
+    return {plan.graph.bytes_of(TensorKind.INPUT) for plan in session.plans}
+
+
+def test_more_kinds_of_inputs_than_plans_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(in_force.SETTINGS, "recompile_limit", 3)
+    model = Net(8, 16, 8)
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    with pytest.raises(UnplannedError, match=r"more than 512 kinds of inputs.*pad them to a few lengths"):
+        train(compiled, model, list(range(2, 9)))
+
+
+def test_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MOST_PLANS", 2)
+    model = Net(8, 16, 8)
+    compiled = torch.compile(model, backend="overspill", options={"budget": "1GiB", "store": "host"})
+    with pytest.raises(UnplannedError, match="pad them to a few lengths"):
+        train(compiled, model, list(range(2, 9)))
+
+
+# -- one budget
+
+
+def budgets(session: Session) -> set[int]:
+    return {plan.budget_bytes for plan in session.plans}
+
+
+def test_a_share_is_fixed_by_the_first_training_step_and_holds_for_evaluation_and_a_partial_batch() -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    compiled = overspill.compile(model, budget=0.95, store="host")
+    assert train(compiled, model, [64, 64]) == train(plain, plain, [64, 64])
+    fixed = budgets(compiled.overspill)
+    assert len(fixed) == 1
+    with torch.no_grad():
+        assert torch.equal(compiled(torch.ones(64, 8)), plain(torch.ones(64, 8)))
+    assert train(compiled, model, [3]) == train(plain, plain, [3])
+    assert budgets(compiled.overspill) == fixed
+    assert len(compiled.overspill.plans) == 3
+
+
+def test_evaluation_before_training_is_not_held_to_a_share_of_itself() -> None:
+    model = Net(8, *[64] * 6, 8)
+    compiled = overspill.compile(model, budget=0.95, store="host")
+    with torch.no_grad():
+        compiled(torch.ones(64, 8))
+    train(compiled, model, [64])
+    evaluation, training = compiled.overspill.plans
+    assert evaluation.peak_bytes == evaluation.unmanaged_peak_bytes
+    assert training.budget_bytes == int(0.95 * training.unmanaged_peak_bytes)
+
+
+def test_the_smallest_budget_is_the_floor() -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    compiled = overspill.compile(model, budget="smallest", store="host")
+    assert train(compiled, model, [64, 64]) == train(plain, plain, [64, 64])
+    (plan,) = compiled.overspill.plans
+    other = Net(8, *[64] * 6, 8)
+    below = overspill.compile(other, budget=plan.budget_bytes - 1, store="host")
+    with pytest.raises(InfeasibleBudget) as error:
+        train(below, other, [64])
+    assert error.value.floor_bytes == plan.budget_bytes
+
+
+class Gan:
+    """Two models, two optimizers, three forwards a step; from step 3 on live bytes are counted."""
+
+    def __init__(self, compile_both: Callable[[nn.Module, nn.Module], tuple[Any, Any]]) -> None:
+        torch.manual_seed(0)
+        self.nets = Net(16, 64, 64, 64, 32), Net(32, 64, 64, 64, 1)
+        self.optimizers = [torch.optim.Adam(net.parameters()) for net in self.nets]
+        self.calls = compile_both(*self.nets)
+        self.peak_bytes = 0
+
+    def train(self, session: Session | None = None, steps: int = 5) -> list[float]:
+        return [loss for step in range(steps) for loss in self._step(step, session if step >= 3 else None)]
+
+    def _step(self, step: int, session: Session | None) -> tuple[float, float, float]:
+        torch.manual_seed(step)
+        real, noise = torch.randn(256, 32), torch.randn(256, 16)
+        generator, critic = self.calls
+        tracker = LiveBytes(torch.device("cpu"))
+        tracker.add([real, noise, *(t for net in self.nets for p in net.parameters() for t in (p, p.grad))])
+        tracker.add(v for o in self.optimizers for state in o.state.values() for v in state.values())
+        counted: Callable[[], Any] = contextlib.nullcontext
+        if session is not None:
+            session.tracker, counted = tracker, lambda: tracker
+        self.optimizers[1].zero_grad()
+        first = F.softplus(-critic(real)).mean()
+        with counted():
+            first.backward()
+        fake = generator(noise)
+        second = F.softplus(critic(fake.detach())).mean()
+        with counted():
+            second.backward()
+            self.optimizers[1].step()
+        self.optimizers[0].zero_grad()
+        third = F.softplus(-critic(fake)).mean()
+        with counted():
+            third.backward()
+            self.optimizers[0].step()
+        if session is not None:
+            session.tracker = None
+            self.peak_bytes = max(self.peak_bytes, tracker.peak_bytes)
+        return first.item(), second.item(), third.item()
+
+
+@pytest.mark.parametrize("budget", ["860KiB", 0.9, "smallest"])
+@pytest.mark.filterwarnings("ignore:this step keeps what several models need")
+def test_two_models_share_one_budget_and_keep_it_together(budget: str | float) -> None:
+    plain = Gan(lambda *nets: nets).train()
+    session = overspill.Session(budget=budget, store="host")
+    gan = Gan(lambda *nets: tuple(overspill.compile(net, session=session) for net in nets))  # type: ignore[arg-type]
+    assert gan.train(session) == plain
+    assert gan.peak_bytes <= max(budgets(session))
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in session.plans)
+
+
+def test_a_session_has_its_own_options() -> None:
+    session = overspill.Session(budget="1GiB")
+    with pytest.raises(RequestError, match="a session has its own budget"):
+        overspill.compile(Net(8, 8), session=session, budget="2GiB")
+
+
+def test_sessions_that_exceed_the_device_together_are_told_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Net(8, 64, 64, 8) for _ in range(2)]
+    compiled = [overspill.compile(model, budget="1MiB", store="host") for model in models]
+    train(compiled[0], models[0], [8])
+    monkeypatch.setattr("overspill.runtime.compiled.session.usable_bytes", lambda _: 100_000)
+    with pytest.warns(UserWarning, match=r"what several sessions plan adds up to .*one overspill.Session\(budget="):
+        train(compiled[1], models[1], [8])
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(compiled[1], models[1], [9])

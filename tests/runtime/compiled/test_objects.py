@@ -1,0 +1,391 @@
+"""What `overspill.compile` and `torch.compile` return behaves as users of PyTorch expect of a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import overspill
+from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
+from overspill.core.units import format_apart
+from overspill.runtime.training import same_bits
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, dropout and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.2)
+        self.middle = nn.Linear(8, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        return self.head(torch.relu(self.middle(self.drop(x.mean((2, 3))))))
+
+
+OPTIONS = {"budget": "1GiB", "policy": "vdnn-all", "store": "host"}
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "overspill.compile": lambda model: overspill.compile(model, budget="1GiB", policy="vdnn-all", store="host"),
+    "torch.compile": lambda model: torch.compile(model, backend="overspill", options=dict(OPTIONS), dynamic=False),
+}
+either_way = pytest.mark.parametrize("compiled_by", WAYS.values(), ids=WAYS.keys())
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(4, 3, 16, 16), torch.randint(0, 10, (4,))
+
+
+def train(call: Any, steps: int = 3, seed: int = 7) -> list[float]:
+    optimizer = torch.optim.SGD(call.parameters(), lr=0.05, momentum=0.9)
+    x, y = batch()
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(call(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    mine, its = ([*m.parameters(), *m.buffers()] for m in (one, other))
+    assert all(map(same_bits, mine, its))
+    assert len(mine) == len(its)
+
+
+# -- a budget that is too small
+
+
+@either_way
+def test_a_budget_below_the_floor_is_an_infeasible_budget_that_names_graph_and_shapes(compiled_by: Any) -> None:
+    compiled = {
+        WAYS["overspill.compile"]: lambda m: overspill.compile(m, budget="64KiB"),
+        WAYS["torch.compile"]: lambda m: torch.compile(
+            m, backend="overspill", options={"budget": "64KiB"}, dynamic=False
+        ),
+    }[compiled_by](made())
+    x, _ = batch()
+    with pytest.raises(InfeasibleBudget, match=r"\(the training graph, on inputs of \(4, 3, 16, 16\)\)$") as training:
+        compiled(x)
+    assert "\n" not in str(training.value)
+    assert training.value.floor_bytes > training.value.budget_bytes == 64 * 1024
+    compiled.eval()
+    with torch.no_grad(), pytest.raises(InfeasibleBudget, match=r"evaluation graph, on inputs of \(64, 3, 16, 16\)"):
+        compiled(x.repeat(16, 1, 1, 1))
+
+
+def test_sizes_that_read_the_same_are_told_in_bytes() -> None:
+    assert format_apart(2**20, 2**20 + 5) == ("1.0 MiB (1048576 bytes)", "1.0 MiB (1048581 bytes)")
+    assert format_apart(2**20, 2**21) == ("1.0 MiB", "2.0 MiB")
+    with pytest.raises(InfeasibleBudget) as first:
+        overspill.compile(made(), budget="64KiB")(batch()[0])
+    torch._dynamo.reset()
+    least = first.value.floor_bytes
+    with pytest.raises(InfeasibleBudget, match=rf"\({least - 1} bytes\) is below .*\({least} bytes\)"):
+        overspill.compile(made(), budget=least - 1)(batch()[0])
+
+
+def test_a_floor_that_the_update_sets_names_the_step_that_would_do() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(InfeasibleBudget, match=r"the optimizer's update takes it, which overspill.train_step would"):
+        overspill.compile(model, budget="64KiB", optimizer=optimizer)(torch.randn(2, 256))
+
+
+def test_an_unknown_option_of_torch_compile_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match="unknown option 'bugdet'"):
+        torch.compile(made(), backend="overspill", options={"bugdet": "1GiB"})(batch()[0])
+
+
+# -- copies and pickles
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@either_way
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+def test_a_copy_trains_by_itself_with_the_same_numbers(compiled_by: Any, copied: Any) -> None:
+    plain = made()
+    compiled = compiled_by(made())
+    assert train(compiled) == train(plain)
+    other, plain_copy = copied(compiled), copy.deepcopy(plain)
+    assert type(other) is type(torch.compile(made()))
+    assert_same(other, plain_copy)
+    assert train(other, seed=8) == train(plain_copy, seed=8)
+    assert_same(other, plain_copy)
+    assert_same(compiled, plain)  # which the copy's training has left alone
+    assert train(compiled, seed=9) == train(plain, seed=9)
+    assert_same(compiled, plain)
+
+
+def test_a_copy_has_the_options_and_a_plan_of_its_own() -> None:
+    compiled = overspill.compile(made(), budget="1GiB", policy="vdnn-all", store="host", fullgraph=True)
+    train(compiled)
+    for other in (copy.deepcopy(compiled), pickled(compiled)):
+        assert other.overspill.options == compiled.overspill.options
+        assert other.overspill.plans == []
+        train(other)
+        assert len(other.overspill.plans) == 1
+        assert other.overspill.engine is not compiled.overspill.engine
+        assert other.overspill.engine.offloaded_bytes > 0
+    assert len(compiled.overspill.plans) == 1
+
+
+def scaled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_a_compiled_function_is_its_own_copy_and_a_compiled_method_goes_with_its_object() -> None:
+    function = overspill.compile(scaled, budget="1GiB")
+    assert copy.deepcopy(function) is function
+    model = made()
+    model.forward = overspill.compile(model.forward, budget="1GiB", store="host")  # type: ignore[method-assign]
+    for other in (copy.deepcopy(model), pickled(model)):
+        nn.init.zeros_(other.head.weight)
+        nn.init.ones_(other.head.bias)
+        assert other(batch()[0]).eq(1).all()
+        assert not model(batch()[0]).eq(1).all()
+
+
+# -- what a module does
+
+
+@either_way
+def test_the_keys_of_a_state_dict_are_those_of_torch_compile_and_may_be_the_plain_models(compiled_by: Any) -> None:
+    compiled, plain, other = compiled_by(made()), made(), made()
+    assert list(compiled.state_dict()) == list(torch.compile(other).state_dict())
+    train(plain)
+    compiled._orig_mod.load_state_dict(plain.state_dict())
+    other.load_state_dict(compiled._orig_mod.state_dict())
+    assert_same(plain, other)
+    assert train(compiled) == train(plain)
+
+
+def test_a_plain_models_state_dict_may_be_loaded_into_a_compiled_one_wherever_that_is() -> None:
+    plain = made()
+    train(plain)
+    compiled = overspill.compile(made(), budget="1GiB")
+    train(compiled, steps=1)
+    compiled.load_state_dict(plain.state_dict())
+    assert_same(compiled, plain)
+    inside = nn.ModuleDict({"net": overspill.compile(made(), budget="1GiB")})
+    inside.load_state_dict(nn.ModuleDict({"net": plain}).state_dict())
+    assert_same(inside, plain)
+    inside.load_state_dict(inside.state_dict())
+    with pytest.raises(RuntimeError, match="other"):
+        compiled.load_state_dict({**plain.state_dict(), "other": torch.zeros(1)})
+    assert train(compiled) == train(plain)
+
+
+@either_way
+def test_modes_names_and_conversions_are_those_of_the_plain_model(compiled_by: Any) -> None:
+    plain, model = made(), made()
+    compiled = compiled_by(model)
+    assert compiled.eval() is compiled
+    assert not any(m.training for m in model.modules())
+    compiled.train()
+    assert all(m.training for m in model.modules())
+    assert [n.removeprefix("_orig_mod.") for n, _ in compiled.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert compiled.head is model.head
+    assert train(compiled) == train(plain)
+    for each in (compiled, plain):
+        each.to(torch.float64)
+        assert each.head.weight.dtype is torch.float64
+
+    def losses(call: Any) -> list[float]:
+        torch.manual_seed(5)
+        loss = call(batch()[0].double()).square().mean()
+        loss.backward()
+        return [loss.item()]
+
+    assert losses(compiled) == losses(plain)
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+Log = list[Tensor]
+
+
+def keep(log: Log, *tensors: Any) -> None:
+    log.extend(t.detach().clone() for t in tensors if t is not None)
+
+
+HOOKS: dict[str, Callable[[Net, Log], Any]] = {
+    "forward": lambda m, _: m.middle.register_forward_hook(lambda _m, _i, out: 2 * out),
+    "forward pre": lambda m, _: m.middle.register_forward_pre_hook(lambda _m, args: (3 * args[0],)),
+    "forward of all": lambda m, log: m.register_forward_hook(lambda _m, _i, out: keep(log, out)),
+    "backward": lambda m, _: m.middle.register_full_backward_hook(lambda _m, grads, _o: (2 * grads[0],)),
+    "backward pre": lambda m, _: m.middle.register_full_backward_pre_hook(lambda _m, grads: (2 * grads[0],)),
+    "backward that keeps": lambda m, log: m.middle.register_full_backward_hook(lambda _m, _i, out: keep(log, *out)),
+    "backward of all": lambda m, log: m.register_full_backward_hook(lambda _m, _i, out: keep(log, *out)),
+    "tensor": lambda m, _: m.head.weight.register_hook(lambda grad: 2 * grad),
+    "post accumulate": lambda m, log: m.head.weight.register_post_accumulate_grad_hook(lambda p: keep(log, p.grad)),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_do_what_they_do_in_plain_training_whenever_they_were_registered(kind: str, late: bool) -> None:
+    logs: list[Log] = []
+    losses = []
+    models = made(), made()
+    for model in models:
+        logs.append([])
+        call = model if model is models[0] else overspill.compile(model, budget="1GiB", store="host")
+        if late:
+            train(call, seed=6)
+        HOOKS[kind](model, logs[-1])
+        losses.append(train(call))
+    assert losses[0] == losses[1]
+    assert_same(*models)
+    assert len(logs[0]) == len(logs[1])
+    assert all(map(same_bits, *logs))
+
+
+# -- averages
+
+
+def exponential(average: Tensor, parameter: Tensor, _number: Any) -> Tensor:
+    return 0.9 * average + 0.1 * parameter
+
+
+@either_way
+def test_averages_of_a_compiled_model_are_those_of_the_plain_one(compiled_by: Any) -> None:
+    results = []
+    for call in (made(), compiled_by(made())):
+        swa = torch.optim.swa_utils.AveragedModel(call)
+        ema = torch.optim.swa_utils.AveragedModel(call, avg_fn=exponential, use_buffers=True)
+        own = copy.deepcopy(call).requires_grad_(False)
+        for seed in range(3):
+            train(call, steps=1, seed=seed)
+            swa.update_parameters(call)
+            ema.update_parameters(call)
+            with torch.no_grad():
+                for average, parameter in zip(own.parameters(), call.parameters(), strict=True):
+                    average.lerp_(parameter, 0.1)
+        with torch.no_grad():
+            outputs = [model.eval()(batch()[0]) for model in (swa, ema, own)]
+        results.append([*outputs, *swa.parameters(), *ema.parameters(), *ema.buffers(), *own.parameters()])
+    assert all(map(same_bits, *results))
+
+
+# -- backward of a backward
+
+
+def penalty(call: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+class Smooth(nn.Module):
+    """Returns a view of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).t()
+
+
+@either_way
+def test_a_second_backward_is_refused_with_what_to_do(compiled_by: Any) -> None:
+    torch.manual_seed(0)
+    model, plain, x = Smooth(), Smooth(), torch.randn(4, 8)
+    plain.load_state_dict(model.state_dict())
+    compiled = compiled_by(model)
+    with pytest.raises(OverspillError, match=r"cannot be differentiated again.*on the plain model.*_orig_mod") as error:
+        penalty(compiled, x).backward()
+    assert "\n" not in str(error.value)
+    for call, own in ((plain, plain), (compiled, compiled._orig_mod)):
+        call.zero_grad()
+        (call(x).square().sum() + penalty(own, x)).backward()
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_graph_of_gradients_that_nobody_differentiates_is_no_harm() -> None:
+    plain, model = made(), made()
+    compiled = overspill.compile(model, budget="1GiB")
+    for call in (plain, compiled):
+        torch.manual_seed(1)
+        gradients = torch.autograd.grad(call(batch()[0]).sum(), list(call.parameters()), create_graph=True)
+        for parameter, gradient in zip(call.parameters(), gradients, strict=True):
+            parameter.grad = gradient.detach()
+    assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+# -- optimizers that evaluate the model themselves
+
+
+def train_by_lbfgs(call: Any) -> list[Tensor]:
+    optimizer = torch.optim.LBFGS(call.parameters(), lr=0.1, max_iter=4)
+    x, y = batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(call(x), y)
+        loss.backward()
+        return loss
+
+    torch.manual_seed(2)
+    losses = [torch.as_tensor(optimizer.step(closure)).detach() for _ in range(2)]
+    return [*losses, *call.parameters()]
+
+
+def test_lbfgs_trains_a_compiled_model_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        compiled = train_by_lbfgs(overspill.compile(made(), budget="1GiB", store="host"))
+    assert all(map(same_bits, compiled, train_by_lbfgs(made())))
+
+
+def test_parameters_that_were_assigned_anew_are_those_whose_gradients_are_looked_for() -> None:
+    compiled, plain = overspill.compile(made(), budget="1GiB"), made()
+    train(compiled, steps=1)
+    weights = made().state_dict()
+    for call in (compiled, plain):
+        call.load_state_dict({k: v.clone() for k, v in weights.items()}, assign=True)
+    assert train(compiled) == train(plain)
+    assert_same(compiled, plain)
+    compiled.zero_grad(set_to_none=False)
+    assert compiled.overspill.gradients_are_kept()

@@ -1,0 +1,218 @@
+"""Layers whose kernels or precision a tracer is tempted to change: both doors give plain PyTorch's numbers to the last bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import overspill
+from overspill.core.errors import InfeasibleBudget
+from overspill.runtime.training import same_bits
+
+STEPS = 3
+Around = Callable[[], AbstractContextManager[object]]
+
+
+class Recurrent(nn.Module):
+    """A recurrent network that reads 5 steps of 6 features."""
+
+    def __init__(self, kind: str, **settings: object) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layer = getattr(nn, kind)(6, 8, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.first(x))[0].float().square().mean()
+
+
+class Packed(Recurrent):
+    """The same on sequences of different lengths."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.first(x), [5, 4, 2])
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0])[0].square().mean()
+
+
+class Dropped(nn.Module):
+    """Linear layers and dropout in one precision."""
+
+    def __init__(self, share: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.share = share
+        self.first, self.second = nn.Linear(6, 40, dtype=dtype), nn.Linear(40, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.first(x.to(self.first.weight.dtype)), self.share)
+        return F.dropout(self.second(y), self.share).float().square().mean()
+
+
+class Mixed(nn.Module):
+    """A weight that two ops read, a region without autocast, dropout, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.exact, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.conv, self.norm = nn.Conv1d(3, 3, 3, padding=1), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.twice(F.gelu(self.twice(x)))
+        with torch.autocast("cpu", enabled=False):
+            y = self.exact(y.float())
+        y = F.dropout(self.conv(self.last(self.norm(y))), 0.3)
+        return F.scaled_dot_product_attention(y, y, y).float().square().mean()
+
+
+class Solved(nn.Module):
+    """The solution of linear equations, and a decomposition, in which PyTorch checks that there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) + 6 * torch.eye(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.linalg.cholesky(self.weight @ self.weight.mT)
+        return (
+            torch.linalg.solve(self.weight, x.mT).square().mean()
+            + factor.sum()
+            + torch.linalg.eigvals(factor).abs().sum()
+        )
+
+
+def mixed_precision() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
+    "LSTM": (lambda: Recurrent("LSTM"), nullcontext),
+    "LSTM, two layers both ways with dropout": (
+        lambda: Recurrent("LSTM", num_layers=2, bidirectional=True, dropout=0.3, batch_first=True), nullcontext,
+    ),
+    "LSTM with projection": (lambda: Recurrent("LSTM", proj_size=4), nullcontext),
+    "GRU": (lambda: Recurrent("GRU", num_layers=2, bidirectional=True), nullcontext),
+    "RNN": (lambda: Recurrent("RNN", nonlinearity="relu"), nullcontext),
+    "LSTM under autocast": (lambda: Recurrent("LSTM"), mixed_precision),
+    "GRU under autocast": (lambda: Recurrent("GRU"), mixed_precision),
+    "dropout in float32 whose factor rounds twice": (lambda: Dropped(0.15, torch.float32), nullcontext),
+    "dropout in bfloat16": (lambda: Dropped(0.3, torch.bfloat16), nullcontext),
+    "dropout in float16": (lambda: Dropped(0.3, torch.float16), nullcontext),
+    "autocast with a region without": (Mixed, mixed_precision),
+    "no autocast": (Mixed, nullcontext),
+    "linear equations": (Solved, nullcontext),
+}  # fmt: skip
+
+
+def plainly(
+    model: nn.Module, x: Tensor, around: Around, call: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """The losses of a plain training loop, of which `call` is the model's part; the update needs no gradient scaling."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(STEPS):
+        with around():
+            loss = model(x) if call is None else call(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def by_step(model: nn.Module, x: Tensor, around: Around, budget: str | float) -> list[Tensor]:
+    """The losses of planned steps."""
+    step = overspill.train_step(model, None, torch.optim.AdamW(model.parameters(), 1e-2), budget=budget)
+    torch.manual_seed(5)
+    losses = []
+    try:
+        for _ in range(STEPS):
+            with around():
+                losses.append(step(x))
+    finally:
+        step.close()
+    return losses
+
+
+def assert_same(plain: nn.Module, losses: list[Tensor], model: nn.Module, found: list[Tensor]) -> None:
+    assert all(map(same_bits, losses, found)), f"{losses} are not {found}"
+    differing = [
+        n for (n, p), q in zip(plain.named_parameters(), model.parameters(), strict=True) if not same_bits(p, q)
+    ]
+    assert not differing
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_doors_train_as_plain_pytorch_does(case: str) -> None:
+    torch.manual_seed(0)
+    make, around = CASES[case]
+    plain = make()
+    compiled, stepped = copy.deepcopy(plain), copy.deepcopy(plain)
+    x = torch.randn(5, 3, 6)
+    losses = plainly(plain, x, around)
+    torch._dynamo.reset()
+    call = overspill.compile(compiled, budget="1GiB")
+    assert_same(plain, losses, compiled, plainly(compiled, x, around, call))
+    assert len(call.overspill.plans) == 1
+    assert_same(plain, losses, stepped, by_step(stepped, x, around, "1GiB"))
+
+
+def test_a_recurrent_layer_trains_in_the_smallest_budget() -> None:
+    torch.manual_seed(0)
+    plain = Recurrent("LSTM", num_layers=3)
+    model, x = copy.deepcopy(plain), torch.randn(50, 16, 6)
+    losses = plainly(plain, x, nullcontext)
+    budget = 1  # found by being refused: the floor of the floor's own plan may be a little higher
+    while True:
+        try:
+            found = by_step(model, x, nullcontext, f"{budget}B")
+            break
+        except InfeasibleBudget as refusal:
+            if refusal.floor_bytes <= budget:
+                raise
+            budget = refusal.floor_bytes
+    assert_same(plain, losses, model, found)
+
+
+def test_a_matrix_without_an_inverse_is_an_error_as_in_eager() -> None:
+    model = Solved()
+    model.weight.data.zero_()
+    step = overspill.train_step(model, None, torch.optim.SGD(model.parameters(), 0.1), budget="1GiB")
+    with pytest.raises(torch.linalg.LinAlgError):
+        step(torch.randn(5, 3, 6))
+    step.close()
+
+
+def test_packed_sequences_are_planned_on_both_sides_of_the_packing() -> None:
+    torch.manual_seed(0)
+    plain = Packed("LSTM")
+    model, x = copy.deepcopy(plain), torch.randn(5, 3, 6)
+    torch._dynamo.reset()
+    call = overspill.compile(model, budget="1GiB")
+    assert_same(plain, plainly(plain, x, nullcontext), model, plainly(model, x, nullcontext, call))
+    assert len(call.overspill.plans) == 2
+
+
+def test_a_gradient_scaler_scales_as_in_plain_training() -> None:
+    torch.manual_seed(0)
+    plain = Mixed()
+    model, x = copy.deepcopy(plain), torch.randn(5, 3, 6)
+    torch._dynamo.reset()
+    found = []
+    for each, call in ((plain, plain), (model, overspill.compile(model, budget="1GiB"))):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        torch.manual_seed(5)
+        for _ in range(STEPS):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = call(x)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append(loss.detach())
+    assert_same(plain, found[:1], model, found[1:])
