@@ -119,7 +119,7 @@ int main() {
     };
     SimulatedDevice device(Bytes{1} << 30);
     const auto made = allocators().at("same-size")(device, None());
-    Block* first = made->allocate_block(512, 0, Mobility::kMovable);
+    PoolBlock* first = made->allocate_block(512, 0, Mobility::kMovable);
     const Address address = first->address;
     made->free_block(first);
     return made->allocate_block(512, 0, Mobility::kMovable)->address == address ? 0 : 1;
