@@ -145,7 +145,8 @@ def _op_db() -> list[Any]:
     sys.modules.setdefault("expecttest", stand_in)
     from torch.testing._internal import common_methods_invocations as known  # noqa: PLC0415 - takes seconds
 
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # type: ignore[attr-defined]  # that import forbids it
+    # That import forbids everybody to set flags of backends.
+    torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
     # They set the seed themselves, which is no op, and which we do.
     known.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
     return list(known.op_db)

@@ -172,7 +172,10 @@ def test_one_gpu_has_nothing_to_say_to_others():
 # Blocks
 
 
-@pytest.mark.parametrize(("model", "blocks"), [("gpt2", 12), ("bert-base", 12), ("resnet50", 16)])
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [("resnet50", 16), *(pytest.param(m, 12, marks=pytest.mark.long) for m in ("gpt2", "bert-base"))],
+)
 def test_blocks_are_what_a_model_repeats(model, blocks):
     found = list(repeated_blocks(models.load(model).module))
     assert len(found) == blocks

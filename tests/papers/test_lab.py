@@ -18,7 +18,10 @@ def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
     return step_graph(Training(lambda: models.load(name, small=True), batch, whole_step=whole_step))
 
 
-@pytest.mark.parametrize(("name", "whole_step"), [("alexnet", False), ("resnet18", False), ("alexnet", True)])
+@pytest.mark.parametrize(
+    ("name", "whole_step"),
+    [("alexnet", False), pytest.param("resnet18", False, marks=pytest.mark.long), ("alexnet", True)],
+)
 def test_a_batch_between_two_captured_ones_is_as_if_captured(name: str, *, whole_step: bool) -> None:
     made = between(small(name, 2, whole_step=whole_step), small(name, 4, whole_step=whole_step), 2, 4, 16)
     assert made == small(name, 16, whole_step=whole_step)

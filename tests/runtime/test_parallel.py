@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from overspill.policies.in_core import InCore
 from overspill.simulate import check
 
 ROOT = Path(__file__).parents[2]
+XDIST = "PYTEST_XDIST_WORKER" in os.environ
 SECONDS = 150
 """What all cases may take on a busy machine; a collective that waits for nobody fails after 30 (`ranks.py`)."""
 
@@ -23,7 +25,16 @@ SECONDS = 150
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
-    directory = tmp_path_factory.mktemp("ranks")
+    # Once for all test processes: the first to come runs it, the others wait.
+    directory = tmp_path_factory.getbasetemp().parent / "ranks" if XDIST else tmp_path_factory.mktemp("ranks")
+    done = directory / "done"
+    try:
+        directory.mkdir(exist_ok=not XDIST)
+    except FileExistsError:
+        begun = time.monotonic()
+        while not done.exists() and time.monotonic() - begun < SECONDS:
+            time.sleep(0.2)
+        return found_in(directory)
     command = [sys.executable, "-m", "tests.runtime.ranks"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
@@ -36,6 +47,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
+    done.touch()
+    return found_in(directory)
+
+
+def found_in(directory: Path) -> list[dict[str, Any]]:
     return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

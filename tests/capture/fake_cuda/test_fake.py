@@ -249,7 +249,7 @@ def recorded(model: str, optimizer: str, dtype: str = "float32") -> Recording:
         *(("resnet18", name) for name in optimizer_names()),
         ("gpt2", "adamw"),
         ("unet", "momentum"),
-        ("bert-base", "adam"),
+        pytest.param("bert-base", "adam", marks=pytest.mark.long),
     ],
 )
 def test_a_recorded_training_is_the_same_without_memory(

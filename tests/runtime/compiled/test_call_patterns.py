@@ -420,6 +420,7 @@ def test_torchs_own_checkpointing_inside_the_model_is_planned_over() -> None:
     assert same(train(reference, reference, *batch()), train(managed, compiled, *batch()))
 
 
+@pytest.mark.long
 def test_inductor_equals_itself_without_transfers() -> None:
     class Small(nn.Module):
         def __init__(self) -> None:

@@ -35,13 +35,24 @@ from overspill.simulate import check
 
 BATCH = 2
 OTHERS = [name for name in POLICIES if name != "auto"]
-BY_TURNS = ("resnet18", "unet", "gpt2")
+BY_TURNS = ("unet", "gpt2")
 COMPILED = [
     pytest.param(model, policy, marks=() if i % len(BY_TURNS) == k else pytest.mark.long)
     for i, policy in enumerate(OTHERS)
     for k, model in enumerate(BY_TURNS)
 ]
 """Every policy through the compiler on one of these models; on all of them in the long suite."""
+SHORT = ("auto", "dymem", "superneurons", "window")
+LOWERED = [
+    pytest.param(
+        model.values[0],
+        policy,
+        marks=model.marks or (() if policy in SHORT or model.values[0] == "resnet18" else pytest.mark.long),
+    )
+    for model in OTHERS_AND_DEEP_LONG
+    for policy in POLICIES
+]
+"""Every policy on one model, and those that differ most on all that are not deep; in the long suite all on all."""
 ON_DISK = 3
 """Of the lowered runs, every how many-th keeps its bytes in a file."""
 State = dict[str, torch.Tensor]
@@ -84,8 +95,7 @@ def captured(model: str) -> Step:
     return captured_step(*fresh(model))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", OTHERS_AND_DEEP_LONG)
+@pytest.mark.parametrize(("model", "policy"), LOWERED)
 def test_the_lowered_step_gives_the_numbers_of_plain_pytorch_and_moves_what_is_planned(
     model: str, policy: str, tmp_path: Path
 ) -> None:

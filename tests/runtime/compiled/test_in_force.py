@@ -276,7 +276,7 @@ class Gan:
         return first.item(), second.item(), third.item()
 
 
-@pytest.mark.parametrize("budget", ["860KiB", 0.9, "smallest"])
+@pytest.mark.parametrize("budget", ["860KiB", *(pytest.param(b, marks=pytest.mark.long) for b in (0.9, "smallest"))])
 @pytest.mark.filterwarnings("ignore:this step keeps what several models need")
 def test_two_models_share_one_budget_and_keep_it_together(budget: str | float) -> None:
     plain = Gan(lambda *nets: nets).train()

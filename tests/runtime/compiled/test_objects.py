@@ -261,7 +261,7 @@ HOOKS: dict[str, Callable[[Net, Log], Any]] = {
 }
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_do_what_they_do_in_plain_training_whenever_they_were_registered(kind: str, late: bool) -> None:
     logs: list[Log] = []

@@ -105,6 +105,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),
 }  # fmt: skip
+LIKE_LSTM = {"GRU", "RNN", "GRU under autocast", "LSTM with projection"}
+"""What takes the way of another case; in the long suite."""
 
 
 def plainly(
@@ -146,7 +148,7 @@ def assert_same(plain: nn.Module, losses: list[Tensor], model: nn.Module, found:
     assert not differing
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long if c in LIKE_LSTM else ()) for c in CASES])
 def test_both_doors_train_as_plain_pytorch_does(case: str) -> None:
     torch.manual_seed(0)
     make, around = CASES[case]
