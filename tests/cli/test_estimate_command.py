@@ -66,7 +66,14 @@ def test_inference_takes_less_than_training(overspill: Overspill) -> None:
 
 
 @pytest.mark.parametrize(
-    "allocator", ["tensorflow", "mxnet", "chainer", "cnmem", "gtbm", "chunked", "best-fit", "buddy"]
+    "allocator",
+    [
+        *("tensorflow", "gtbm"),
+        *(
+            pytest.param(a, marks=pytest.mark.long)
+            for a in ("mxnet", "chainer", "cnmem", "chunked", "best-fit", "buddy")
+        ),
+    ],
 )
 def test_other_allocators_take_at_least_what_is_requested(overspill: Overspill, allocator: str) -> None:
     answer = overspill(f"estimate resnet18 --small --batch 8 --allocator {allocator} --gpu t4 --json").answer

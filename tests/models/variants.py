@@ -12,10 +12,10 @@ LIKE_ANOTHER = {
 """Models that are longer or wider than another, but not of other parts."""
 MODELS = [name for name in names() if name not in ALIASES]
 DEEP = {
-    "resnet50", "resnet32-cifar", "googlenet", "inception-v3", "inception-v4", "inception-resnet-v2",
+    "resnet50", "resnet32-cifar", "densenet121", "overfeat", "vgg-c", "googlenet", "inception-v3", "inception-v4", "inception-resnet-v2",
     "deeplabv3plus",
 }  # fmt: skip
-"""Models of hundreds of ops, whose parts others have too: they are trained in the long suite."""
+"""Models of many ops or large ones, whose parts others have too: they are trained in the long suite."""
 OWN = [name for name in MODELS if name not in LIKE_ANOTHER]
 OTHERS_LONG = [pytest.param(name, marks=pytest.mark.long if name in LIKE_ANOTHER else ()) for name in MODELS]
 """All models, those like another in the long suite."""

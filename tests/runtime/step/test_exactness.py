@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,6 +144,18 @@ def test_other_batch_sizes_and_modes_are_planned_anew() -> None:
     pair.train(2)
     pair.assert_same()
     assert len(pair.step.plans) == 3
+
+
+@pytest.mark.parametrize("budget", [0.9, "smallest"])
+def test_a_budget_that_follows_from_the_first_step_holds_for_a_partial_batch(budget: str | float) -> None:
+    pair = Pair(Mlp, options={"policy": "auto", "budget": 0.9})
+    pair.step._plans.options = replace(pair.step.options, budget=budget)
+    pair.train(2)
+    pair.train(1, tuple(t[:4] for t in pair.inputs))
+    pair.assert_same()
+    first, second = pair.step.plans
+    assert first.budget_bytes == second.budget_bytes
+    assert (first.budget_bytes == first.peak_bytes) or budget != "smallest"
 
 
 def test_parameters_can_be_frozen_and_thawed() -> None:

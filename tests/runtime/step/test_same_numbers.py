@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import overspill
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.runtime.training import same_bits
 
 STEPS = 3
@@ -218,3 +218,41 @@ def test_a_gradient_scaler_scales_as_in_plain_training() -> None:
             optimizer.zero_grad()
         found.append(loss.detach())
     assert_same(plain, found[:1], model, found[1:])
+
+
+class Causal(nn.Module):
+    """Makes its mask itself, and leaves it to nn.TransformerEncoder to find out that it is causal."""
+
+    def __init__(self, mask: Callable[[int], Tensor] = nn.Transformer.generate_square_subsequent_mask) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.encoder(x, mask=self.mask(x.shape[1]))
+        return y.square().mean()
+
+
+def test_a_transformer_encoder_with_a_causal_mask_is_one_step() -> None:
+    torch.manual_seed(0)
+    plain = Causal()
+    model = copy.deepcopy(plain)
+    x = torch.randn(5, 3, 6)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    step = overspill.train_step(model, None, optimizers[1], budget="1GiB", store="host")
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        loss = plain(x)
+        loss.backward()
+        optimizers[0].step()
+        assert torch.equal(step(x), loss)
+    step.synchronize()
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
+def test_a_mask_of_unknown_values_is_refused_in_one_line() -> None:
+    model = Causal(lambda n: torch.full((n, n), float("-inf")).triu(1))
+    step = overspill.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB", store="host")
+    with pytest.raises(UnsupportedError, match="reads values"):
+        step(torch.randn(5, 3, 6))

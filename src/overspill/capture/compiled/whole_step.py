@@ -34,6 +34,7 @@ from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 from overspill.core.errors import UnsupportedError
 
 from .casts import Casts
+from .causal_masks import causal_masks_known
 from .effects import without_tokens
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
@@ -149,7 +150,7 @@ def capture_step(
 def _joint(
     step: Callable[..., Tensor | tuple[Tensor, ...]], module: nn.Module, values: Sequence[FakeTensor]
 ) -> JointGraph:
-    with ExitStack() as stack, _layers_noted(module), _explained(), eager_kernels() as casts:
+    with ExitStack() as stack, _layers_noted(module), _explained(), causal_masks_known(), eager_kernels() as casts:
         exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
     without_tokens(graph_module.graph)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
-from overspill.core import Graph, TensorKind
+from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan
@@ -100,6 +100,7 @@ class StepPlans:
         self._clipping = clipping
         self._add_up = add_up
         self._compiled: dict[Any, Compiled] = {}
+        self._fixed_budget: int | None = None
         self._timers: list[tuple[str, OpTimer]] = []
 
     @property
@@ -179,7 +180,7 @@ class StepPlans:
             captured, names, results = self._capture(inputs, elsewhere, last=kept_in_store is None)
             device = device_for(self.options, self.state.where)
             if budget is None:
-                budget = budget_for(self.options, captured.graph, device, self.state.where)
+                budget = self._budget(captured.graph, device)
         with infeasible_for("training", tree_flatten(inputs)[0]):
             plan = self.processes.plan(
                 captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
@@ -205,6 +206,14 @@ class StepPlans:
             kept_in_store or frozenset(),
             results,
         )  # fmt: skip
+
+    def _budget(self, graph: Graph, device: Device) -> int:
+        """The budget in bytes; one that follows from a step is fixed by the first, and holds for all kinds of inputs."""
+        if not self.options.limit.is_relative:
+            return budget_for(self.options, graph, device, self.state.where)
+        if self._fixed_budget is None:
+            self._fixed_budget = budget_for(self.options, graph, device, self.state.where)
+        return self._fixed_budget
 
     def _capture(
         self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool
