@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,3 +166,15 @@ def test_a_circle_is_seen_also_inside_functions_and_behind_a_package(tmp_path: P
     (package / "a.py").write_text("def f():\n    from .b import B\nA = 1\n")
     (package / "b.py").write_text("from overspill.core import A\nB = A\n")
     assert circles(tmp_path) == [["overspill.core.a", "overspill.core.b"]]
+
+
+def test_the_files_that_docs_structure_names_are_there() -> None:
+    """Each `name.py` stands somewhere in the package, each `folder/` too."""
+    text = (SOURCE.parent / "docs/structure.md").read_text(encoding="utf-8")
+    files = {path.name for path in (*PACKAGE.rglob("*.py"), *(SOURCE.parent / "tests").glob("*.py"))}
+    folders = {path.name for path in (*PACKAGE.rglob("*/"), *(SOURCE.parent / "native").glob("*/"))}
+    folders |= {"native", "tests", "src", "overspill"}
+    named = re.findall(r"`([\w/]+\.py|[\w/]+/)`", text)
+    assert len(named) > 40
+    assert [name for name in named if name.endswith(".py") and name.rpartition("/")[2] not in files] == []
+    assert [name for name in named if name.endswith("/") and name.rstrip("/").rpartition("/")[2] not in folders] == []

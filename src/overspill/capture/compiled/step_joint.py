@@ -1,0 +1,149 @@
+"""From a whole step as a function to its joint graph of forward and backward, traced by AOTAutograd on fake tensors.
+
+The step is a function of its parameters and buffers; backward starts from ones in place of an input.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_joint_with_descriptors` and its result's
+`_aot_graph_capture`, the descriptors' class names, `fx.traceback.current_meta`, and FakeTensor's exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.fx import traceback
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from overspill.core.errors import UnsupportedError
+
+from .casts import Casts
+from .causal_masks import causal_masks_known
+from .effects import without_tokens
+from .joint import JointGraph
+from .kernels import eager_kernels
+
+
+def joint_of_step(
+    step: Callable[..., Tensor | tuple[Tensor, ...]], module: nn.Module, values: Sequence[FakeTensor]
+) -> JointGraph:
+    """The joint graph of forward and backward of `step(*values)`, whose backward starts from the loss itself.
+
+    Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
+    """
+    with ExitStack() as stack, _layers_noted(module), _explained(), causal_masks_known(), eager_kernels() as casts:
+        exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
+        graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    without_tokens(graph_module.graph)
+    descs = _output_descs(graph_module.graph)
+    gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
+    forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
+    if not gradients:
+        raise UnsupportedError("no parameter gets a gradient: the loss depends on none that requires one")
+    _seed_backward(graph_module.graph)
+    return JointGraph(graph_module, forward_outputs)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raises UnsupportedError where the step looks at values; a mistake in the model is shown as it is."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
+        if type(error) is RuntimeError and ".numpy()" not in str(error):
+            raise
+        frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        raise UnsupportedError(
+            f"the step reads values or makes shapes that follow from values{place}, as .item(), numpy(), nonzero() and "
+            "`if` on a tensor do, so that it is no fixed graph; use torch.where and the like, or overspill.compile, "
+            "which plans the graphs between"
+        ) from error
+
+
+_OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+
+
+class _Function(nn.Module):
+    """A plain function as the module without parameters that AOTAutograd asks for."""
+
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], casts: Casts) -> None:
+        super().__init__()
+        self._function = function
+        self._casts = casts
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        self._casts.begin(value for value in values if value.requires_grad)
+        returned = self._function(*values)
+        loss, *others = returned if isinstance(returned, tuple) else (returned,)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UnsupportedError(f"the loss is {what}; a training step needs a scalar loss (take its mean or sum)")
+        return loss, *others
+
+
+def _output_descs(graph: fx.Graph) -> list[Any]:
+    output = graph.find_nodes(op="output")[0]
+    return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
+
+
+def returned(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of the loss and of what the step returns besides, in its order."""
+    outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
+    found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
+    if not found or not all(isinstance(node, fx.Node) for node in found):
+        raise UnsupportedError("the step must return its loss, or a tuple of it and of other tensors")
+    return found
+
+
+def _seed_backward(graph: fx.Graph) -> None:
+    """In place of the loss's gradient as an input: ones, as `loss.backward()` starts from."""
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    loss, *_ = returned(graph)
+    for tangent in tangents:
+        if tangent.users:
+            first = next(n for n in graph.nodes if tangent in n.all_input_nodes)
+            with graph.inserting_before(first):
+                seed = graph.call_function(torch.ops.aten.ones_like.default, (loss,))
+            seed.meta = {"val": tangent.meta["val"], "partitioner_tag": "is_backward"}
+            tangent.replace_all_uses_with(seed)
+        graph.erase_node(tangent)
+
+
+@contextmanager
+def _layers_noted(module: nn.Module) -> Iterator[None]:
+    """While this lasts, nodes that are traced carry the path and class of the module that is being called."""
+    paths = {id(m): (path, type(m)) for path, m in module.named_modules()}
+    stack: list[dict[str, Any]] = []
+
+    def note(current: dict[str, Any]) -> None:
+        traceback.current_meta["nn_module_stack"] = current
+
+    def before(called: nn.Module, _args: Any) -> None:
+        if id(called) in paths:
+            stack.append({"innermost": paths[id(called)]})
+            note(stack[-1])
+
+    def after(called: nn.Module, _args: Any, _result: Any) -> None:
+        if id(called) in paths:
+            stack.pop()
+            note(stack[-1] if stack else {})
+
+    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        traceback.current_meta.pop("nn_module_stack", None)
