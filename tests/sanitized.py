@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 built = Path(os.environ["OVERSPILL_NATIVE"])
-modules = sorted(built.glob("overspill/*/_*.so"))
+modules = sorted(built.glob("overspill/**/_*.so"))
 assert modules, f"no native modules in {built}"
 for path in modules:
     name = ".".join((*path.relative_to(built).parts[:-1], path.name.split(".")[0]))

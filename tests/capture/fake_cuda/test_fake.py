@@ -264,7 +264,7 @@ def test_a_recorded_training_is_the_same_without_memory(
     assert again == without
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "amp"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "amp"])
 def test_mixed_precision_and_inference_are_the_same_without_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory = [recorded("gpt2", name, dtype) for name in ("adamw", "none", "adamw", "none")]
     assert with_memory[:2] == with_memory[2:]

@@ -140,7 +140,7 @@ def saved(model: Any) -> Any:
 
 
 @either_way
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pytest.param(pickled, marks=pytest.mark.long), saved])
 def test_a_copy_trains_by_itself_with_the_same_numbers(compiled_by: Any, copied: Any) -> None:
     plain = made()
     compiled = compiled_by(made())

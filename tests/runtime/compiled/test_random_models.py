@@ -233,7 +233,7 @@ def clones_whole_storage(step: Step) -> bool:
 # Without a database and from fixed seeds, so that all policies see the same models and each is captured once.
 @pytest.mark.parametrize("policy", POLICIES)
 @given(model=models, share=st.sampled_from([0.0, 0.5, None]), disk=st.booleans())
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 def test_numbers_are_those_of_plain_pytorch(
     policy: str, model: tuple[tuple[Part, ...], tuple[int, ...]], share: float | None, disk: bool
 ) -> None:

@@ -34,8 +34,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "way"),
+    [
+        pytest.param(o, way, marks=pytest.mark.long if way != "plain" and o not in ("sgd", "adamw") else ())
+        for o in OPTIMIZERS
+        for way in WAYS
+    ],
+)
 def test_every_optimizer_gives_the_bits_of_the_plain_loop(optimizer: str, way: str) -> None:
     pair = Pair(Mlp, OPTIMIZERS[optimizer], WAYS[way])
     pair.train(5)
