@@ -1,7 +1,7 @@
 """A lower bound on a whole step that holds for every order of its updates.
 
 Two relaxations. The first leaves the updates out: no optimizer state, no time for them, and no gradient outlives
-backward. What remains of any schedule is a schedule of forward and backward, for which `bound.py` has one; the
+backward. What remains of any schedule is a schedule of forward and backward, for which `step_time.py` has one; the
 time of updates that ran in between only lengthened it. The second counts bytes. Where an op has no room for all that
 outlives the step, the rest is away; each of these tensors is used in every step, so it comes back over the link once a
 step at least, and if it is updated it also leaves once.

@@ -4,7 +4,7 @@ The paper trains on CIFAR-10 and does not say at what size. ResNet-32 holds 35 M
 where the paper has 1.9 GB (Fig. 15); Inception-v4 (128), which takes no less than 75 x 75, needs 3.8 GB under vDNN at
 256 x 256 and 5.3 GB at its own 299, where the paper has 3.65 GB (Fig. 12). These sizes are taken.
 
-Its pool, GTBM, is `placement/two_ended.py`, which no claim goes through. vDNN's memory is what CNMeM's best fit spreads
+Its pool, GTBM, is `placement/allocators/two_ended.py`, which no claim goes through. vDNN's memory is what CNMeM's best fit spreads
 over, as Fig. 15 counts; Dymem's is its live bytes, which a perfect pool would take.
 """
 

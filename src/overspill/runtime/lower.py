@@ -1,6 +1,6 @@
 """Lowering: a Schedule becomes the forward and the backward FX graph, in exactly its order.
 
-Run copies the captured node, Recompute copies it again, transfers are calls of `runtime/ops.py`. Free needs no node:
+Run copies the captured node, Recompute copies it again, transfers are calls of `runtime/transfer/ops.py`. Free needs no node:
 compiled FX code drops each variable after its last use, and `hold` marks a later use where the schedule keeps longer.
 Views cost nothing and are made anew from their storage's root wherever they are needed.
 
