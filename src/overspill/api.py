@@ -74,7 +74,7 @@ def compare(
     Raises RequestError.
     """
     from .plans import comparison  # noqa: PLC0415 - needs numpy and HiGHS
-    from .plans.plan import smallest_budget, unmanaged_peak  # noqa: PLC0415
+    from .plans.plan import make_plan, smallest_budget, unmanaged_peak  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
     from .runtime.training import graph_on  # noqa: PLC0415 - imports torch
 
@@ -84,7 +84,9 @@ def compare(
     limit, where = Budget.parse(budget), _device(device)
     graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
     budget_bytes = limit.bytes_of(
-        lambda: unmanaged_peak(graph, where), where.usable_bytes, lambda: smallest_budget(graph, where, "auto")
+        lambda: unmanaged_peak(graph, where),
+        where.usable_bytes,
+        lambda: smallest_budget(lambda nbytes: make_plan(graph, where, "auto", nbytes)),
     )
     return comparison.compare(graph, where, names, budget_bytes)
 

@@ -93,7 +93,7 @@ def compare(
     with narrate() as narrator:
         quiet_torch()
         from overspill.plans import comparison
-        from overspill.plans.plan import smallest_budget, unmanaged_peak
+        from overspill.plans.plan import make_plan, smallest_budget, unmanaged_peak
         from overspill.runtime.training import Training, graph_on
 
         choice = ModelChoice(model, small, image_size, seq_len)
@@ -101,7 +101,9 @@ def compare(
         narrator.now(f"capturing {model} for {device.name}")
         graph = graph_on(training, device)
         budget_bytes = limit.bytes_of(
-            lambda: unmanaged_peak(graph, device), device.usable_bytes, lambda: smallest_budget(graph, device, "auto")
+            lambda: unmanaged_peak(graph, device),
+            device.usable_bytes,
+            lambda: smallest_budget(lambda nbytes: make_plan(graph, device, "auto", nbytes)),
         )
         rows = comparison.compare(
             graph, device, names, budget_bytes, progress=lambda name: narrator.now(f"planning {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,10 +117,10 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
     )
 
 
-def smallest_budget(graph: Graph, device: Device, policy: str, times: MeasuredTimes | None = None) -> int:
-    """The fewest bytes within which `policy` has a plan."""
+def smallest_budget(plan_within: Callable[[int], Plan]) -> int:
+    """The fewest bytes for which `plan_within` has a plan."""
     try:
-        return make_plan(graph, device, policy, 1, times).peak_bytes
+        return plan_within(1).peak_bytes
     except InfeasibleBudget as error:
         return error.floor_bytes
 

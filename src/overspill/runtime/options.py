@@ -20,7 +20,7 @@ from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer, plan_within
-from overspill.plans.plan import Plan, make_plan, unmanaged_peak
+from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
 from .hardware import device_noun, usable_bytes
@@ -94,14 +94,11 @@ def device_for(options: Options, where: torch.device) -> Device:
 def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
     """The budget in bytes: what was asked for, as a size, as a share of the unmanaged peak, as the floor, or the whole device."""
     whole = device.usable_bytes if options.device else usable_bytes(where)
-    return options.limit.bytes_of(lambda: unmanaged_peak(graph, device), whole, lambda: _floor(options, graph, device))
-
-
-def _floor(options: Options, graph: Graph, device: Device) -> int:
-    try:
-        return plan_graph(options, graph, device, 1).peak_bytes
-    except InfeasibleBudget as error:
-        return error.floor_bytes
+    return options.limit.bytes_of(
+        lambda: unmanaged_peak(graph, device),
+        whole,
+        lambda: smallest_budget(lambda nbytes: plan_graph(options, graph, device, nbytes)),
+    )
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:

@@ -51,7 +51,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
             return aot_autograd(fw_compiler=_as_it_stands, partition_fn=partition)(module, examples)
 
     try:
-        with recurrent_layers():
+        with torch._dynamo.config.patch(allow_rnn=True):
             torch.compile(step, backend=compile_graph, dynamic=False, fullgraph=True)(*batch)
     finally:
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
@@ -80,17 +80,6 @@ def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -
     finally:
         module.graph.erase_node(told)
         module.recompile()
-
-
-@contextmanager
-def recurrent_layers() -> Iterator[None]:
-    """While this lasts, Dynamo traces nn.LSTM, GRU and RNN, before which it would break the graph."""
-    config, before = torch._dynamo.config, torch._dynamo.config.allow_rnn
-    config.allow_rnn = True  # not config.patch, which takes 27 microseconds; this is around every call of a model
-    try:
-        yield
-    finally:
-        config.allow_rnn = before
 
 
 def describe_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[InputInfo]:

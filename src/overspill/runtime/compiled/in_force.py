@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,9 @@ class Watch:
         self._seen: set[Any] = set()
         self._warned: set[str] = set()
 
-    def check(self, model: str, before: int, room_bytes: int, args: Any, kwargs: Any, result: Any) -> None:
+    def check(
+        self, model: str, before: int, room_bytes: Callable[[], int], args: Any, kwargs: Any, result: Any
+    ) -> None:
         """Raise UnplannedError, or warn once, if the call did not run by plans.
 
         `before`: the graphs that had run. `room_bytes`: what there is in the budget beside the plans.
@@ -94,7 +96,7 @@ class Watch:
             return
         self._seen.add(now)
         kept = _kept_outside(args, kwargs, result)
-        if (nbytes := sum(kept.values())) > room_bytes:
+        if (nbytes := sum(kept.values())) > room_bytes():
             what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
             self._tell(
                 f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "

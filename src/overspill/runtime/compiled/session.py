@@ -169,7 +169,6 @@ class Session:
         """The planned peak of the whole step."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
 
-    @property
     def room_bytes(self) -> int:
         """What the budget has room for beside every plan: what was set aside, and what the plans leave."""
         aside = 0 if self.options.reserve is None else parse_bytes(self.options.reserve)
