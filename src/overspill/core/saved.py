@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 
 from .errors import RequestError
+from .files import read_whole, write_whole
 
 
 class Saved:
@@ -27,15 +28,9 @@ class Saved:
 
     def save(self, path: str | Path) -> None:
         """Write this noun to `path`. Raises RequestError when that cannot be written."""
-        try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise RequestError(f"cannot write {path}: {error.strerror}") from None
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The noun saved at `path`. Raises RequestError when the file is missing or holds something else."""
-        try:
-            return cls.from_json(Path(path).read_bytes())
-        except OSError as error:
-            raise RequestError(f"cannot read {path}: {error.strerror}") from None
+        return cls.from_json(read_whole(path))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,9 @@ from overspill.core.errors import RequestError
 from overspill.placement.packing.base import Limits
 from overspill.placement.packing.solvers import mip
 from overspill.placement.packing.solvers.mip import Mip
+from overspill.placement.packing.solvers.processes import GRACE_SECONDS
+
+RING = ((0, 2, 4), (1, 4, 3), (3, 6, 4), (5, 8, 3), (0, 1, 2), (2, 7, 2))
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,3 +54,30 @@ def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mip, "PAIR_LIMIT", 2)
     with pytest.raises(RequestError, match="3 pairs of blocks"):
         Mip().solve(Trace(tuple(Block(i, 0, 1, 1) for i in range(3))))
+
+
+def test_sizes_far_apart_neither_break_a_layout_nor_the_time_limit() -> None:
+    draw = random.Random(0)
+    for _ in range(3):
+        blocks = []
+        for i in range(8):
+            start, size = draw.randrange(6), draw.randrange(1, 5000) + (2**40 if i < 2 else 0)
+            blocks.append(Block(i, start, start + draw.randrange(1, 6), size, alignment=2 ** draw.randrange(9)))
+        began = time.perf_counter()
+        found = Mip().solve(Trace(tuple(blocks)), Limits(time_limit_seconds=0.5))
+        assert found.layout is not None
+        assert time.perf_counter() - began < 0.5 + GRACE_SECONDS + 1
+
+
+def test_places_that_are_equal_or_not_quite_apart_make_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Trace(tuple(Block(i, s, e, n, alignment=4) for i, (s, e, n) in enumerate(RING)))
+    asked = []
+    for places in ([0.0] * len(RING), [float(7 * i % 5) for i in range(len(RING))]):
+
+        def answer(*_: object, given: list[float] = places) -> dict[str, object]:
+            asked.append(given)
+            return {"places": given, "bound": 0.0}
+
+        monkeypatch.setattr(mip, "ask", answer)
+        assert Mip().solve(trace).layout is not None
+    assert len(asked) == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from overspill.core import Layout, Trace
 from overspill.core.errors import RequestError
+from overspill.core.files import read_whole, write_whole
 from overspill.placement.snapshot import read_snapshot, trace_of
 
 from .table import Table, parse_table, refuse_flaw, refuse_pinned_overlap, refuse_too_large
@@ -43,9 +43,9 @@ def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}; what can be packed is {KINDS}") from None
+        content = read_whole(path)
+    except RequestError as error:
+        raise RequestError(f"{error}; what can be packed is {KINDS}") from None
     plain = content.removeprefix(_BYTE_ORDER_MARK).lstrip()
     if not plain:
         raise RequestError(f"{path} is empty; what can be packed is {KINDS}")
@@ -65,7 +65,7 @@ def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
     The file is there as a whole or, where writing fails, as it was before. Raises RequestError then.
     """
     table = read.table or Table.of(read.trace)
-    _write_whole(Path(path), table.with_offsets(layout.offsets).text)
+    write_whole(path, table.with_offsets(layout.offsets).text)
 
 
 def _recorded_trace(path: Path, device: int | None) -> Trace:
@@ -106,20 +106,3 @@ def _text(content: bytes, path: Path) -> str:
     if not text or "\0" in text:
         raise RequestError(f"{path}, line {line}: this is not text; what can be packed is {KINDS}")
     return text
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write `text` beside `path` and put it there at once, unless a device or a pipe is there."""
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-            return
-        target = path.resolve()
-        part = target.with_name(f".overspill-{os.getpid()}.part")
-        try:
-            part.write_text(text, encoding="utf-8", newline="")
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}") from None

@@ -5,23 +5,24 @@ Format: torch/csrc/cuda/memory_snapshot.cpp and the docstring of torch.cuda.memo
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from overspill.core.errors import RequestError
+from overspill.core.files import read_whole
+
+from .plain_pickle import MOST_SHOWN, BombError, ForbiddenError, load_plain
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Size = Annotated[int, msgspec.Meta(ge=1)]
 PoolId = tuple[int, int]
 DEFAULT_POOL: PoolId = (0, 0)
 """The pool of all that is not in a graph's private pool or in a MemPool."""
-_MOST_SHOWN = 100
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ class Entry(msgspec.Struct, frozen=True):
         python = [f for f in known if f["filename"].endswith(".py")]
         for frame in python or known:
             text = f"{frame['filename'].rpartition('/')[2]}:{frame.get('line')} {frame['name']}"
-            return "".join(c if c.isprintable() else "?" for c in text)[:_MOST_SHOWN]
+            return "".join(c if c.isprintable() else "?" for c in text)[:MOST_SHOWN]
         return ""
 
 
@@ -125,43 +126,28 @@ class Snapshot:
 
 def read_snapshot(path: str | Path) -> Snapshot:
     """The snapshot in the file at `path`. Raises RequestError for anything that is not one, and runs nothing in it."""
+    pickled = read_whole(path)
     try:
-        with Path(path).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            content = _DataOnly(file).load()
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}") from None
-    except _ForbiddenError as error:
+        content = load_plain(pickled)
+    except ForbiddenError as error:
         raise RequestError(
             f"{path} is not a memory snapshot but could run code: it asks for {error}; a snapshot holds numbers, texts"
             " and lists of them"
         ) from None
+    except BombError as error:
+        raise RequestError(f"{path} is not a memory snapshot but would do harm: {error}") from None
     except Exception as error:  # noqa: BLE001 - a broken pickle fails in many ways, which all mean the same
-        reason = " ".join(str(error).split())[:_MOST_SHOWN] or type(error).__name__
+        reason = " ".join(str(error).split())[:MOST_SHOWN] or type(error).__name__
         raise RequestError(f"{path} is not a whole pickle, as _dump_snapshot writes it ({reason})") from None
     if isinstance(content, list):  # torch.cuda.memory_snapshot() gives the segments alone
         content = {"segments": content}
-    _refuse_repetition(content, size, path)
+    _refuse_repetition(content, len(pickled), path)
     try:
         found = msgspec.convert(content, type=_Content)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
         raise RequestError(f"{path} is a pickle but not a memory snapshot: {error}") from None
     _check_segments(found.segments, path)
     return Snapshot(found.segments, found.device_traces, found.allocator_settings)
-
-
-class _ForbiddenError(pickle.UnpicklingError):
-    """The pickle asks for something that is not plain data."""
-
-
-class _DataOnly(pickle.Unpickler):
-    """An unpickler that knows no classes and no functions, so that nothing but builtin data can be made."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse `module.name`."""
-        shown = f"{module}.{name}"[:_MOST_SHOWN]
-        raise _ForbiddenError("".join(c if c.isprintable() else "?" for c in shown))
 
 
 def _is_frame(frame: object) -> bool:

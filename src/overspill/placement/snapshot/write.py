@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import OutOfMemory, RequestError
+from overspill.core.files import write_whole
 from overspill.placement.allocators.base import NOWHERE, Allocator, SegmentEvent, SegmentView
 from overspill.placement.allocators.caching import SMALL_SEGMENT_BYTES, round_size
 from overspill.placement.allocators.caching_config import CachingConfig
@@ -70,11 +71,7 @@ def write_snapshot(
     content = snapshot_of(
         events, allocator=allocator, config=config, capacity_bytes=capacity_bytes, origins=origins, spans=spans
     )
-    try:
-        with Path(path).open("wb") as file:
-            pickle.dump(content, file, protocol=PICKLE_PROTOCOL)
-    except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}") from None
+    write_whole(path, pickle.dumps(content, protocol=PICKLE_PROTOCOL))
 
 
 def snapshot_of(

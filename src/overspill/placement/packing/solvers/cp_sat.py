@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -16,6 +14,7 @@ from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
 
 from . import cp_sat_process
 from .greedy import largest_first
+from .processes import GRACE_SECONDS, ask
 
 
 class CpSat(Solver):
@@ -35,18 +34,25 @@ class CpSat(Solver):
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         if find_spec("ortools") is None:
             raise RequestError("the solver 'cp-sat' needs OR-Tools: pip install overspill[cp-sat]")
+        deadline = time.perf_counter() + limits.time_limit_seconds
         bound = problem.lower_bound_bytes
         incumbent, capacity = largest_first(problem), limits.capacity_bytes
         target = bound if capacity is None else capacity
         if problem.peak_bytes(incumbent) <= target or target < bound:
             return Packing(incumbent, bound)
-        answer = _ask(self._request(problem, limits, incumbent))
+        left = deadline - time.perf_counter()
+        request = self._request(problem, limits, incumbent, left)
+        answer: cp_sat_process.Answer | None = None
+        if left > 0:
+            answer = ask(cp_sat_process.__file__, "OR-Tools", request, left + GRACE_SECONDS)
+        if answer is None:
+            return Packing(incumbent, bound)
         bound = max(bound, answer["bound"])
         if answer["offsets"] is None:
             return Packing(incumbent, bound)
         return Packing(np.array(answer["offsets"], dtype=np.int64), bound)
 
-    def _request(self, problem: Problem, limits: Limits, incumbent: Integers) -> cp_sat_process.Request:
+    def _request(self, problem: Problem, limits: Limits, incumbent: Integers, seconds: float) -> cp_sat_process.Request:
         pieces = Pieces.of(problem)
         capacity = problem.peak_bytes(incumbent) if limits.capacity_bytes is None else limits.capacity_bytes
         return {
@@ -60,16 +66,7 @@ class CpSat(Solver):
             "lower_bound": problem.lower_bound_bytes,
             "capacity": capacity,
             "minimise": limits.capacity_bytes is None,
-            "seconds": limits.time_limit_seconds,
+            "seconds": seconds,
             "seed": limits.seed,
             "workers": self.workers,
         }
-
-
-def _ask(request: cp_sat_process.Request) -> cp_sat_process.Answer:
-    command = [sys.executable, "-P", cp_sat_process.__file__]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)  # noqa: S603
-    if done.returncode:
-        raise RequestError(f"OR-Tools failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    answer: cp_sat_process.Answer = json.loads(done.stdout)
-    return answer
