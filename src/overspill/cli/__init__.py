@@ -17,8 +17,9 @@ import typer
 import overspill
 
 from . import calibrate, compare, devices, estimate, models, pack, plan, policies, reproduce, snapshot, train
-from .common import Outcome, print_human, print_json
-from .failures import Failure, explain
+from .common import Outcome
+from .failures import OUTSIDE_FAILURE, Failure, explain
+from .output import Stream, print_error, print_human, print_json, shown, streams
 
 app = typer.Typer(
     name="overspill",
@@ -48,39 +49,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is a script's
     as_json = "--json" in ours
     debug = bool(os.environ.get("OVERSPILL_DEBUG"))
-    try:
-        with _quiet(debug), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            outcome = app(args=arguments, prog_name="overspill", standalone_mode=False)
-        return _finish(outcome, as_json)
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(Failure("interrupted", INTERRUPTED), as_json)
-    except Exception as error:
-        if debug:
-            raise
-        return _fail(explain(error), as_json)
+    with streams() as out:
+        try:
+            with _quiet(debug), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                outcome = app(args=arguments, prog_name="overspill", standalone_mode=False)
+            return _finish(outcome, as_json, out)
+        except (KeyboardInterrupt, typer.Abort):
+            return _fail(Failure("interrupted", INTERRUPTED), as_json)
+        except Exception as error:
+            if debug:
+                raise
+            return _fail(explain(error), as_json)
 
 
-def _finish(outcome: Outcome | int | None, as_json: bool) -> int:
+def _finish(outcome: Outcome | int | None, as_json: bool, out: Stream) -> int:
     """Print what a command found; its exit code. `--help` and its like give a code alone."""
-    if not isinstance(outcome, Outcome):
-        return _fail(Failure("interrupted", INTERRUPTED), as_json) if outcome == INTERRUPTED else outcome or 0
-    if as_json:
-        print_json(outcome.answer)
-    elif outcome.human is not None:
-        print_human(outcome.human)
-    sys.stdout.flush()
-    if outcome.complaint:
-        typer.echo(f"error: {outcome.complaint}", err=True)
-    return outcome.exit_code
+    if outcome == INTERRUPTED:
+        return _fail(Failure("interrupted", INTERRUPTED), as_json)
+    found = outcome if isinstance(outcome, Outcome) else Outcome({}, None, outcome or 0)
+    if as_json and found is outcome:
+        print_json(found.answer)
+    elif found.human is not None:
+        print_human(found.human)
+    out.flush()
+    if out.failure is not None and not isinstance(
+        out.failure, BrokenPipeError
+    ):  # there, `head` for one has seen enough
+        reason = getattr(out.failure, "strerror", None) or out.failure
+        return _fail(Failure(f"cannot write to standard output: {reason}", OUTSIDE_FAILURE), as_json)
+    if found.complaint:
+        print_error(shown(found.complaint))
+    return found.exit_code
 
 
 def _fail(failure: Failure, as_json: bool) -> int:
-    typer.echo(f"error: {failure.message}", err=True)
+    message = shown(failure.message)
+    print_error(message)
     if as_json:
-        print_json({"error": failure.message, "exit_code": failure.exit_code, **failure.details})
+        print_json({"error": message, "exit_code": failure.exit_code, **failure.details})
     return failure.exit_code
 
 
@@ -100,7 +106,7 @@ def _top(
 ) -> None:
     """Know what a model takes before it runs, and train it in less, with the same numbers to the last bit."""
     if version:
-        typer.echo(f"overspill {overspill.__version__}")
+        sys.stdout.write(f"overspill {overspill.__version__}\n")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

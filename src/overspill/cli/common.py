@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from overspill import models
 from overspill.core.budget import Budget as Limit
 from overspill.core.errors import RequestError
+
+from .output import shown
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import Console, RenderableType
@@ -149,11 +150,20 @@ def check_writable(out: Path | None) -> None:
     """Raise RequestError where `out` can not become a file, before work is done for it."""
     if out is None:
         return
-    if out.is_dir():
+    try:
+        is_directory = stat.S_ISDIR(out.stat().st_mode)
+        writable = os.access(out, os.W_OK)
+    except FileNotFoundError:
+        is_directory, writable = False, os.access(out.parent, os.W_OK)
+        if not out.parent.is_dir():
+            raise RequestError(f"cannot write {out}: there is no directory {out.parent}") from None
+    except NotADirectoryError:
+        raise RequestError(f"cannot write {out}: there is no directory {out.parent}") from None
+    except OSError as error:  # a name too long, links in a circle
+        raise RequestError(f"cannot write {out}: {error.strerror}") from None
+    if is_directory:
         raise RequestError(f"cannot write {out}: it is a directory")
-    if not out.parent.is_dir():
-        raise RequestError(f"cannot write {out}: there is no directory {out.parent}")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not writable:
         raise RequestError(f"cannot write {out}: permission denied")
 
 
@@ -169,14 +179,22 @@ class Narrator:
 
     def now(self, text: str, *, lasting: bool = True) -> None:
         """What is being done from here on."""
+        from rich.text import Text  # a name may hold brackets, which are markup to rich
+
         if self._status is not None:
-            self._status.update(text)
+            self._status.update(Text(shown(text)))
         elif lasting:
             self.line(text)
 
     def line(self, text: str) -> None:
         """What has been done."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(shown(text), markup=False, soft_wrap=True)
+
+    def be_still(self) -> None:
+        """Leave the terminal to somebody else: from here on all is lines."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
 
 @contextmanager
@@ -198,19 +216,3 @@ def quiet_torch() -> None:
 
     if not os.environ.get("OVERSPILL_DEBUG") and not os.environ.get("TORCH_LOGS"):
         torch._logging.set_logs(all=logging.CRITICAL)
-
-
-def print_json(answer: Mapping[str, Any]) -> None:
-    """One JSON object on standard output; what is no number (a loss that diverged) becomes null."""
-    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
-
-
-def print_human(human: RenderableType) -> None:
-    """Print for a reader; into a file or pipe, wide enough for the tables."""
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    console = Console(width=width, highlight=False)
-    with console.capture() as captured:  # rich by itself would turn a reader that leaves early into exit code 1
-        console.print(human)
-    sys.stdout.write(captured.get())

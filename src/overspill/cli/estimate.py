@@ -26,8 +26,6 @@ from .common import (
 
 if TYPE_CHECKING:
     from overspill.estimation import Estimate
-    from overspill.estimation.api import Setting
-    from overspill.estimation.script import ScriptRun
 
 Words = Annotated[
     list[str] | None,
@@ -71,6 +69,13 @@ Script = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+AllowWrites = Annotated[
+    bool,
+    typer.Option("--allow-writes", help="Let the script change real files; otherwise its changes are thrown away."),
+]
+TimeLimit = Annotated[
+    float, typer.Option(metavar="SECONDS", help="When the script is ended, with an answer if it has trained by then.")
+]
 Iterations = Annotated[int, typer.Option(min=1, metavar="N", help="Steps of the script to run.")]
 Gpus = Annotated[
     int | None,
@@ -99,6 +104,8 @@ def estimate(
     inference: Inference = False,
     script: Script = None,
     iterations: Iterations = 3,
+    time_limit: TimeLimit = 600.0,
+    allow_writes: AllowWrites = False,
     allocator: AllocatorName = "pytorch",
     allocator_config: AllocatorConfig = None,
     small: Small = False,
@@ -122,15 +129,26 @@ def estimate(
         raise RequestError(
             "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"
         )
+    if script is not None:
+        from overspill.estimation.script_process import client
+
+        client.start()  # it gets ready while this process does
     with narrate() as narrator:
         quiet_torch()
-        from overspill.estimation.api import DEFAULT_DEVICE, Setting, of_job
+        from overspill.estimation.api import DEFAULT_DEVICE, Setting, of_job, of_recording
+        from overspill.estimation.script import record_script
 
         request: dict[str, Any] = {}
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator, allocator_config)
         if script is not None:
-            narrator.now(f"running {script} for {iterations} steps on a GPU that is not there")
-            made, run = _of_script(script, words or [], iterations, setting, quiet=json)
+            narrator.be_still()  # the terminal is the script's
+            narrator.line(f"running {script} for {iterations} steps on a GPU that is not there")
+            run = record_script(
+                script, words or (), iterations=iterations, capability=setting.capability,
+                memory_bytes=setting.device.memory_bytes, output_to_stderr=json, time_limit=time_limit,
+                allow_writes=allow_writes,
+            )  # fmt: skip
+            made = of_recording(run.recording, run.name, setting)
             for note in run.notes:
                 narrator.line(f"note: {note}")
             request |= {"model": str(script), "batch": None, "optimizer": ", ".join(run.optimizers) or None}
@@ -162,19 +180,6 @@ def _one_model(words: list[str] | None) -> str:
     if len(words) > 1:
         raise RequestError(f"one model at a time, not {' '.join(words)}")
     return words[0]
-
-
-def _of_script(
-    script: Path, arguments: list[str], iterations: int, setting: Setting, *, quiet: bool
-) -> tuple[Estimate, ScriptRun]:
-    from overspill.estimation.api import of_recording
-    from overspill.estimation.script import record_script
-
-    run = record_script(
-        script, arguments, iterations=iterations, capability=setting.capability,
-        memory_bytes=setting.device.memory_bytes, output_to_stderr=quiet,
-    )  # fmt: skip
-    return of_recording(run.recording, run.name, setting), run
 
 
 def _answer(request: dict[str, Any], made: Estimate, gpu: str | None) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def explain(error: Exception) -> Failure:
 
 
 def _on_purpose(error: OverspillError) -> Failure:
-    message = " ".join(str(error).split())
+    message = _without_frames(" ".join(str(error).split()))
     if not isinstance(error, InfeasibleBudget):
         return Failure(message, error.exit_code)
     floor = {
@@ -63,6 +63,11 @@ def _on_purpose(error: OverspillError) -> Failure:
         "feasible": False,
     }
     return Failure(f"{message}; --budget {error.floor_bytes} would do", error.exit_code, floor)
+
+
+def _without_frames(message: str) -> str:
+    """`message` without the C++ frames that torch puts behind some of its own."""
+    return message.partition(" Exception raised from ")[0]
 
 
 def _inner(error: Exception) -> Exception:

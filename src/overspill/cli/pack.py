@@ -36,7 +36,9 @@ Capacity = Annotated[
     ),
 ]
 SolverName = Annotated[str, typer.Option(metavar="NAME", help="portfolio, exact, or another that the docs list.")]
-TimeLimit = Annotated[float, typer.Option(metavar="SECONDS", help="When to end the search at the latest.")]
+TimeLimit = Annotated[
+    float, typer.Option(metavar="SECONDS", help="When to end the search; one layout is made however long it takes.")
+]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same search.")]
 DeviceNumber = Annotated[
     int | None,

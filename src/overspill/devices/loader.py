@@ -12,6 +12,7 @@ import msgspec
 
 from overspill.core import Device
 from overspill.core.errors import RequestError
+from overspill.core.files import read_whole
 from overspill.core.registry import Registry, did_you_mean
 
 _FOLDER = Path(__file__).parent
@@ -113,10 +114,8 @@ def _from_file(path: Path) -> Device:
 def _from_toml(path: Path) -> Device:
     """The device in the TOML file at `path`. Raises RequestError when there is none, or a field is wrong or unknown."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_whole(path).decode())
         device = msgspec.convert(table, Device)
-    except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise RequestError(f"{path} is not a device file: {error}") from None
     # msgspec lets unknown keys pass, and a misspelt optional one would then be lost without a word.

@@ -1,0 +1,152 @@
+"""What a command prints: streams that may fail, and names that a terminal might obey."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:  # rich is imported when there is something to print
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+_PLAIN = "\n\t\u00a0"
+_MOST_LETTERS = 300
+"""The longest word that is printed whole in a line: longer than any file's own name."""
+
+
+class Stream:
+    """Standard output or error as a command has it: what cannot be written is dropped, and `failure` says why.
+
+    So it is this stream that has failed, and not the model or the script that happened to print. Letters that its
+    encoding does not have are written as Python escapes them. `inner` is None for a stream that was closed when
+    the process began.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.failure: Exception | None = None
+
+    def write(self, text: str) -> int:
+        """Write `text`, or note why not."""
+        if self.failure is None:
+            try:
+                self._write(text)
+            except (OSError, ValueError) as error:  # the latter for a stream that is closed
+                self._fail(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what was written, or note why not."""
+        if self.failure is None and self.inner is not None:
+            try:
+                self.inner.flush()
+            except (OSError, ValueError) as error:
+                self._fail(error)
+
+    def _write(self, text: str) -> None:
+        if self.inner is None:
+            raise ValueError("it is closed")
+        try:
+            self.inner.write(text)
+        except UnicodeEncodeError:
+            encoding = self.inner.encoding
+            text = re.sub("[\u2580-\u259f]", "#", text)  # the bars of a table
+            self.inner.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        # Python keeps what it could not write, and would try once more when it ends.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.inner.fileno())
+
+    def isatty(self) -> bool:
+        """Whether somebody reads along."""
+        return self.inner is not None and not self.inner.closed and bool(self.inner.isatty())
+
+    @property
+    def encoding(self) -> str:
+        """How letters become bytes."""
+        return getattr(self.inner, "encoding", None) or "utf-8"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[Stream]:
+    """Standard output and error as Streams; the former is what it gives."""
+    for descriptor in range(3):  # a closed one would be given to the next file, and what is printed would land there
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    out, err = Stream(sys.stdout), Stream(sys.stderr)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield out
+    finally:
+        out.flush()
+        err.flush()
+        sys.stdout, sys.stderr = before
+
+
+def shown(text: str) -> str:
+    """`text` for a line: without what a terminal would obey, and very long words in part."""
+    return _harmless(re.sub(rf"\S{{{_MOST_LETTERS + 1},}}", lambda word: f"{word[0][:200]}…{word[0][-60:]}", text))
+
+
+def print_error(message: str) -> None:
+    """The one line that says what went wrong; where standard error fails, there is nobody left to tell."""
+    sys.stderr.write(f"error: {message}\n")
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One JSON object on standard output, in ASCII, which all encodings have; what is no number becomes null."""
+    encoded = msgspec.json.encode(_encodable(msgspec.to_builtins(answer)))
+    sys.stdout.write(json.dumps(msgspec.json.decode(encoded), separators=(",", ":")) + "\n")
+
+
+def print_human(human: RenderableType) -> None:
+    """Print for a reader; into a file or pipe, wide enough for the tables."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+    Console(width=width, highlight=False).print(_Harmless(human))
+
+
+class _Harmless:
+    """What is drawn, with colours and lines as they are, and no other control characters."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        for segment in console.render(self.inner, options):
+            yield segment if segment.control else Segment(_harmless(segment.text), segment.style)
+
+
+def _harmless(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _PLAIN else c.encode("unicode_escape").decode() for c in text)
+
+
+def _encodable(value: Any) -> Any:
+    """`value` with those bytes of file names escaped that are no UTF-8."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_encodable(key): _encodable(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_encodable(inner) for inner in value]
+    return value
