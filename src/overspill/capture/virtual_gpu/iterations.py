@@ -37,11 +37,11 @@ class Iterations:
     An iteration of training is a round in which every optimizer has taken a step. The last one goes on until a model
     is called again, so that what the script does after the step belongs to it. Where there is no optimizer, an
     iteration is a call of the model; a script whose memory still grows from call to call (a cache, a list of outputs)
-    goes on.
+    goes on. `is_complete` is called when there is a recording, and again whenever the script goes on after that.
     """
 
-    def __init__(self, recorder: Recorder, wanted: int) -> None:
-        self._recorder, self._wanted = recorder, wanted
+    def __init__(self, recorder: Recorder, wanted: int, is_complete: Callable[[], None] = lambda: None) -> None:
+        self._recorder, self._wanted, self._is_complete = recorder, wanted, is_complete
         self._depth = 0
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._round: Counter[int] = Counter()  # steps of this round, by the optimizer's id
@@ -58,6 +58,7 @@ class Iterations:
         self.optimizers: dict[str, None] = {}  # the classes that took steps, in order
         self.abandoned: dict[str, None] = {}  # those that were waited for in vain
         self.recording: Recording | None = None
+        self.finished = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -83,10 +84,16 @@ class Iterations:
 
         return make
 
-    def finish(self) -> None:
-        """The script has ended by itself: what it did is the recording."""
+    def finish(self, *, cut_short: bool = False) -> None:
+        """The script has ended, by itself or `cut_short`: what it did is the recording."""
         if self.recording is None and self.iterations:
+            self.finished = not cut_short
             self._record()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were on the device at once."""
+        return self._recorder.peak_bytes
 
     @property
     def iterations(self) -> int:
@@ -103,10 +110,13 @@ class Iterations:
     def _record(self) -> None:
         recording = self._recorder.recording()  # what follows the last complete iteration belongs to it
         self.recording = replace(recording, starts=recording.starts[: self.iterations])
+        self._is_complete()
 
     def _stop(self) -> None:
         if self.recording is None:
             self._record()
+        else:
+            self._is_complete()
         raise Enough
 
     # Calls of models

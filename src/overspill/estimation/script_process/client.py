@@ -1,0 +1,119 @@
+"""Asks for scripts to be run by a process that has done nothing but import torch (`server.py`)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overspill.core.errors import OverspillError
+
+from .request import ENDED, Mailbox, Request
+
+_START = (
+    "import sys; sys.path[:] = [p for p in sys.path if p] + [sys.argv[2]]; "
+    "from overspill.estimation.script_process.server import serve; serve(int(sys.argv[1]))"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the process of a script ended: its exit code (negative: the signal), whether for time, and what it left."""
+
+    code: int
+    in_time: bool
+    left: Any
+
+
+class _Server:
+    """The process that runs scripts, one after the other."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-c", _START, str(theirs.fileno()), str(Path(__file__).parents[3])]
+        self._process = subprocess.Popen(  # noqa: S603 - a session of its own: Ctrl-C is for us, who end it
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+        )
+        theirs.close()
+        self.owner = os.getpid()
+
+    def run(self, descriptors: list[int]) -> tuple[int, bool]:
+        """The status, as of waitpid, of the script in a mailbox, the last descriptor; the others are its standard ones."""
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self._socket, [b"!"], descriptors)
+            answer = self._socket.recv(ENDED.size, socket.MSG_WAITALL)
+        if len(answer) < ENDED.size:
+            raise OverspillError("the process that runs scripts has ended unexpectedly")
+        status, too_long = ENDED.unpack(answer)
+        return status, too_long
+
+    def close(self) -> None:
+        """End it, and a script that it runs."""
+        self._socket.close()
+        self._process.wait()
+
+
+_server: _Server | None = None
+_one_at_a_time = threading.RLock()
+
+
+def start() -> None:
+    """Start the process that runs scripts, if there is none yet; that takes it a few seconds, in which others can work."""
+    global _server  # noqa: PLW0603 - one serves all
+    with _one_at_a_time:
+        if _server is None or _server.owner != os.getpid():
+            _server = _Server()
+
+
+def stop() -> None:
+    """End that process, and what it runs."""
+    global _server  # noqa: PLW0603
+    if _server is not None and _server.owner == os.getpid():
+        _server.close()
+    _server = None
+
+
+atexit.register(stop)
+
+
+def run(request: Request, *, output_to_stderr: bool) -> Ended:
+    """Run a script to its end. Whatever interrupts this call ends the script too."""
+    with _one_at_a_time, tempfile.TemporaryFile(buffering=0) as file, contextlib.ExitStack() as stack:
+        mailbox = Mailbox(file)
+        mailbox.put(request)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        standard = [stack.enter_context(_open(number)) for number in ((0, 2, 2) if output_to_stderr else (0, 1, 2))]
+        start()
+        assert _server is not None
+        try:
+            status, too_long = _server.run([*standard, file.fileno()])
+        except BaseException:
+            stop()
+            raise
+        left = mailbox.get()
+        return Ended(os.waitstatus_to_exitcode(status), not too_long, None if isinstance(left, Request) else left)
+
+
+@contextlib.contextmanager
+def _open(number: int) -> Iterator[int]:
+    """A standard descriptor; where it is closed, one of nothing."""
+    try:
+        copy = os.dup(number)
+    except OSError:
+        copy = os.open(os.devnull, os.O_RDWR)
+    try:
+        yield copy
+    finally:
+        os.close(copy)

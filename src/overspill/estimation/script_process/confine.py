@@ -1,0 +1,68 @@
+"""What a script that is estimated may change: nothing that stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .audit import refuse_changes
+from .landlock import forbid_writes
+from .overlay import cover_with_overlay
+
+WAYS = ("overlay", "landlock", "audit")
+"""How writes are kept from the disk, best first. The first one that the system allows is taken; the last always works."""
+
+_REFUSALS = {
+    "overlay": {errno.EROFS, errno.EOVERFLOW, errno.EXDEV},
+    "landlock": {errno.EACCES, errno.EPERM, errno.EXDEV},
+    "audit": {errno.EACCES},
+}
+
+
+def confine(scratch: Path, ways: tuple[str, ...] = WAYS) -> str:
+    """Keep what this process and its children write away from real files, for good; the way that did it.
+
+    With `overlay` all changes are made below `scratch`, and the process sees them where it made them. Otherwise they
+    are refused (PermissionError), but below the temporary directory, which is then in `scratch`.
+    """
+    for way in ways:
+        try:
+            _WAYS[way](scratch)
+        except OSError:
+            if way == ways[-1]:
+                raise
+        else:
+            return way
+    return ""
+
+
+def is_refusal(error: BaseException, way: str) -> bool:
+    """Whether `error` is how a write ends that `way` cannot keep apart."""
+    return isinstance(error, OSError) and error.errno in _REFUSALS.get(way, ())
+
+
+def _landlock(scratch: Path) -> None:
+    forbid_writes((str(_own_temporary(scratch)), "/dev", "/proc"))
+    refuse_changes((str(scratch), "/dev", "/proc"), metadata_alone=True)
+
+
+def _audit(scratch: Path) -> None:
+    refuse_changes((str(_own_temporary(scratch)), "/dev", "/proc"))
+
+
+def _own_temporary(scratch: Path) -> Path:
+    """The temporary directory of this process from here on."""
+    made = scratch / "tmp"
+    made.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(made)
+    return made
+
+
+_WAYS: dict[str, Callable[[Path], None]] = {
+    "overlay": cover_with_overlay,
+    "landlock": _landlock,
+    "audit": _audit,
+}

@@ -1,0 +1,342 @@
+"""Runs a script in a process that is there for it alone, and says what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
+from overspill.capture.virtual_gpu.iterations import Enough, Iterations
+from overspill.capture.virtual_gpu.patching import patched
+from overspill.capture.virtual_gpu.record import unsupported
+from overspill.capture.virtual_gpu.script_patches import script_patches
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
+from overspill.core.units import format_bytes
+from overspill.estimation.script import ScriptRun
+
+from .confine import confine, is_refusal
+from .request import Mailbox, Request
+
+_NO_ANSWER = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_OURS = str(Path(__file__).parents[2])
+_LIBRARIES = (_OURS, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_MISSING = ("not compiled with CUDA", "no CUDA-capable device", "has no attribute '_cuda", "has no attribute '_nccl")
+
+TIME_IS_UP = signal.SIGXCPU
+"""What a script's process is sent when its time is over."""
+_TO_WIND_UP = 5.0  # seconds that a script has for its `finally` once it has shown enough
+
+
+def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
+    """Run the script, leave a ScriptRun or an exception in `mailbox`, and end this process.
+
+    `scratch` is an empty directory for this run, in which its changes to files go. The answer is there as soon as the script has shown enough; what it does then, and how it ends, does not matter.
+    """
+    answer = _Answer(request, mailbox)
+    try:
+        program = _program(request.script, request.arguments)
+        answer.way = confine(scratch, request.ways) if request.ways else ""
+        gpu = VirtualGpu(capability=request.capability, memory_bytes=request.memory_bytes)
+        answer.watch(progress := Iterations(gpu.recorder, request.iterations, answer.is_complete))
+        with gpu, script_patches(), progress.watching(), patched([(os, "_exit", answer.on_exit)]):
+            _run(program, answer)
+            if answer.is_mine:
+                answer.script_ended()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the one who asked is told
+        if os.environ.get("OVERSPILL_DEBUG") or not answer.is_mine:
+            traceback.print_exception(error)
+        answer.give(error)
+        answer.leave(1)
+    answer.leave(0)
+
+
+class _Answer:
+    """What this process has to say of the script, once: copies of the process that the script makes say nothing."""
+
+    def __init__(self, request: Request, mailbox: Mailbox) -> None:
+        self.way = ""  # how writes are kept from the disk
+        self._request, self._mailbox = request, mailbox
+        self._process, self._exit = os.getpid(), os._exit
+        self._given = False
+        self._ended_by = "the script ended"
+        self._progress: Iterations | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the process that was started for the script."""
+        return os.getpid() == self._process
+
+    def give(self, value: Any) -> None:
+        """Leave `value`, if nothing has been left."""
+        if self.is_mine and not self._given:
+            self._given = True
+            self._mailbox.put(value)
+
+    def leave(self, code: int) -> NoReturn:
+        """End the process now; its threads are not waited for."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or full: nobody is there to be told
+                stream.flush()
+        self._exit(code)
+
+    def watch(self, progress: Iterations) -> None:
+        """Answer for `progress` from here on, also when the time is over."""
+        self._progress = progress
+        signal.signal(TIME_IS_UP, self._time_is_over)
+
+    def is_complete(self) -> None:
+        """Enough is recorded, or the script has ended. Where it goes on nevertheless, it is ended."""
+        progress = self._progress
+        assert progress is not None
+        if not self.is_mine:
+            raise Enough
+        if self._given:
+            self.leave(0)
+        assert progress.recording is not None
+        notes = tuple(_notes(progress, self._request, self._ended_by))
+        found = ScriptRun(
+            self._request.script, progress.recording, progress.iterations, progress.trains, progress.steps,
+            progress.calls, tuple(progress.optimizers), progress.finished, notes,
+        )  # fmt: skip
+        self.give(found)
+        timer = threading.Timer(_TO_WIND_UP, self.leave, (0,))
+        timer.daemon = True
+        timer.start()
+
+    def script_ended(self) -> None:
+        """The script has come to its end, well or not: what it did is the answer, if it did anything."""
+        assert self._progress is not None
+        self._progress.finish()
+        if self._progress.recording is None:
+            self.give(_never(self._request.script, self._progress))
+
+    def on_exit(self, code: int) -> NoReturn:
+        """`os._exit` of the script, and of the processes that it makes."""
+        if self.is_mine:
+            assert self._progress is not None
+            if code == 0 or self._progress.recording is not None:
+                self.script_ended()
+            else:
+                place = _shown_frame(sys._getframe(1)) or self._request.script
+                self.give(RequestError(f"{place} exited with code {code}, before it had trained on cuda"))
+        self._exit(code)
+
+    def _time_is_over(self, _number: int, frame: FrameType | None) -> NoReturn:
+        assert self._progress is not None
+        seconds = f"{self._request.time_limit:g} seconds (--time-limit)"
+        self._ended_by = f"the script was ended after {seconds},"
+        self._progress.finish(cut_short=True)
+        place = _shown_frame(frame) or self._request.script
+        self.give(RequestError(f"{place} was still running after {seconds}, before the script had trained on cuda"))
+        self.leave(0)
+
+
+# --- Running it -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What to run as `__main__`: a file, or else the module `name`."""
+
+    name: str
+    arguments: tuple[str, ...]
+    file: Path | None
+
+    def run(self) -> None:
+        """Run it to its end, or until something is raised. `sys` is changed as Python's own start would."""
+        sys.argv[:] = [self.name, *self.arguments]
+        sys.path.insert(0, str(Path.cwd() if self.file is None else self.file.resolve().parent))
+        if self.file is None:
+            if not _is_module(self.name):
+                raise RequestError(f"there is no script {self.name}, nor a module of that name")
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        main = ModuleType("__main__")
+        main.__file__ = str(self.file.absolute())
+        main.__dict__["__builtins__"] = __builtins__
+        sys.modules["__main__"] = main
+        exec(compile(self.file.read_bytes(), main.__file__, "exec", dont_inherit=True), main.__dict__)  # noqa: S102
+
+
+def _program(script: str | Path, arguments: Sequence[str]) -> _Program:
+    path, name = Path(script), str(script)
+    if path.is_dir() and (path / "__main__.py").is_file():
+        path /= "__main__.py"
+    if path.is_dir():
+        raise RequestError(f"{name} is a directory, without a __main__.py to run")
+    if path.is_file():
+        if not os.access(path, os.R_OK):
+            raise RequestError(f"cannot read {name}: permission denied")
+        return _Program(name, tuple(arguments), path)
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+        raise RequestError(f"there is no script {name}")
+    return _Program(name, tuple(arguments), None)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _run(program: _Program, answer: _Answer) -> None:
+    """Run `program` until it ends or has shown enough; gives the error of a script that failed."""
+    in_threads: list[OverspillError] = []
+    try:
+        with _errors_of_threads(in_threads):
+            program.run()
+    except Enough:
+        pass
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as end:
+        if not answer.is_mine:
+            answer.leave(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        if end.code not in {None, 0}:
+            answer.give(_exited(program.name, end))
+    except BaseException as error:
+        if not answer.is_mine:
+            raise
+        answer.give(in_threads[0] if in_threads else _explained(program.name, error, answer.way))
+
+
+@contextmanager
+def _errors_of_threads(found: list[OverspillError]) -> Iterator[None]:
+    """Errors of ours that end a thread of the script are found, and explain what fails after."""
+    hook = threading.excepthook
+
+    def notice(event: threading.ExceptHookArgs) -> None:
+        if isinstance(event.exc_value, OverspillError):
+            found.append(event.exc_value)
+        else:
+            hook(event)
+
+    threading.excepthook = notice
+    try:
+        yield
+    finally:
+        threading.excepthook = hook
+
+
+# --- What to say of it ------------------------------------------------------------------------------------------------
+
+
+def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[str]:
+    wanted = request.iterations
+    if progress.iterations < wanted:
+        yield f"{ended_by} after {progress.iterations} of {wanted} iterations"
+    if progress.abandoned:
+        yield (
+            f"{', '.join(progress.abandoned)} took no step while {', '.join(progress.optimizers)} took many: "
+            "what its steps take is not in the estimate"
+        )
+    if not progress.trains and progress.iterations > wanted:
+        yield f"memory grew from one forward pass to the next; {progress.iterations} were recorded"
+    if "LBFGS" in progress.optimizers:
+        yield "LBFGS keeps history_size directions; the estimate has those of the recorded steps"
+    if torch.backends.cudnn.benchmark:
+        yield (
+            "torch.backends.cudnn.benchmark is on: while cuDNN tries engines, in the first iteration, it takes the "
+            "largest workspace that fits into free memory, which stays reserved and is not in the estimate"
+        )
+
+
+def _never(name: str, progress: Iterations) -> RequestError:
+    """The error for a script that ended without an iteration on the device."""
+    if peak_bytes := progress.peak_bytes:
+        return RequestError(
+            f"{name} ended without a training step or a forward pass on cuda (it had {format_bytes(peak_bytes)} there)"
+        )
+    advice = "choose the GPU, with the script's own option after -- if it has one"
+    if progress.host_steps:
+        return RequestError(f"{name} trains on the CPU, not on cuda; {advice}")
+    if progress.host_calls:
+        return RequestError(f"{name} runs its model on the CPU, not on cuda; {advice}")
+    return RequestError(f"{name} ended without training or running a model, and without using cuda")
+
+
+def _exited(name: str, end: SystemExit) -> OverspillError:
+    """The error for a script that gave up, by its own words or for a reason that is ours."""
+    ours = _ours_in(end)
+    if ours is not None:
+        return ours
+    said = f"code {end.code}" if isinstance(end.code, int) else f"the message: {_one_line(end.code)}"
+    return RequestError(f"{_place(end) or name} exited with {said}, before it had trained on cuda")
+
+
+def _explained(name: str, error: BaseException, way: str) -> BaseException:
+    """What to tell of an exception that the script did not catch."""
+    ours = _ours_in(error)
+    if ours is not None:
+        return ours
+    if is_out_of_memory(error):
+        return error
+    text = _one_line(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return RequestError(f"{_shown(error.filename)}:{error.lineno} is no valid Python: {error.msg}")
+    place = _place(error) or name
+    if is_refusal(error, way):
+        return UnsupportedError(
+            f"{place} would change files ({text}), which an estimate cannot keep apart from the real ones here; "
+            "--allow-writes lets it"
+        )
+    if any(sign in str(error) for sign in _MISSING):
+        return UnsupportedError(f"{place} uses a part of CUDA that an estimate does not have ({text})")
+    return RequestError(f"{place} raised {type(error).__name__}{': ' if text else ''}{text}")
+
+
+def _ours_in(error: BaseException) -> OverspillError | None:
+    """The error of ours that `error` is or came from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OverspillError):
+            return seen
+        if isinstance(seen, _NO_ANSWER):
+            return unsupported(seen)
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _place(error: BaseException) -> str:
+    """`file:line` of the innermost frame of `error` in code that is not a library's; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = next((frame for frame in reversed(frames) if not frame.filename.startswith(_LIBRARIES)), None)
+    return "" if found is None else f"{_shown(found.filename)}:{found.lineno}"
+
+
+def _shown_frame(frame: FrameType | None) -> str:
+    """`file:line` of `frame`, or the innermost of its callers that is not a library's; empty if there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _shown(file: str) -> str:
+    """The path of `file` as seen from the current directory, where it lies below it."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).split())
