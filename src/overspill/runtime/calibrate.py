@@ -194,9 +194,11 @@ def _transferring(store: Store) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        lane.close()
-        store.release(slot)
-    ticket.wait()
+        try:
+            ticket.wait()  # first, for a lane that is closed drops what has not begun
+        finally:
+            lane.close()
+            store.release(slot)
 
 
 # -- compute

@@ -31,6 +31,7 @@ from overspill.capture.compiled.batch_norm import (
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
 from overspill.capture.compiled.kernels import RUN_AS
+from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
@@ -264,6 +265,8 @@ class _Emitter:
         elif verb is Verb.OFFLOAD:
             root = self._only_root(target)
             handle = self._call(ops.OFFLOAD, (self.values[root], self.engine), f"handle_{root.name}")
+            # The strides with which Inductor has to hand it over: else it offloads it as it likes best, and gets it back so.
+            handle.meta["eager_input_vals"] = ((root.meta["val"], self.engine), {})
             with self.fake_mode:
                 handle.meta["val"] = ops.fake_handle()
             handle.meta["tensor_meta"] = extract_tensor_metadata(handle.meta["val"])
@@ -327,7 +330,11 @@ class _Emitter:
     def _copy(self, node: fx.Node) -> fx.Node:
         new = self.graph.node_copy(node, self.resolve)
         new.target = RUN_AS.get(new.target, new.target)
-        return new
+        if not reduces_in_place(node):
+            return new
+        alone = self._call(torch.ops.aten.clone.default, (new,), node.name)
+        new.meta = {**node.meta, **alone.meta, "val": node.meta["val"]}
+        return alone
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The captured nodes that name what `node` makes: itself, or the picks of its results."""

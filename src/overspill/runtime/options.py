@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.capture.compiled.graph import UPDATE
+from overspill.capture.compiled.graph import REST, UPDATE
 from overspill.core import Device, Graph, Verb
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
@@ -93,12 +93,18 @@ def device_for(options: Options, where: torch.device) -> Device:
 
 def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
     """The budget in bytes: what was asked for, as a size, as a share of the unmanaged peak, as the floor, or the whole device."""
-    whole = device.usable_bytes if options.device else usable_bytes(where)
+    if not options.limit.is_relative:
+        return fixed_budget(options, device, where)
     return options.limit.bytes_of(
         lambda: unmanaged_peak(graph, device),
-        whole,
+        0,
         lambda: smallest_budget(lambda nbytes: plan_graph(options, graph, device, nbytes)),
     )
+
+
+def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
+    """The budget in bytes that does not follow from a step: a size, or the whole device."""
+    return options.limit.nbytes or (device.usable_bytes if options.device else usable_bytes(where))
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -119,14 +125,20 @@ def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int
 
 
 @contextmanager
-def infeasible_for(what: str, inputs: Iterable[Any]) -> Iterator[None]:
-    """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do."""
+def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False) -> Iterator[None]:
+    """An InfeasibleBudget that is raised inside says which graph it is of and on which inputs, and what else would do.
+
+    Of a `whole_step` nothing else would.
+    """
     try:
         yield
     except InfeasibleBudget as error:
         shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
-        moves = f"at {UPDATE} of" in error.cause
-        instead = "; the optimizer's update takes it, which overspill.train_step would split" if moves else ""
+        instead = ""
+        if not whole_step and f"at {UPDATE} of" in error.cause:
+            instead = "; the optimizer's update takes it, which overspill.train_step would split"
+        elif f"at {REST} of" in error.cause:
+            instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
         raise error.told(f"{instead} (the {what} graph, on inputs of {shapes})") from None
 
 

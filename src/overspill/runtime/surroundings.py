@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from overspill.capture.compiled.graph import Surroundings
-from overspill.capture.compiled.joint import JointGraph, storage_bytes
+from overspill.capture.compiled.joint import JointGraph
 from overspill.core import TensorKind
 from overspill.core.units import parse_bytes
 
@@ -25,12 +26,15 @@ def surroundings_of(
     *,
     retained_bytes: int = 0,
     accumulates: bool = False,
+    beside: Sequence[int] = (),
 ) -> Surroundings:
     """What is on the device besides the graph `joint`, which reads the parameters `here` of all the model's `parameters`.
 
     `optimizers`: those that step on them; None: found among those that exist. `reserve`: bytes for a loss outside the
-    model; None: twice what the caller differentiates. `retained_bytes`: what other graphs of the model leave there.
+    model; None: those of `LossOutside`. `retained_bytes`: what other graphs of the model leave there. `beside`: bytes of
+    each batch that is there besides the model's inputs.
     """
+    loss = LossOutside.of(joint, beside) if reserve is None else LossOutside(parse_bytes(reserve))
     known = {id(p): p for p in (*parameters, *here)}
     stepping = optimizers if optimizers is not None else find_optimizers(list(known.values()))
     known |= {id(p): p for o in stepping for group in o.param_groups for p in group["params"]}
@@ -40,22 +44,65 @@ def surroundings_of(
     return Surroundings(
         optimizer_state_bytes=needs.state_bytes,
         update_bytes=needs.update_bytes,
-        reserved_bytes=outside_loss_bytes(joint) if reserve is None else parse_bytes(reserve),
+        reserved_bytes=loss.workspace_bytes,
+        previous_bytes=loss.previous_bytes,
         accumulates=accumulates,
         elsewhere=(
             (TensorKind.PARAMETER, sum(p.nbytes for p in outside)),
             (TensorKind.GRADIENT, sum(p.nbytes for p in outside if p.requires_grad)),
             (TensorKind.ACTIVATION, retained_bytes),
             (TensorKind.COMMUNICATION, bucket_bytes()),
+            (TensorKind.INPUT, loss.targets_bytes),
+            (TensorKind.TEMPORARY, loss.held_bytes),
         ),
     )
 
 
-def outside_loss_bytes(joint: JointGraph) -> int:
-    """Twice the size of what the caller differentiates outside the graph: a loss saves its input's size and makes it again."""
-    outputs = {n for n in joint.forward_outputs if isinstance(n, fx.Node)} - set(joint.write_backs.values())
-    sizes: dict[int, int] = {}
-    for node in outputs:
-        if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].is_floating_point() and node.meta["val"].dim():
-            sizes.update(storage_bytes(node))
-    return 2 * sum(sizes.values()) if joint.tangents else 0
+@dataclass(frozen=True)
+class LossOutside:
+    """Room for a loss that is computed outside of a graph, in bytes; none where the graph returns its own.
+
+    `workspace_bytes`: between forward and backward. `targets_bytes`: batches beside the model's inputs, all the while.
+    `held_bytes`: what a loss has, all the while, of the elements that it was made from (a mean that PyTorch computes in
+    place keeps them). `previous_bytes`: outputs of the step before, which a training loop holds until the model returns.
+    """
+
+    workspace_bytes: int = 0
+    targets_bytes: int = 0
+    held_bytes: int = 0
+    previous_bytes: int = 0
+
+    @classmethod
+    def of(cls, joint: JointGraph, beside: Sequence[int]) -> LossOutside:
+        """The room for a loss of what the caller differentiates, with batches of `beside` bytes there.
+
+        In units of an output in float32: a cross-entropy saves one, its gradient goes through another, and becomes a third,
+        beside a number or two a row; a loss of each element (where there is a target as large) has one more, and its mean
+        holds one. An output in lower precision is cast first.
+        """
+        values = outputs_of(joint) if joint.tangents else []
+        if not values:
+            return cls()
+        sizes = {v.untyped_storage()._cdata: v for v in values}.values()
+        output, single = sum(_bytes(v) for v in sizes), sum(4 * _elements(v) for v in sizes)
+        inputs = [_bytes(n.meta["val"]) for n in joint.primals if isinstance(n.meta.get("val"), Tensor)]
+        dense = max((*beside, *inputs), default=0) >= max(_bytes(v) for v in sizes)
+        wide = max(single, output)
+        copies = (4 if dense else 3) + (wide > output)
+        rows = 0 if dense else sum(_elements(v) // min((d for d in v.shape[1:] if d > 1), default=1) for v in sizes)
+        return cls(copies * wide + 2 * 4 * rows, sum(beside), wide if dense else 0, output)
+
+
+def outputs_of(joint: JointGraph) -> list[Tensor]:
+    """What a graph returns that the caller may differentiate, a loss aside."""
+    nodes = {n for n in joint.forward_outputs if isinstance(n, fx.Node)} - set(joint.write_backs.values())
+    values = (n.meta.get("val") for n in nodes)
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
+
+
+def _elements(value: Tensor) -> int:
+    return _bytes(value) // value.element_size()
+
+
+def _bytes(value: Tensor) -> int:
+    return int(value.untyped_storage().nbytes())

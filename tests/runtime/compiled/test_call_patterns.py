@@ -356,12 +356,13 @@ def test_outputs_that_are_views_of_each_other_and_of_inputs() -> None:
 
 def test_a_budget_below_the_floor_names_the_floor_and_its_cause(twins) -> None:
     compiled = overspill.compile(twins[1], budget="64KiB", store="host")
+    x, _ = batch()
     with pytest.raises(InfeasibleBudget, match=r"floor .* at \w+") as caught:
-        compiled(batch()[0])
+        compiled(x)
     assert caught.value.floor_bytes > 64 * 1024
     torch._dynamo.reset()
     again = overspill.compile(twins[1], budget=caught.value.floor_bytes, store="host")
-    again(batch()[0]).sum().backward()
+    again(x).sum().backward()
 
 
 def test_sparse_gradients_are_refused_with_what_to_do() -> None:
@@ -446,3 +447,29 @@ def test_inductor_equals_itself_without_transfers() -> None:
         assert (session.engine.offloaded_bytes > 0) == transfers
         torch._dynamo.reset()
     assert same(*results)
+
+
+def test_where_the_update_does_not_fit_train_step_is_named_and_does() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    compiled = overspill.compile(model, budget="64KiB", store="host")
+    x, y = torch.randn(8, 64), torch.randn(8, 8)
+    with pytest.raises(InfeasibleBudget, match=r"step\.update .* which overspill\.train_step would split") as error:
+        compiled(x)
+    step = overspill.train_step(model, nn.MSELoss(), optimizer, budget="1GiB", store="host")
+    assert step.smallest_budget(x, y) < error.value.floor_bytes
+
+
+@pytest.mark.long
+def test_attention_that_leaves_under_inductor_comes_back_in_the_order_it_is_read_in() -> None:
+    from functools import partial
+
+    from overspill.models import load
+    from overspill.runtime.options import Options
+    from overspill.runtime.training import Training, train, train_plain
+
+    training = Training(partial(load, "gpt2", small=True), 4, steps=2)
+    options = Options(budget=0.8, store="host", backend="inductor")
+    run = train(training, options)
+    assert run.offloaded_bytes > 0
+    assert run.losses == train_plain(training, options).losses

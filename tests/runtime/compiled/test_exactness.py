@@ -18,13 +18,14 @@ from tests.models.variants import MODELS, OTHERS_AND_DEEP_LONG, OWN
 from tests.runtime.compiled.lowered import Step, captured_step, moved_bytes, plan, run
 
 from overspill.capture.compiled.graph import HANDLE_BYTES
-from overspill.core import Device, Graph, LayerType, Verb
+from overspill.core import LayerType, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import this_cpu
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
+from overspill.runtime.compiled.beside import Problem
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
@@ -61,7 +62,8 @@ State = dict[str, torch.Tensor]
 class HalfwaySession(Session):
     """A budget halfway between the policy's floor and what plain training needs, where the policy plans for one."""
 
-    def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
+    def _budget(self, problem: Problem, *_: Any) -> int:
+        graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)
         policy = POLICIES[self.options.policy]
         if not policy.plans_for_budget:
@@ -193,7 +195,9 @@ def assert_peak_as_planned(session: Session, compiled: Any, module: TrainingStep
     session.tracker = None
     planned = session.peak_bytes
     assert tracker.peak_bytes <= planned
-    assert tracker.peak_bytes >= 0.98 * planned
+    # A step of many small tensors has room for more handles than it uses.
+    handles = max(HANDLE_BYTES * sum(t.movable for t in plan.graph.tensors) for plan in session.plans)
+    assert tracker.peak_bytes + handles >= 0.98 * planned
 
 
 @pytest.mark.parametrize("model", [name for name in OTHERS_AND_DEEP_LONG if name.values[0] in OWN])

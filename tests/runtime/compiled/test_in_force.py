@@ -221,6 +221,60 @@ def test_evaluation_before_training_is_not_held_to_a_share_of_itself() -> None:
     assert training.budget_bytes == int(0.95 * training.unmanaged_peak_bytes)
 
 
+def test_two_kinds_of_evaluation_before_training_are_not_held_to_each_other() -> None:
+    model = Net(8, *[64] * 6, 8)
+    compiled = overspill.compile(model, budget=0.95, store="host")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.ones(64, 8))
+        compiled(torch.ones(3, 8))
+    assert not compiled.overspill.outdated
+    assert len(compiled.overspill.plans) == 2
+
+
+def test_several_functions_evaluate_before_they_train() -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    session = overspill.Session(budget=0.95, store="host")
+    evaluate = overspill.compile(lambda x: model(x).square().mean(), session=session)
+    compiled = overspill.compile(model, session=session)
+    with torch.no_grad():
+        evaluate(torch.ones(4096, 8))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "this step keeps what several models need")
+        losses = train(compiled, model, [64, 64])
+    assert losses == train(plain, plain, [64, 64])
+
+
+def test_a_compiled_method_notices_kept_gradients() -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    model.forward = overspill.compile(model.forward, budget="1GiB", store="host")
+    for net in (plain, model):
+        for scale in (1.0, 2.0):
+            net(scale * torch.ones(64, 8)).sum().backward()
+    assert model.forward.overspill.accumulates
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_compiled_method_called_by_what_is_compiled_is_a_part_of_its_plan() -> None:
+    model = Net(8, *[64] * 6, 8)
+    model.forward = overspill.compile(model.forward, budget="1GiB", store="host")
+    step = overspill.compile(lambda x: model(x).square().mean(), budget="1GiB", store="host")
+    step(torch.ones(64, 8)).backward()
+    assert len(step.overspill.plans) == 1
+    assert model.forward.overspill.plans == []
+
+
+def test_a_trainer_that_takes_a_compiled_module_apart_gets_steps_that_are_looked_after() -> None:
+    # Lightning compiles a module's steps with the `dynamo_ctx` of the compiled one, and calls these alone.
+    model = Net(8, *[64] * 6, 8)
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    step = compiled.dynamo_ctx(model.forward)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(UnplannedError, match="without a plan"):
+        step(torch.ones(64, 8)).sum().backward()
+    step(torch.ones(64, 8)).sum().backward()
+    assert len(compiled.overspill.plans) == 1
+
+
 def test_the_smallest_budget_is_the_floor() -> None:
     plain, model = twins(lambda: Net(8, *[64] * 6, 8))
     compiled = overspill.compile(model, budget="smallest", store="host")
@@ -276,7 +330,7 @@ class Gan:
         return first.item(), second.item(), third.item()
 
 
-@pytest.mark.parametrize("budget", ["860KiB", *(pytest.param(b, marks=pytest.mark.long) for b in (0.9, "smallest"))])
+@pytest.mark.parametrize("budget", ["900KiB", *(pytest.param(b, marks=pytest.mark.long) for b in (0.9, "smallest"))])
 @pytest.mark.filterwarnings("ignore:this step keeps what several models need")
 def test_two_models_share_one_budget_and_keep_it_together(budget: str | float) -> None:
     plain = Gan(lambda *nets: nets).train()
@@ -304,3 +358,48 @@ def test_sessions_that_exceed_the_device_together_are_told_of_one_another(monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(compiled[1], models[1], [9])
+
+
+# -- by name, where Dynamo never calls the backend
+
+
+def by_name(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="overspill", options={"budget": "1GiB", "store": "host", **options})
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_by_name_a_skipped_model_is_noticed_before_its_first_update(in_place: bool) -> None:
+    model = LayerDrop(8, 8, 8)
+    if in_place:
+        model.compile(backend="overspill", options={"budget": "1GiB", "store": "host"})
+    compiled = model if in_place else by_name(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(UnplannedError, match=r"LayerDrop trains without a plan: .*overspill\.compile says why"):
+        train(compiled, model, [4, 4])
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_by_name_who_wants_no_error_is_warned_once() -> None:
+    plain, model = twins(lambda: LayerDrop(8, 8, 8))
+    random.seed(0)
+    expected = train(plain, plain, [4, 4, 4])
+    random.seed(0)
+    with pytest.warns(UserWarning, match="trains without a plan") as warned:
+        assert train(by_name(model, on_unplanned="warn"), model, [4, 4, 4]) == expected
+    assert sum("trains without a plan" in str(w.message) for w in warned) == 1
+
+
+def test_by_name_other_models_their_hooks_and_train_step_are_left_alone() -> None:
+    idle, other, planned = by_name(Net(8, 16, 8)), Net(8, 16, 8), Net(8, 16, 8)
+    optimizer, steps = torch.optim.SGD(other.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: steps.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: steps.append("post"))
+    other(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert steps == ["pre", "post"]
+    train(by_name(planned), planned, [4, 4])
+    last = Net(8, 4)
+    optimizer = torch.optim.SGD(last.parameters())
+    step = overspill.train_step(last, nn.MSELoss(), optimizer, budget="1GiB", store="host")
+    assert step(torch.ones(2, 8), torch.ones(2, 4)) > 0
+    assert not hasattr(idle, "overspill")

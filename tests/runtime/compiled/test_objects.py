@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import warnings
@@ -105,12 +106,13 @@ def test_a_budget_below_the_floor_is_an_infeasible_budget_that_names_graph_and_s
 def test_sizes_that_read_the_same_are_told_in_bytes() -> None:
     assert format_apart(2**20, 2**20 + 5) == ("1.0 MiB (1048576 bytes)", "1.0 MiB (1048581 bytes)")
     assert format_apart(2**20, 2**21) == ("1.0 MiB", "2.0 MiB")
+    x, _ = batch()
     with pytest.raises(InfeasibleBudget) as first:
-        overspill.compile(made(), budget="64KiB")(batch()[0])
+        overspill.compile(made(), budget="64KiB")(x)
     torch._dynamo.reset()
     least = first.value.floor_bytes
     with pytest.raises(InfeasibleBudget, match=rf"\({least - 1} bytes\) is below .*\({least} bytes\)"):
-        overspill.compile(made(), budget=least - 1)(batch()[0])
+        overspill.compile(made(), budget=least - 1)(x)
 
 
 def test_a_floor_that_the_update_sets_names_the_step_that_would_do() -> None:
@@ -389,3 +391,13 @@ def test_parameters_that_were_assigned_anew_are_those_whose_gradients_are_looked
     assert_same(compiled, plain)
     compiled.zero_grad(set_to_none=False)
     assert compiled.overspill.gradients_are_kept()
+
+
+def test_the_arguments_of_a_compiled_model_can_be_looked_up() -> None:
+    class Model(nn.Linear):
+        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+            return super().forward(inputs) if labels is None else super().forward(inputs) - labels
+
+    model = Model(2, 2)
+    assert list(inspect.signature(overspill.compile(model).forward).parameters) == ["inputs", "labels"]
+    assert list(inspect.signature(overspill.compile(model.forward)).parameters) == ["inputs", "labels"]

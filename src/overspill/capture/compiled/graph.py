@@ -15,9 +15,10 @@ from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
 from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_bytes, storages
+from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
 
-REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
-    "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
+PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
+    "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
 )  # fmt: skip
 """Ops of the step that happen outside the captured graph: what autograd brings and takes, and the optimizer."""
 
@@ -47,6 +48,9 @@ class Surroundings:
     `accumulates`: gradients of earlier backward passes are still there when the step begins.
     `elsewhere`: persistent bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries.
     `reserved_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
+    `pending_bytes`: what other calls of the model keep for their backward, which comes before the update, as this one's.
+    `sums`: their gradients, of the same parameters, are there in backward. `previous_bytes`: outputs of the step before,
+    until forward returns its own.
     """
 
     optimizer_state_bytes: int = 0
@@ -54,6 +58,9 @@ class Surroundings:
     reserved_bytes: int = 0
     accumulates: bool = False
     elsewhere: tuple[tuple[TensorKind, int], ...] = ()
+    pending_bytes: int = 0
+    sums: bool = False
+    previous_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,13 @@ class CaptureOfStep:
         self.grads = self._output_storages(joint.backward_outputs)
         self.returned = self._output_storages(joint.forward_outputs)
         self.random_state: tuple[int, ...] = ()
+        self.pending: tuple[int, ...] = ()
+        self.previous: tuple[int, ...] = ()
 
     def build(self) -> Captured:
         """The Graph, and how its ops and tensors belong to the FX graph."""
         self._add_inputs()
+        self._add_pending()
         if any(is_random(node) for node in (*self.joint.forward, *self.joint.backward)):
             self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
         for node in self.joint.forward:
@@ -186,7 +196,8 @@ class CaptureOfStep:
         reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
         keys = [key for key in storages(node) if key not in self.tensor_of]
         sizes = storage_bytes(node)
-        if op_name(node) in CLONES_STORAGE:  # the traced value reaches only as far as the view does
+        # The traced value reaches only as far as the view does, or as the result.
+        if op_name(node) in CLONES_STORAGE or node.target in AS_LARGE_AS_INPUT:
             whole = sum(storage_bytes(node.args[0]).values())
             sizes = {key: max(nbytes, whole) for key, nbytes in sizes.items()}
         values = {
@@ -205,8 +216,8 @@ class CaptureOfStep:
         self.nodes[len(self.ops)] = node
         self._add_op(
             op_name(node), layer, layer_type, phase, reads, writes,
-            flops=_flops(node), moved_bytes=_moved_bytes(node), recomputable=bool(recompute_writes),
-            recompute_reads=recompute_reads, recompute_writes=recompute_writes,
+            flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=scratch_bytes(node),
+            recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
         )  # fmt: skip
 
     def _add_op(
@@ -249,6 +260,14 @@ class CaptureOfStep:
 
     # -- the step around the graph
 
+    def _add_pending(self) -> None:
+        if nbytes := self.surroundings.pending_bytes:
+            self.pending = (self._add_tensor(nbytes, TensorKind.ACTIVATION, "other calls"),)
+            self._add_op(PENDING, "", LayerType.OTHER, Phase.FORWARD, (), self.pending)
+        if nbytes := self.surroundings.previous_bytes:
+            self.previous = (self._add_tensor(nbytes, TensorKind.TEMPORARY, "outputs of the step before"),)
+            self._add_op(PREVIOUS, "", LayerType.OTHER, Phase.FORWARD, (), self.previous)
+
     def _add_write_back(self) -> None:
         pairs = self.joint.write_backs
         self._written_back = {self.tensor_of[k] for value in pairs.values() for k in storages(value)}
@@ -256,6 +275,8 @@ class CaptureOfStep:
             targets = self._ids({k for primal in pairs for k in storages(primal)})
             reads = tuple(sorted(self._written_back | set(targets)))
             self._add_op(WRITE_BACK, "", LayerType.UPDATE, Phase.FORWARD, reads, targets)
+        if self.previous:
+            self._add_op(RETURN, "", LayerType.OTHER, Phase.FORWARD, self.previous, ())
 
     def _add_tangents(self) -> None:
         if nbytes := self.surroundings.reserved_bytes:
@@ -263,8 +284,17 @@ class CaptureOfStep:
         before = len(self.tensors)
         for node in self.joint.tangents:
             self._add_storages(node, TensorKind.GRADIENT, node.name)
+        if self.surroundings.sums and not self.surroundings.accumulates and (nbytes := self._gradient_bytes()):
+            self.pending += (self._add_tensor(nbytes, TensorKind.GRADIENT, "gradients of other calls"),)
         if new := tuple(range(before, len(self.tensors))):
             self._add_op(TANGENTS, "", LayerType.OTHER, Phase.BACKWARD, (), new)
+
+    def _gradient_bytes(self) -> int:
+        sizes: dict[StorageKey, int] = {}
+        for node in self.joint.backward_outputs:
+            if isinstance(node, fx.Node):
+                sizes.update(storage_bytes(node))
+        return sum(sizes.values())
 
     def _add_gradients_and_update(self) -> None:
         tangents = self._ids({k for n in self.joint.tangents for k in storages(n)})
@@ -275,7 +305,7 @@ class CaptureOfStep:
         if self.surroundings.accumulates:
             nbytes = sum(self.tensors[t].nbytes for t in gradients)
             kept = (self._add_tensor(nbytes, TensorKind.GRADIENT, "accumulated gradients", persistent=True),)
-        reads = tuple(dict.fromkeys((*gradients, *tangents, *kept)))
+        reads = tuple(dict.fromkeys((*gradients, *tangents, *kept, *self.pending)))
         self._add_op(GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept)
         owned = tuple(
             t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent

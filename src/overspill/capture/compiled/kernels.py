@@ -84,7 +84,7 @@ def eager_kernels() -> Iterator[Casts]:
 def _take(instead: dict[Any, dict[Any, Callable[..., Any]]]) -> dict[Any, dict[Any, Any]]:
     """Take the Python kernels away, and put `instead` and REPLACED in; what each op had."""
     taken = {}
-    for op in dict.fromkeys((*_ops_with_python_kernels(), *instead)):
+    for op in dict.fromkeys((*_ops_with_python_kernels(), *REPLACED, *instead)):
         taken[op] = dict(op.py_kernels)
         for key in KEYS:
             op.py_kernels.pop(key, None)
@@ -144,9 +144,28 @@ def _dropout(x: Tensor, p: float, train: bool) -> Any:
     return aten.dropout.default._op_dk(DispatchKey.CompositeImplicitAutograd, x, p, train)
 
 
+NO_REST = 64
+"""Elements of which the CPU's kernels leave no rest that is too short for their vectors, in any precision."""
+
+
+def _sigmoid_in_rows(x: Tensor) -> Tensor:
+    """The sigmoid in place, of rows that lie apart as in eager, where the CPU's kernel takes each row by itself.
+
+    What does not fill vectors at the end of a row is rounded otherwise. The gates of a GRU are such rows, parts of longer
+    ones; once an update of theirs in place is captured as a new tensor they would be next to one another.
+    """
+    count = x.shape[-1] if x.dim() > 1 else 0
+    if x.device.type == "cpu" and count % NO_REST and x.stride(-1) == 1 and x.stride(-2) > count:
+        apart = aten.constant_pad_nd(x, [0, 1]).narrow(-1, 0, count)
+        return x.copy_(aten.sigmoid(apart))
+    with no_python_dispatcher():
+        return aten.sigmoid_(x)
+
+
 REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
     aten.cudnn_batch_norm.default: {DispatchKey.Autograd: _cudnn_batch_norm},
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),
+    aten.sigmoid_.default: {DispatchKey.Autograd: _sigmoid_in_rows},
 }
 """Python kernels of our own."""
 

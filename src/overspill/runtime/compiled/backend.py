@@ -7,6 +7,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -32,9 +33,9 @@ from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
-from .double_backward import refusing_double_backward
+from .double_backward import compiled_node, refusing_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
-from .session import Frame, Session, torch_device
+from .session import Frame, Planned, Session, torch_device
 
 Compiled = Callable[..., Any]
 
@@ -71,7 +72,7 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Sess
 def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> Compiled:
     compiler = _GraphCompiler(module, examples, session, frame)
     try:
-        return refusing_double_backward(compiler.compile())
+        return compiler.watched(refusing_double_backward(compiler.compile()))
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
@@ -120,6 +121,22 @@ class _GraphCompiler:
         self.session = session
         self.inputs = describe_inputs(module, examples)
         self.frame = frame
+        self.planned: Planned | None = None
+
+    def watched(self, compiled: Compiled) -> Compiled:
+        """`compiled`, of which the session knows which calls wait for their backward."""
+        session, planned = self.session, self.planned
+        if planned is None:  # no ops
+            return compiled
+
+        def run(*args: Any) -> Any:
+            session.see(planned, args)
+            outputs = compiled(*args)
+            if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
+                session.pending.begin(node, planned.kind, lambda call: session.see(planned, call=call))
+            return outputs
+
+        return run
 
     def compile(self) -> Compiled:
         # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a
@@ -149,7 +166,8 @@ class _GraphCompiler:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's hook: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
-        captured, plan = self.session.plan(graph, self.inputs, self.examples, self.frame)
+        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame)
+        plan = self.planned.plan
         device = torch_device(self.examples)
         engine = self.session.engine_for(plan, device)
         lowered = lower(captured, plan.schedule, engine, transfers=self.session.options.transfers)
@@ -162,7 +180,8 @@ class _GraphCompiler:
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
-        captured, plan = self.session.plan(graph, self.inputs, self.examples, self.frame)
+        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame)
+        plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
         return self._boxed(lower_inference(captured, plan.schedule, engine), _inputs)
 
@@ -206,6 +225,13 @@ def overspill_backend(
     return compile_graph(module, examples, session)
 
 
+def was_asked_for_plans(options: Mapping[str, Any] | None) -> bool:
+    """Whether Dynamo has handed over a graph of a torch.compile call with these options (without any, of any such call)."""
+    if options is None:
+        return any(not asked for asked, _ in _SESSIONS.values())
+    return id(options) in _SESSIONS and _SESSIONS[id(options)][0] is options
+
+
 _SESSIONS: dict[int, tuple[Mapping[str, Any], Session]] = {}
 
 
@@ -218,6 +244,18 @@ def _session_of(options: Mapping[str, Any]) -> Session:
             raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(known))}")
         _SESSIONS[key] = (options, Session(Options(**options)))
     return _SESSIONS[key][1]
+
+
+def backend_of(session: Session) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
+    """The backend of a model compiled in `session`, which it does not keep: Dynamo keeps all backends that it has seen."""
+    held = weakref.ref(session)
+
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+        session = held()
+        assert session is not None  # the compiled model, which has called this, keeps it
+        return compile_graph(module, examples, session)
+
+    return backend
 
 
 def _frame(module: fx.GraphModule) -> Frame:

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes
+from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import whole_models
 
-from .backend import compile_graph
+from .backend import backend_of
 from .in_force import plans_needed
 from .session import Session
 
@@ -65,9 +66,9 @@ def compile(  # noqa: A001 - named as torch.compile is
         budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,
         checksum=checksum, on_unplanned=on_unplanned,
     )  # fmt: skip
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else (None if optimizer is None else list(optimizer))
-    module = model if isinstance(model, nn.Module) else None
-    parameters = module.parameters() if module is not None else ()
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    optimizers = None if given is None else [unwrapped(o) for o in given]
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
     if session is not None:
         if options != Options():
             raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
@@ -89,17 +90,17 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
         model.__dict__["overspill"] = session
         return model
-    compiled = torch.compile(
-        model, backend=functools.partial(compile_graph, session=session), dynamic=False, fullgraph=fullgraph
-    )
+    compiled = torch.compile(model, backend=backend_of(session), dynamic=False, fullgraph=fullgraph)
     recipe = _Recipe(session.options, model, fullgraph)
     if not isinstance(compiled, nn.Module):
         return functools.wraps(model)(_Call(compiled, session, recipe))  # type: ignore[return-value]
     # Set in the instance's own dictionary: OptimizedModule hands ordinary attributes on to the user's module, and Dynamo
     # knows a compiled module inside another one by its very type.
+    # Lightning compiles the steps of a module with its `dynamo_ctx`; it gets calls that are looked after too.
     compiled.__dict__.update(
-        forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced
-    )
+        forward=_Call(compiled.forward, session, recipe), overspill=session, __reduce_ex__=recipe.reduced,
+        dynamo_ctx=functools.partial(compile_in, session, fullgraph=fullgraph),
+    )  # fmt: skip
     compiled.register_load_state_dict_pre_hook(_with_prefix)
     compiled.register_load_state_dict_post_hook(lambda module, _: session.follow(module.parameters()))
     return compiled
@@ -144,8 +145,18 @@ class _Call:
         self._call = call
         self._recipe = recipe
         self.overspill = session
+        self._called = False
+        if isinstance(recipe.model, nn.Module):
+            self.__wrapped__ = recipe.model.forward  # whose arguments inspect.signature finds; trainers look at them
+        session.replans = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # a part of what is compiled around it, and of its plans
+            return self._recipe.model(*args, **kwargs)
+        if not self._called:  # not before: while it is unpickled, a method's module has no parameters yet
+            self._called = True
+            of = getattr(self._recipe.model, "__self__", None)
+            self.overspill.follow(of.parameters() if isinstance(of, nn.Module) else ())
         self._notice_kept_gradients()
         if self.overspill.steps is not None and torch.is_grad_enabled():
             self.overspill.steps.begin_step()
@@ -174,5 +185,6 @@ class _Call:
         if not session.accumulates and torch.is_grad_enabled() and session.gradients_are_kept():
             session.accumulates = True
             if session.plans:
+                session.settle()
                 session.forget_plans()
                 torch._dynamo.reset()

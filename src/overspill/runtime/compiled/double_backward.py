@@ -28,13 +28,16 @@ def refusing_double_backward(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def run(*args: Any) -> Any:
         outputs = call(*args)
-        if torch.is_grad_enabled():
-            node = next(filter(None, map(_node_behind, tree_leaves(outputs))), None)
-            if node is not None:
-                node.register_hook(_mark)
+        if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
+            node.register_hook(_mark)
         return outputs
 
     return run
+
+
+def compiled_node(outputs: Any) -> Node | None:
+    """The autograd node of the compiled graph that made `outputs`; None where there is no backward."""
+    return next(filter(None, map(_node_behind, tree_leaves(outputs))), None)
 
 
 def _node_behind(output: Any) -> Node | None:

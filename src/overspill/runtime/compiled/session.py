@@ -4,50 +4,66 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
+from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
-from overspill.core import Device, Graph, Phase, TensorKind
+from overspill.core import TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.placement.packing import solver_named
-from overspill.planning.gaps import swappable_gaps
-from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import Plan, retained_bytes, unmanaged_peak
+from overspill.runtime import batches
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
+from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 from overspill.runtime.options import (
     Options,
     budget_for,
     device_for,
+    fixed_budget,
     infeasible_for,
     open_engine,
-    plan_graph,
     store_bytes,
 )
 from overspill.runtime.profile import OpTimer
-from overspill.runtime.surroundings import surroundings_of
+from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import economise
 
+from .beside import ALONE, Problem, Room, Settlement, room_beside
+from .bystanders import Bystanders
 from .in_force import Watch
+from .pending import Kind, Part, PendingCalls
 
-Part = tuple[int, ...]
-"""What tells a part of the job apart from others, over compilations too: its model, and the parameters that it reads."""
 MOST_ROUNDS = 4
 """How often plans are made anew because several parts keep more at once than was known."""
+MOST_WAITING = 1024
+"""So many calls plans that are out of date stay in use while any call waits for its backward."""
+TOGETHER = "keeps what several models need for backward at once"
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Step(Protocol):
+    """What a session asks of a train step."""
+
+    def join(self, beside: Callable[[], int]) -> None:
+        """Leave room for what `beside` gives."""
+
+    def kept_bytes(self) -> int:
+        """Bytes between two steps."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +75,27 @@ class Frame:
 
 
 @dataclass
-class _Planned:
+class Planned:
     """One plan, of one graph of a part of the models: each input shape, and evaluation, has its own.
 
-    Between its forward and its backward it leaves `retained_bytes` on the device, and the plan assumes that the job's
-    other models leave `others_bytes` there.
+    Between its forward and its backward it leaves `retained_bytes` on the device; it has `room` for what others leave.
     """
 
     frame: Frame
-    part: Part
+    kind: Kind
     plan: Plan
     retained_bytes: int
-    others_bytes: int
-    parameters: tuple[int, ...] = field(default=())
+    room: Room
+    parameters: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+    """At which positions the caller passes inputs."""
+    beside: Counter[Kind] = field(default_factory=Counter)
+    """Calls that are known to be pending when it runs."""
+
+    @property
+    def part(self) -> Part:
+        """The part of the job that it is for."""
+        return self.kind.part
 
 
 class Session:
@@ -102,7 +126,7 @@ class Session:
         self._parameters: list[weakref.ref[Tensor]] = []
         self.follow(parameters)
         self._optimizers = optimizers
-        self._planned: list[_Planned] = []
+        self._planned: list[Planned] = []
         self._engine: TransferEngine | None = None
         self._engine_number = 0
         self.device_name = ""
@@ -111,8 +135,19 @@ class Session:
         """Whether plans have to be made anew, for something has come to the device that they do not know of."""
         self._fixed_budget: int | None = None
         self._counted: set[Part] = set()  # the training graphs that the fixed budget is for: a part, and how many ops
-        self._retained: dict[Part, int] = {}
+        self._keeps: Counter[Kind] = Counter()  # what a call of each kind keeps by its last plan
         self._rounds = 0
+        self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._waited = 0
+        self._bystanders = Bystanders()
+        self._late: set[Kind] = set()  # calls of which inputs come when others are pending already
+        self.pending = PendingCalls()
+        self._problems: dict[Kind, Problem] = {}
+        self._rooms: dict[Kind, Room] = {}  # that calls leave to one another, of those that are pending at once
+        self._settled: tuple[bool, dict[Kind, Counter[Kind]]] = False, {}
+        self._settled_budget = 0
+        self.replans = False
+        """Whether it is called before each call of a model, and so can plan anew."""
         self._calling = 0  # which model is called, where there are several
         _SESSIONS.add(self)
 
@@ -136,6 +171,23 @@ class Session:
         else:
             self._optimizers = [*(self._optimizers or ()), *optimizers]
         self.outdated |= bool(self._planned)
+
+    def add_step(self, step: Step) -> None:
+        """A `train_step` of the job: while it runs, or a compiled model does, the others keep what they have between steps."""
+        ours, itself = weakref.ref(self), weakref.ref(step)
+        self._steps.add(step)
+        step.join(lambda: 0 if (session := ours()) is None else session._kept_bytes(besides=itself()))
+        self.outdated |= bool(self._planned)
+
+    def _kept_bytes(self, besides: Step | None = None) -> int:
+        """What the train steps of the job, and its compiled models, have on the device between two steps."""
+        steps = sum(step.kept_bytes() for step in self._steps if step is not besides)
+        if besides is None:
+            return steps
+        parameters = [p for ref in self._parameters if (p := ref()) is not None]
+        optimizers = self._optimizers if self._optimizers is not None else find_optimizers(parameters)
+        own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
+        return steps + own + (optimizer_needs(optimizers).state_bytes if parameters else 0)
 
     def place_live(self, device: str = "cuda", **settings: Any) -> None:
         """From now on, give the blocks of each step the addresses that a solver finds for those of a recorded one.
@@ -196,57 +248,145 @@ class Session:
     def begin_call(self, model: int) -> None:
         """Before each call of one of its models: plan anew where plans are out of date. Raises InfeasibleBudget where that does not end."""
         self._calling = model
-        if self.outdated:
-            self._rounds += 1
-            if self._rounds > MOST_ROUNDS:
-                worst = max(self._planned, key=self._with_others)
-                raise InfeasibleBudget(
-                    f"infeasible: the models of this session do not fit beside one another in {format_bytes(worst.plan.budget_bytes)}: "
-                    f"they need {format_bytes(self._with_others(worst))}; raise the budget",
-                    budget_bytes=worst.plan.budget_bytes,
-                    floor_bytes=self._with_others(worst),
-                    cause="what several models keep for their backward at once",
-                )
-            self.forget_plans()
-            torch._dynamo.reset()
+        if not self.outdated or not self._may_plan_anew():
+            return
+        if self.settle():
+            self._rounds = 0  # there is always an end to what calls can be beside one another
+        self._rounds += 1
+        if self._rounds > MOST_ROUNDS:
+            worst = max(self._planned, key=self._needs)
+            raise InfeasibleBudget(
+                f"infeasible: the models of this session do not fit beside one another in {format_bytes(worst.plan.budget_bytes)}: "
+                f"they need {format_bytes(self._needs(worst))}; raise the budget",
+                budget_bytes=worst.plan.budget_bytes,
+                floor_bytes=self._needs(worst),
+                cause="what several models keep for their backward at once",
+            )
+        self.forget_plans()
+        torch._dynamo.reset()
+
+    def _may_plan_anew(self) -> bool:
+        """Not in the middle of a step, whose calls would all be compiled again one by one."""
+        self._waited += 1
+        if len(self.pending) and self._waited < MOST_WAITING:
+            return False
+        self._waited = 0
+        return True
 
     # -- planning
 
     def plan(
         self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame
-    ) -> tuple[Captured, Plan]:
+    ) -> tuple[Captured, Planned]:
         """The captured graph of `frame` and its plan. Raises InfeasibleBudget when the budget cannot be met."""
         where = torch_device(examples)
         device = device_for(self.options, where)
         self.device_name = device.name
+        trains = bool(joint.tangents)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         part = self._part(examples)
-        others = self._retained_by_others(part)
-        surroundings = self._surroundings(joint, here, others + self._retained_elsewhere(frame))
-        captured = capture(joint, inputs, surroundings)
-        trains = any(op.phase is Phase.BACKWARD for op in captured.graph.ops)
-        budget = self._budget(captured.graph, device, examples)
-        if frame.broken:
-            # What follows is unknown yet: leave it all the memory that can be freed between forward and backward.
-            rest = max(surroundings.reserved_bytes, budget - _least_between(captured.graph))
-            captured = capture(joint, inputs, replace(surroundings, reserved_bytes=rest))
-        given = (e for e, info in zip(examples, inputs, strict=True) if info.kind is TensorKind.INPUT)
-        with infeasible_for("training" if joint.tangents else "evaluation", given):
-            plan = plan_graph(self.options, captured.graph, device, budget)
-        retained = retained_bytes(captured.graph, plan.schedule)
-        self._planned.append(_Planned(frame, part, plan, retained, others, tuple(id(p) for p in here)))
+        kind = Kind(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))
+        beside = self._known_beside(kind)
+        others = self._retained_elsewhere(frame) + sum(
+            count * self._keeps[other] for other, count in beside.items() if other.part[0] != part[0]
+        )
+        surroundings = self._surroundings(
+            joint, here, self._kept_bytes() + (0 if trains else others), self._beside(joint, inputs, examples)
+        )
+        problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken)
+        room = self._rooms.get(kind, Room(pending_bytes=others))
+        budget = self._budget(problem, room, kind, where)
+        given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
+        with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
+            try:
+                captured, plan = problem.planned(room if trains else ALONE, budget)
+            except InfeasibleBudget:
+                if not trains or kind in self._rooms or not beside:
+                    raise
+                # The others were planned as if they were alone. From the next step on they leave room to one another.
+                room = Room(pending_bytes=self._retained_elsewhere(frame))
+                captured, plan = problem.planned(room, budget)
+                self.pending.learn(kind, beside)
+                self._plan_anew(TOGETHER)
+        planned = Planned(
+            frame, kind, plan, retained_bytes(captured.graph, plan.schedule) - room.pending_bytes, room,
+            tuple(id(p) for p in here), tuple(given), beside,
+        )  # fmt: skip
+        self._planned.append(planned)
         self._check_whole(budget, here, frame)
         if trains:
-            self._retained[part] = max(p.retained_bytes for p in self._planned if p.part == part)
-        if any(self._with_others(p) > budget for p in self._planned) and not self.outdated:
-            self.outdated = True
-            warnings.warn(
-                "this step keeps what several models need for backward at once, which the first plans did not know: it may "
-                "take more than the budget; from the next step on the plans know it",
-                stacklevel=2,
-            )
+            self._problems[kind] = problem
+            self._keeps[kind] = planned.retained_bytes
+            # An evaluation before training may have taken more than what is now the budget.
+            self.outdated |= any(p.plan.peak_bytes > budget for p in self._planned)
         self._tell_of_other_sessions(where)
-        return captured, plan
+        return captured, planned
+
+    def _known_beside(self, kind: Kind) -> Counter[Kind]:
+        """Calls that the plan of a call of `kind` has to leave room for: those that were settled, or what is seen of other models."""
+        seen = self.pending.beside.get(kind, Counter())
+        if kind in self._rooms:
+            return Counter(seen)
+        return Counter({k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]})
+
+    def _plan_anew(self, what: str) -> None:
+        """At the next occasion; until then the user is told what this step does that the plans do not know."""
+        if not self.outdated:
+            self.outdated = True
+            later = (
+                "from the next step on the plans know it" if self.replans else "overspill.compile would plan anew then"
+            )
+            warnings.warn(
+                f"this step {what}, which the first plans did not know: it may take more than the budget; {later}",
+                stacklevel=3,
+            )
+
+    def see(self, planned: Planned, args: Sequence[Any] = (), call: weakref.ref[Node] | None = None) -> None:
+        """A graph is about to run, forward on `args` or (then with its `call`) backward: look which other calls are pending."""
+        beside = self.pending.others(call)
+        if beside <= planned.beside:
+            return
+        planned.beside |= beside
+        if any(isinstance(args[i], Tensor) and args[i] not in self._bystanders for i in planned.given if args):
+            self._late.add(planned.kind)
+        self.pending.learn(planned.kind, planned.beside)
+        if planned.beside.keys() <= self._problems.keys() and self._needs(planned) > planned.plan.budget_bytes:
+            several = len({kind.part[0] for kind in planned.beside} | {planned.part[0]}) > 1
+            calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
+            self._plan_anew(TOGETHER if several else calls)
+
+    def _needs(self, planned: Planned) -> int:
+        """The peak of a plan beside all that is now known to be pending when it runs."""
+        room, problem = planned.room, self._problems.get(planned.kind)
+        needed = room_beside(planned.kind, planned.beside, self._problems, self._keeps)
+        more = needed.pending_bytes - room.pending_bytes + max(0, needed.loss_bytes - room.loss_bytes)
+        if needed.sums and not room.sums and problem is not None:
+            more += problem.gradient_bytes
+        return planned.plan.peak_bytes + more
+
+    def settle(self) -> bool:
+        """Settle what calls leave to one another that are pending at once; whether there is anything new in that.
+
+        Raises InfeasibleBudget where they do not fit beside one another.
+        """
+        known = {kind: others for kind, others in self.pending.beside.items() if others}
+        if (self.accumulates, known) == self._settled:
+            return False
+        self._settled = self.accumulates, dict(known)
+        self._problems = {
+            kind: replace(
+                p, late=kind in self._late, surroundings=replace(p.surroundings, accumulates=self.accumulates)
+            )
+            for kind, p in self._problems.items()
+        }
+        settlement = Settlement(self._problems, known)
+        if settlement.kinds:
+            device_bytes = max(planned.plan.budget_bytes for planned in self._planned)
+            self._settled_budget = self.options.limit.bytes_of(
+                settlement.unmanaged_peak, device_bytes, lambda: settlement.smallest()[0]
+            )
+            self._rooms = settlement.rooms(self._settled_budget)
+        return True
 
     def _retained_elsewhere(self, frame: Frame) -> int:
         """What the model's other frames leave between their forward and their backward: of each, the most of any plan."""
@@ -255,14 +395,6 @@ class Session:
             if planned.frame.id != frame.id and planned.part[0] == self._calling:
                 found[planned.frame.id] = max(found.get(planned.frame.id, 0), planned.retained_bytes)
         return sum(found.values())
-
-    def _retained_by_others(self, part: Part) -> int:
-        """What the parts of other models leave between their forward and their backward, as far as is known."""
-        return sum(nbytes for other, nbytes in self._retained.items() if other[0] != part[0])
-
-    def _with_others(self, planned: _Planned) -> int:
-        """The peak of a plan beside what is now known that others leave."""
-        return planned.plan.peak_bytes - planned.others_bytes + self._retained_by_others(planned.part)
 
     def _tell_of_other_sessions(self, where: torch.device) -> None:
         """Warn where the plans of several sessions exceed the device together."""
@@ -287,25 +419,41 @@ class Session:
             self._engine.store.reserve(store_bytes(plan))
         return self._engine_number
 
-    def _surroundings(self, joint: JointGraph, here: list[nn.Parameter], retained_bytes: int) -> Surroundings:
+    def _beside(self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any]) -> list[int]:
+        """Bytes of each batch that is there besides the graph's inputs, where the loss is outside."""
+        outputs = outputs_of(joint)
+        if not joint.tangents or not outputs or self.options.reserve is not None:
+            return []
+        if not len(self.pending):
+            given = (e for e, info in zip(examples, inputs, strict=True) if info.kind is TensorKind.INPUT)
+            self._bystanders.look([e for e in given if isinstance(e, Tensor)], outputs)
+        return self._bystanders.sizes(besides=[e for e in examples if isinstance(e, Tensor)])
+
+    def _surroundings(
+        self, joint: JointGraph, here: list[nn.Parameter], retained_bytes: int, beside: Sequence[int]
+    ) -> Surroundings:
         parameters = [p for ref in self._parameters if (p := ref()) is not None]
         return surroundings_of(
             joint, here, parameters, self._optimizers, self.options.reserve,
-            retained_bytes=retained_bytes, accumulates=self.accumulates,
+            retained_bytes=retained_bytes, accumulates=self.accumulates, beside=beside,
         )  # fmt: skip
 
-    def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
+    def _budget(self, problem: Problem, room: Room, kind: Kind, where: torch.device) -> int:
         """The budget in bytes. One that follows from a step is fixed by the first that trains, and holds for all graphs."""
         if not self.options.limit.is_relative:
-            return budget_for(self.options, graph, device, torch_device(examples))
-        kind = (*self._part(examples), len(graph.ops))
-        if kind not in self._counted and any(op.phase is Phase.BACKWARD for op in graph.ops):
+            return fixed_budget(self.options, problem.device, where)
+        graph = problem.captured(replace(room, keep_bytes=None), 0).graph
+        counted = (*kind.part, len(graph.ops))
+        if counted not in self._counted and kind.inputs[0]:
             # Of several parts of the first step (several models, graph breaks), the one that needs the most counts.
-            of_part = budget_for(self.options, graph, device, torch_device(examples))
+            of_part = (
+                self._settled_budget if kind in self._rooms else budget_for(self.options, graph, problem.device, where)
+            )
             self._fixed_budget = max(self._fixed_budget or 0, of_part)
-            self._counted.add(kind)
+            self._counted.add(counted)
         if self._fixed_budget is None:
-            return unmanaged_peak(graph, device)  # evaluation before training: nothing is known of the step yet
+            # Evaluation before training: nothing is known of the step yet. It may have what it needs.
+            return max(unmanaged_peak(graph, problem.device), self.peak_bytes)
         return self._fixed_budget
 
     def _part(self, examples: Sequence[Any]) -> Part:
@@ -316,7 +464,7 @@ class Session:
         for planned in self._planned:
             known = set(planned.parameters) | {id(p) for ref in self._parameters if (p := ref()) is not None}
             new = sum(2 * p.nbytes for p in here if id(p) not in known)
-            if planned.frame.id != frame.id and planned.plan.peak_bytes + new > budget:
+            if new and planned.frame.id != frame.id and planned.plan.peak_bytes + new > budget:
                 raise InfeasibleBudget(
                     f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
                     f"one do not fit beside the first one's peak of {format_bytes(planned.plan.peak_bytes)} in "
@@ -330,15 +478,3 @@ class Session:
 def torch_device(examples: Sequence[Any]) -> torch.device:
     """The device of the first tensor among `examples`."""
     return next((e.device for e in examples if isinstance(e, Tensor)), torch.device("cpu"))
-
-
-def _least_between(graph: Graph) -> int:
-    """The least bytes that can be on the device between forward and backward."""
-    program = StepProgram(graph)
-    boundary = program.end_of_forward
-    absent = {g.tensor for g in swappable_gaps(program) if g.start < boundary <= g.end}
-    staying = [
-        t for t in graph.tensors
-        if t.persistent or (t.id not in absent and (u := program.touches[t.id]) and u[0] < boundary <= u[-1])
-    ]  # fmt: skip
-    return sum(t.nbytes for t in staying)

@@ -1,0 +1,239 @@
+"""Plans of calls beside one another: each leaves room for what the others keep for their backward.
+
+How much a call keeps follows from its plan, and how much room its plan has from what the others keep. So what each may
+keep is settled for all of them at once, before any of them is compiled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
+from overspill.capture.compiled.joint import JointGraph, storage_bytes
+from overspill.core import Device, Graph, TensorKind
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_bytes
+from overspill.planning.gaps import swappable_gaps
+from overspill.planning.step_program import StepProgram
+from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
+from overspill.policies.in_core import Liveness
+from overspill.runtime.options import Options, plan_graph
+
+from .pending import Kind
+
+SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
+"""Of what calls could keep at most, what they may keep: the first with which all have a plan is taken."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a call's plan leaves to others: `pending_bytes` for what they keep, `loss_bytes` for their losses.
+
+    The call itself may keep `keep_bytes`; None: as much as there is room for. `sums`: others have gradients of the same
+    parameters, which are there in its backward.
+    """
+
+    pending_bytes: int = 0
+    loss_bytes: int = 0
+    keep_bytes: int | None = None
+    sums: bool = False
+
+
+ALONE = Room()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One graph of a model, for which a plan is to be made, whatever else is pending."""
+
+    joint: JointGraph
+    inputs: list[InputInfo]
+    surroundings: Surroundings
+    options: Options
+    device: Device
+    broken: bool
+    late: bool = False
+    """Whether its inputs come when other calls are pending already; else the plans of these know them."""
+
+    def captured(self, room: Room, budget: int) -> Captured:
+        """The graph beside others. One that further graphs follow leaves these all that can be freed between its forward and backward."""
+        here = self.surroundings
+        around = replace(
+            here, pending_bytes=room.pending_bytes, sums=room.sums, reserved_bytes=here.reserved_bytes + room.loss_bytes
+        )
+        found = capture(self.joint, self.inputs, around)
+        keep = self.least_bytes if self.broken else room.keep_bytes
+        if keep is None:
+            return found
+        rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)
+        return capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
+
+    def planned(self, room: Room, budget: int) -> tuple[Captured, Plan]:
+        """The graph and its plan. Raises InfeasibleBudget."""
+        captured = self.captured(room, budget)
+        return captured, plan_graph(self.options, captured.graph, self.device, budget)
+
+    def floor_bytes(self, room: Room) -> int:
+        """The smallest budget that works."""
+        graph = self.captured(room, 0).graph
+        return smallest_budget(lambda nbytes: plan_graph(self.options, graph, self.device, nbytes))
+
+    @cached_property
+    def alone(self) -> Graph:
+        """The graph with nothing pending."""
+        return capture(self.joint, self.inputs, self.surroundings).graph
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The least that it can keep between forward and backward."""
+        program = StepProgram(self.alone)
+        boundary = program.end_of_forward
+        absent = {g.tensor for g in swappable_gaps(program) if g.start < boundary <= g.end}
+        return sum(
+            t.nbytes for t in self.alone.tensors
+            if not t.persistent and t.id not in absent and (u := program.touches[t.id]) and u[0] < boundary <= u[-1]
+        )  # fmt: skip
+
+    @cached_property
+    def around_bytes(self) -> int:
+        """What a pending call has on the device besides what it keeps: its inputs, and the gradients of its outputs."""
+        names = {info.name for info in self.inputs}
+        gradients: dict[int, int] = {}
+        for node in self.joint.tangents:
+            gradients.update(storage_bytes(node))
+        inputs = (t.nbytes for t in self.alone.tensors if t.kind is TensorKind.INPUT and t.name in names)
+        return sum(inputs) * self.late + sum(gradients.values())
+
+    @property
+    def loss_bytes(self) -> int:
+        """What is set aside for the loss of each call; what a user sets aside is for all."""
+        return self.surroundings.reserved_bytes if self.options.reserve is None else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The gradients that its backward makes, where none are kept yet."""
+        if self.surroundings.accumulates:
+            return 0
+        return sum(t.nbytes for t in self.alone.tensors if t.kind is TensorKind.GRADIENT and not t.persistent)
+
+
+def room_beside(
+    kind: Kind,
+    others: Counter[Kind],
+    problems: Mapping[Kind, Problem],
+    keeps: Mapping[Kind, int],
+    keep: int | None = None,
+) -> Room:
+    """What a call of `kind` has to leave to `others`, which keep what `keeps` says.
+
+    Of the same part of the model each has inputs and a loss of its own; from one part to the next they are handed on.
+    """
+    alike = {other: count for other, count in others.items() if other.part == kind.part}
+    return Room(
+        sum(count * keeps[other] for other, count in others.items())
+        + sum(count * problems[other].around_bytes for other, count in alike.items()),
+        sum(count * problems[other].loss_bytes for other, count in alike.items()),
+        keep,
+        sums=bool(alike),
+    )
+
+
+class Settlement:
+    """What calls that are `beside` one another may keep, within one budget."""
+
+    def __init__(self, problems: Mapping[Kind, Problem], beside: Mapping[Kind, Counter[Kind]]) -> None:
+        self.problems = problems
+        self.beside = {
+            k: others for k, others in beside.items() if others and k in problems and others.keys() <= problems.keys()
+        }
+        self.kinds = list(dict.fromkeys(k for kind, others in self.beside.items() for k in (kind, *others)))
+        self.least = {k: problems[k].least_bytes for k in self.kinds}
+
+    def rooms(self, budget: int) -> dict[Kind, Room]:
+        """The room that each kind of call leaves to others. Raises InfeasibleBudget, with a budget that would do."""
+        alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
+        if (found := self._tried(alone, {}, budget)) is not None:
+            return found
+        most = self._fair(alone, budget)
+        for share in SHARES:
+            keeps = self._shared(share, most)
+            if (found := self._tried(keeps, keeps, budget)) is not None:
+                return found
+        least_budget, keeps = self.smallest()
+        if least_budget <= budget and (found := self._tried(keeps, keeps, budget)) is not None:
+            return found
+        calls = max(sum(others.values()) for others in self.beside.values()) + 1
+        raise InfeasibleBudget(
+            f"infeasible: {calls} calls wait for their backward at once, and what they keep does not fit beside one "
+            f"another in {format_bytes(budget)}; {least_budget} bytes would do, or one call with the inputs stacked, or "
+            "overspill.train_step",
+            budget_bytes=budget,
+            floor_bytes=max(least_budget, budget + 1),
+            cause=f"what {calls} calls keep for their backward at once",
+        )
+
+    def smallest(self) -> tuple[int, dict[Kind, int]]:
+        """A budget with which all have a plan, the smallest that was found, and what each keeps then."""
+        most = {k: self._keeps(k, ALONE, self.problems[k].floor_bytes(ALONE)) for k in self.kinds}
+        for share in reversed(SHARES):
+            keeps = self._shared(share, most)
+            budget = max(self.problems[k].floor_bytes(self._room(k, keeps, None)) for k in self.kinds)
+            if self._tried(keeps, keeps, budget) is not None:
+                return budget, keeps
+        # Without a limit to what a call keeps: what it does in a budget that leaves it just enough.
+        while True:
+            floors = {k: self.problems[k].floor_bytes(self._room(k, keeps, None)) for k in self.kinds}
+            more = {k: self._keeps(k, self._room(k, keeps, None), floors[k]) for k in self.kinds}
+            if all(more[k] <= keeps[k] for k in self.kinds):
+                return max(floors.values()), keeps
+            keeps = {k: max(more[k], keeps[k]) for k in self.kinds}
+
+    def _shared(self, share: float, most: Mapping[Kind, int]) -> dict[Kind, int]:
+        """What each keeps at least, and a share of what it could keep beyond."""
+        return {k: self.least[k] + int(share * max(0, most[k] - self.least[k])) for k in self.kinds}
+
+    def unmanaged_peak(self) -> int:
+        """The peak where nothing is moved."""
+        keeps = {}
+        for kind in self.kinds:
+            problem = self.problems[kind]
+            keeps[kind] = retained_bytes(problem.alone, Liveness().plan(problem.alone, problem.device))
+        return max(
+            unmanaged_peak(self.problems[k].captured(self._room(k, keeps, None), 0).graph, self.problems[k].device)
+            for k in self.kinds
+        )
+
+    def _room(self, kind: Kind, keeps: Mapping[Kind, int], keep: int | None) -> Room:
+        return room_beside(kind, self.beside.get(kind, Counter()), self.problems, keeps, keep)
+
+    def _keeps(self, kind: Kind, room: Room, budget: int) -> int:
+        captured, plan = self.problems[kind].planned(room, budget)
+        return retained_bytes(captured.graph, plan.schedule) - room.pending_bytes
+
+    def _tried(self, keeps: Mapping[Kind, int], caps: Mapping[Kind, int], budget: int) -> dict[Kind, Room] | None:
+        """The rooms with which each kind of call has a plan that keeps no more than `keeps`; None where there are none."""
+        found = {}
+        for kind in self.kinds:
+            room = self._room(kind, keeps, caps.get(kind))
+            try:
+                if self._keeps(kind, room, budget) > keeps[kind]:
+                    return None
+            except InfeasibleBudget:
+                return None
+            found[kind] = room
+        return found
+
+    def _fair(self, alone: Mapping[Kind, int], budget: int) -> dict[Kind, int]:
+        """The most that each may keep if all calls that are pending at once have alike of what the budget leaves."""
+        fair = dict(alone)
+        for kind, others in self.beside.items():
+            there = others + Counter([kind])
+            around = sum(count * self.problems[k].around_bytes for k, count in there.items())
+            persistent = sum(t.nbytes for t in self.problems[kind].alone.tensors if t.persistent)
+            share = max(0, budget - around - persistent) / max(1, sum(count * alone[k] for k, count in there.items()))
+            for k in there:
+                fair[k] = min(fair[k], int(share * alone[k]))
+        return fair

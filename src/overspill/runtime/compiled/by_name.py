@@ -1,0 +1,94 @@
+"""The backend as `torch.compile(model, backend="overspill")` finds it, and a word where Dynamo never hands a graph to it.
+
+Where Dynamo skips a whole model, no code of ours runs. So before an optimizer steps it is looked whether a model that was
+to be compiled with this backend has gradients, and no plan. Importing this file, which PyTorch does where a user names the
+backend, is what registers that look.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `OptimizedModule` and its `dynamo_ctx`, `innermost_backend`,
+`_TorchCompileWrapper`, and `_compiled_call_impl` of modules.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from overspill.core.errors import UnplannedError
+
+from .backend import overspill_backend, was_asked_for_plans
+
+__all__ = ["overspill_backend"]
+
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped since
+_waiting: weakref.WeakKeyDictionary[nn.Module, dict[str, Any] | None] = weakref.WeakKeyDictionary()
+"""Models that were to be compiled with this backend, and have no plan yet, with their options."""
+
+
+def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
+    """Raise UnplannedError, or warn, where `optimizer` is about to update a model that was to have a plan and has none."""
+    if torch.compiler.is_compiling():
+        return
+    if optimizer not in _known:
+        _known.add(optimizer)
+        _waiting.update(_compiled_models())
+    if not _waiting:
+        return
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    for model, options in list(_waiting.items()):
+        if was_asked_for_plans(options):
+            del _waiting[model]
+        elif any(id(p) in updated for p in model.parameters()):
+            del _waiting[model]
+            if not _runs_as_another(model, options):
+                _tell(model, options or {})
+
+
+def _runs_as_another(model: nn.Module, options: dict[str, Any] | None) -> bool:
+    """Whether Dynamo runs it by the graphs of a model of its class, compiled with equal options, of which it is a copy."""
+    return any(
+        type(_inside(other)) is type(_inside(model)) and asked == options and was_asked_for_plans(asked)
+        for other, asked in _compiled_models()
+    )
+
+
+def _inside(model: nn.Module) -> Any:
+    return getattr(model, "_orig_mod", model)
+
+
+def _tell(model: nn.Module, options: dict[str, Any]) -> None:
+    name = type(_inside(model)).__name__
+    message = (
+        f"{name} trains without a plan: torch.compile(backend='overspill') has handed over no graph of it; "
+        "overspill.compile says why, and overspill.train_step plans what torch.compile skips"
+    )
+    if options.get("on_unplanned") != "warn":
+        raise UnplannedError(message)
+    warnings.warn(message, stacklevel=4)
+
+
+def _compiled_models() -> Iterator[tuple[nn.Module, dict[str, Any] | None]]:
+    """The models alive that were to be compiled with this backend, with their options."""
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), nn.Module):
+            continue
+        if issubclass(type(thing), OptimizedModule):
+            callbacks = [getattr(thing.dynamo_ctx, "callback", None)]
+        else:  # module.compile(...)
+            cells = getattr(thing.__dict__.get("_compiled_call_impl"), "__closure__", None) or ()
+            callbacks = [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
+        for callback in callbacks:
+            backend = innermost_backend(callback) if callable(callback) else None
+            if isinstance(backend, torch._TorchCompileWrapper) and backend.compiler_fn is overspill_backend:
+                yield thing, backend.kwargs.get("options")
+
+
+register_optimizer_step_pre_hook(look_for_plans)

@@ -1,0 +1,65 @@
+"""What lies beside a model's own inputs while it trains: the targets of its loss, and batches of other calls.
+
+They belong to the user's program, and no graph has them. They are found among all tensors that Python knows, by what tells
+a batch: a first dimension as that of the model's inputs or outputs. That is done when a plan is made and no call is pending.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Bystanders:
+    """The storages of batches that were there when a model's graph was last planned."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def look(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Find what is there now beside a model that takes `inputs` and returns `outputs`."""
+        ours = list(inputs)
+        if not ours:
+            return
+        first = {int(t.shape[0]) for t in (*ours, *outputs) if t.dim()}
+        self._seen.clear()
+        for tensor in [*ours, *(t for t in _data(ours[0].device) if t.dim() and t.shape[0] in first)]:
+            storage = tensor.untyped_storage()
+            self._seen[storage._cdata] = weakref.ref(storage, partial(self._gone, storage._cdata))
+
+    def _gone(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        if self._seen.get(key) is ref:
+            del self._seen[key]
+
+    def sizes(self, besides: Iterable[Tensor]) -> list[int]:
+        """Bytes of each that is still there, `besides` those of these tensors."""
+        known = {t.untyped_storage()._cdata for t in besides}
+        alive = ((key, ref()) for key, ref in list(self._seen.items()))
+        return [storage.nbytes() for key, storage in alive if storage is not None and key not in known]
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether it was there."""
+        return tensor.untyped_storage()._cdata in self._seen
+
+
+def _data(device: torch.device) -> list[Tensor]:
+    """All tensors on `device` that are nobody's parameter, gradient or optimizer state, and that no op has made for autograd."""
+    found, owned = [], set()
+    gc.collect()  # what nobody can reach any more is not to be planned for
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind is Tensor and thing.is_leaf and not thing.requires_grad and thing.device == device:
+            if not torch._is_functional_tensor(thing):  # those of a trace have no bytes
+                found.append(thing)
+        elif issubclass(kind, nn.Parameter) and thing.is_leaf and thing.grad is not None:
+            owned.add(id(thing.grad))
+        elif issubclass(kind, Optimizer):
+            # Past the guards of a train step, which would bring back what it has in its store.
+            owned.update(id(v) for state in thing.state.values() if isinstance(state, dict) for v in dict.values(state))
+    return [t for t in found if id(t) not in owned]

@@ -1,0 +1,387 @@
+"""Several calls of one model before their backwards, and losses outside of it: the budget holds from the second step on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import overspill
+from overspill.errors import InfeasibleBudget
+from overspill.runtime.compiled.pending import PendingCalls
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.training import same_bits
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """An encoder of images, with batch norm."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(c, width, 3, padding=1) for c in (3, width, width))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in self.layers)
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = torch.relu(norm(layer(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Cell(nn.Module):
+    """What a recurrent model repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.relu(self.first(x))))
+
+
+class Recurrent(nn.Module):
+    """A graph break in a loop: the cell is a graph, which is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.cell(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def images(seed: int, side: int = 32, count: int = 4) -> Tensor:
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# A pattern runs one step: `call(model)`, `count(batches)` from when live bytes are counted, `update()` at the end.
+
+
+def siamese(step: int, call: Any, count: Any, update: Any) -> None:
+    one, two = images(2 * step), images(2 * step + 1)
+    outs = call(one), call(two)
+    with count(one, two):
+        (outs[0] - outs[1]).square().mean().backward()
+        update()
+
+
+def triplet(step: int, call: Any, count: Any, update: Any) -> None:
+    batches = [images(3 * step + i) for i in range(3)]
+    outs = [call(x) for x in batches]
+    with count(*batches):
+        F.triplet_margin_loss(*outs).backward()
+        update()
+
+
+def first_come_first_served(step: int, call: Any, count: Any, update: Any) -> None:
+    """Batches are made just before they are used, and backward runs in the order of forward."""
+    outs = [call(images(2 * step)), call(images(2 * step + 1))]
+    with count():
+        for out in outs:
+            out.square().mean().backward()
+        update()
+
+
+def different_shapes(step: int, call: Any, count: Any, update: Any) -> None:
+    large, small = images(2 * step), images(2 * step + 1, side=24)
+    outs = call(large), call(small)
+    with count(large, small):
+        (outs[0] - outs[1]).square().mean().backward()
+        update()
+
+
+def real_and_fake(step: int, call: Any, count: Any, update: Any) -> None:
+    """A discriminator: an update between two calls, then two calls before one update."""
+    real, fake = images(2 * step), images(2 * step + 1)
+    loss = F.softplus(-call(real)).mean()
+    with count(real, fake):
+        loss.backward()
+        update()
+    outs = call(real), call(fake)
+    with count(real, fake):
+        (F.softplus(-outs[0]).mean() + F.softplus(outs[1]).mean()).backward()
+        update()
+
+
+def recurrent(step: int, call: Any, count: Any, update: Any) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
+    out = call(x)
+    with count(x):
+        out.square().mean().backward()
+        update()
+
+
+def trained(
+    model: nn.Module, call: Callable[..., Any], pattern: Callable[..., None], session: Session | None = None
+) -> tuple[dict[str, Tensor], list[int]]:
+    """The state after some steps, and the measured peak of each from the second on."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    peaks = []
+    for step in range(STEPS):
+        tracker = LiveBytes(torch.device("cpu"))
+        tracker.add([*model.parameters(), *model.buffers()])
+        tracker.add(v for state in optimizer.state.values() for v in state.values())
+        counts = session is not None and step > 0
+        if session is not None:
+            session.tracker = tracker if counts else None
+
+        def count(*batches: Tensor, tracker: LiveBytes = tracker, counts: bool = counts) -> Any:
+            tracker.add(batches)
+            return tracker if counts else nullcontext()
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        pattern(step, call, count, update)
+        peaks.append(tracker.peak_bytes)
+    if session is not None:
+        session.tracker = None
+    return {k: v.clone() for k, v in model.state_dict().items()}, peaks[1:]
+
+
+def managed(make: Callable[[], nn.Module], pattern: Callable[..., None], budget: Any) -> tuple[Session, list[int]]:
+    """The session of a managed run and its peaks, once its numbers are found to be plain PyTorch's."""
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    expected, _ = trained(plain, plain, pattern)
+    session = overspill.Session(budget=budget, store="host")
+    state, peaks = trained(model, overspill.compile(model, session=session), pattern, session)
+    assert all(same_bits(v, state[k]) for k, v in expected.items())
+    return session, peaks
+
+
+PATTERNS = [siamese, triplet, first_come_first_served, different_shapes, real_and_fake]
+SAID = "ignore:this step calls a model"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "budget"),
+    [
+        (siamese, "smallest"),
+        (different_shapes, 0.6),
+        (real_and_fake, "1300KiB"),
+        *(pytest.param(p, b, marks=pytest.mark.long) for p in PATTERNS for b in ("smallest", 0.6, "1300KiB")),
+    ],
+)
+@pytest.mark.filterwarnings(SAID)
+def test_calls_that_wait_for_their_backward_share_the_budget(pattern: Callable[..., None], budget: Any) -> None:
+    session, peaks = managed(Net, pattern, budget)
+    (allowed,) = {plan.budget_bytes for plan in session.plans}
+    assert max(peaks) <= allowed
+    assert all(plan.peak_bytes <= allowed for plan in session.plans)
+
+
+@pytest.mark.filterwarnings(SAID)
+def test_a_graph_break_in_a_loop_counts_each_round() -> None:
+    session, peaks = managed(Recurrent, recurrent, "2MiB")
+    assert max(peaks) <= 2 << 20
+    assert session.plans
+
+
+@pytest.mark.filterwarnings(SAID)
+def test_counting_one_call_only_would_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement is one that can fail: with the pending calls hidden, it does."""
+    monkeypatch.setattr(PendingCalls, "others", lambda *_: Counter())
+    session, peaks = managed(Net, triplet, "2000KiB")
+    assert max(peaks) > session.plans[0].budget_bytes
+
+
+def test_the_first_step_says_that_it_may_exceed_and_later_ones_are_planned_once() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    session = overspill.Session(budget="2000KiB", store="host")
+    compiled = overspill.compile(model, session=session)
+    seen: list[tuple[int, ...]] = []
+
+    def watched(*args: Any) -> None:
+        triplet(*args)
+        seen.append(tuple(map(id, session.plans)))
+
+    with pytest.warns(
+        UserWarning, match="may take more than the budget; from the next step on the plans know it"
+    ) as told:
+        trained(model, compiled, watched, session)
+    assert sum("calls a model" in str(w.message) for w in told) == 1
+    assert seen[0] != seen[1]
+    assert seen[1] == seen[2] == seen[3]
+
+
+def test_calls_that_fit_beside_one_another_are_not_planned_anew() -> None:
+    model = Net()
+    session = overspill.Session(budget="1GiB", store="host")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, overspill.compile(model, session=session), siamese, session)
+    assert len(session.plans) == 1
+
+
+@pytest.mark.filterwarnings(SAID)
+def test_what_does_not_fit_beside_one_another_is_refused_with_a_budget_that_would_do() -> None:
+    floor_bytes = refused()
+    torch._dynamo.reset()
+    _, peaks = managed(Net, triplet, floor_bytes)
+    assert max(peaks) <= floor_bytes
+
+
+def refused() -> int:
+    """The budget that the error names, which holds the batches of its step while it is there."""
+    model = Net()
+    compiled = overspill.compile(model, budget="1000KiB", store="host")
+    said = r"3 calls wait .* inputs stacked, or overspill\.train_step"
+    with pytest.raises(InfeasibleBudget, match=said) as error:
+        trained(model, compiled, triplet)
+    return error.value.floor_bytes
+
+
+def test_calls_whose_outputs_were_dropped_do_not_count() -> None:
+    model = Net()
+    session = overspill.Session(budget="1GiB", store="host")
+    compiled = overspill.compile(model, session=session)
+    for _ in range(3):
+        compiled(images(0))
+        assert len(session.pending) == 0
+    out = compiled(images(0))
+    assert len(session.pending) == 1
+    loss = out.sum()
+    loss.backward(retain_graph=True)
+    assert len(session.pending) == 1  # what autograd was told to keep is there still
+    loss.backward()
+    assert len(session.pending) == 0
+    assert not any(session.pending.beside.values())
+
+
+# -- losses outside of the model
+
+
+class Upscaling(nn.Module):
+    """Super-resolution: the output is larger than anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(c, 16, 3, padding=1) for c in (3, 16, 16, 16))
+        self.last = nn.Conv2d(16, 27, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return F.pixel_shuffle(self.last(x), 3)
+
+
+class Language(nn.Module):
+    """Logits over a vocabulary, which are larger than the model."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 32, dtype=dtype)
+        self.hidden = nn.Linear(32, 128, dtype=dtype)
+        self.last = nn.Linear(128, 512, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(F.gelu(self.hidden(self.embedding(tokens))))
+
+
+class Segmentation(nn.Module):
+    """One or more values a pixel."""
+
+    def __init__(self, values: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+        self.last = nn.Conv2d(8, values, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.last(x)
+
+
+def dice(logits: Tensor, target: Tensor) -> Tensor:
+    share = torch.sigmoid(logits)
+    common, both = (share * target).sum((1, 2, 3)), share.sum((1, 2, 3)) + target.sum((1, 2, 3))
+    return 1 - ((2 * common + 1) / (both + 1)).mean()
+
+
+def next_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def pictures() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3, 24, 24), torch.randn(4, 3, 72, 72)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 512, (4, 64)), torch.randint(0, 512, (4, 64))
+
+
+def masks(values: int = 1) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3, 48, 48), torch.rand(4, values, 48, 48).round()
+
+
+OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
+    "mse": (Upscaling, pictures, F.mse_loss),
+    "l1": (Upscaling, pictures, F.l1_loss),
+    "cross-entropy": (Language, tokens, next_token),
+    "cross-entropy of bfloat16": (lambda: Language(torch.bfloat16), tokens, next_token),
+    "bce": (Segmentation, masks, F.binary_cross_entropy_with_logits),
+    "dice": (Segmentation, masks, dice),
+    "dice and bce": (
+        lambda: Segmentation(4),
+        lambda: masks(4),
+        lambda o, y: dice(o, y) + F.binary_cross_entropy_with_logits(o, y),
+    ),
+}
+
+
+SHORT = "mse", "cross-entropy", "dice and bce"
+
+
+@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in OUTSIDE])
+def test_a_loss_outside_of_the_model_fits_with_its_targets(name: str) -> None:
+    make, batch, loss_of = OUTSIDE[name]
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    session = overspill.Session(budget="smallest", store="host")
+    states, peaks = [], []
+    for net, call in ((plain, plain), (model, overspill.compile(model, session=session))):
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        out = loss = None  # which a training loop holds until it has the next ones
+        for step in range(3):
+            torch.manual_seed(step)
+            x, y = batch()
+            optimizer.zero_grad()
+            tracker = LiveBytes(torch.device("cpu"))
+            tracker.add([x, y, out, loss, *net.parameters()])
+            tracker.add(v for state in optimizer.state.values() for v in state.values())
+            session.tracker = tracker if net is model else None
+            out = call(x)
+            with tracker if step else nullcontext():
+                loss = loss_of(out, y)
+                loss.backward()
+                optimizer.step()
+            peaks.append(tracker.peak_bytes)
+        states.append([v.clone() for v in net.state_dict().values()])
+    assert all(map(same_bits, *states))
+    assert max(peaks[-2:]) <= session.plans[0].budget_bytes

@@ -1,0 +1,92 @@
+"""Ops whose results lie in larger buffers: what they take is planned, and a loss does not keep what it was summed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.runtime.compiled.lowered import captured_step, plan, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import overspill
+from overspill.devices import this_cpu
+from overspill.runtime.training import same_bits
+from overspill.runtime.transfer.stores import HostStore
+from overspill.simulate import check
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "soft margin": F.soft_margin_loss,
+    "binary cross entropy": lambda x, y: F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(y)),
+}
+NBYTES = 4 * 64 * 500
+
+
+class Compared(nn.Module):
+    """Returns the loss of a linear layer's output against the other input."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(20, 500), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.layer(x), y)
+
+
+class Folded(nn.Module):
+    """Folds patches into images four times, and keeps these for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(4))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        images = [F.fold(patches * weight, (16, 16), 4, stride=2) for weight in self.weights]
+        return torch.stack([image.square().mean() for image in images]).sum()
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(64, 20), torch.randn(64, 500)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_keeps_its_own_bytes_alone(name: str) -> None:
+    x, y = batch()
+    model = Compared(LOSSES[name])
+    expected = model(x, y)
+    assert expected.untyped_storage().nbytes() == NBYTES, "as large as what it is the mean of; else this file can go"
+    compiled = overspill.compile(model, budget="1GiB", store="host")
+    found = compiled(x, y)
+    assert same_bits(found.detach(), expected.detach())
+    assert found.untyped_storage().nbytes() == 4
+    (plan,) = compiled.overspill.plans
+    assert next(op.workspace_bytes for op in plan.graph.ops if "loss" in op.name or "entropy" in op.name) == NBYTES
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_loss_takes_is_as_planned(name: str) -> None:
+    assert_as_planned(Compared(LOSSES[name]), *batch(), policy="auto")
+
+
+def test_what_a_fold_keeps_is_as_planned() -> None:
+    assert_as_planned(Folded(), torch.rand(4, 192, 49), policy="liveness")
+
+
+def assert_as_planned(model: nn.Module, *inputs: Tensor, policy: str) -> None:
+    step = captured_step(model, inputs)
+    schedule = plan(step.graph, this_cpu(), policy, share=0.0)
+    planned = check(step.graph, schedule).peak_bytes
+    ran = run(step, schedule, HostStore())
+    assert step.plain.differences(ran.numbers) == []
+    assert 0.98 * planned <= ran.peak_bytes <= planned
