@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs
+from overspill.runtime.optimizers import OptimizerNeeds, find_optimizers, optimizer_needs, unwrapped
 from overspill.runtime.tracker import LiveBytes
 
 optim = torch.optim
@@ -180,6 +180,33 @@ def test_only_optimizers_that_hold_the_parameters_are_found() -> None:
     assert {id(o) for o in found} == {id(first), id(second)}
     assert foreign not in found
     assert find_optimizers(parameters([(2, 3)])) == []
+
+
+class Shown(Optimizer):
+    """Shows another optimizer's state as its own, as accelerate's does."""
+
+    def __init__(self, inside: Optimizer) -> None:
+        self.inside = inside
+
+    param_groups = property(lambda self: self.inside.param_groups)
+    state = property(lambda self: self.inside.state)
+
+
+def test_what_is_only_wrapped_around_an_optimizer_is_not_another() -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    adam = optim.Adam([parameter])
+    wrapped = Shown(Shown(adam))
+    assert find_optimizers([parameter]) == [adam]
+    assert unwrapped(wrapped) is adam
+
+
+def test_an_optimizer_with_state_of_its_own_is_no_mere_wrapper() -> None:
+    parameter = torch.ones(3, requires_grad=True)
+    adam = optim.Adam([parameter])
+    slow = optim.SGD([parameter], lr=0.01, momentum=0.9)
+    slow.fast = adam
+    assert unwrapped(slow) is slow
+    assert {id(o) for o in find_optimizers([parameter])} == {id(adam), id(slow)}
 
 
 class Renamed(torch.optim.SGD):

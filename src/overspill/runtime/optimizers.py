@@ -1,7 +1,7 @@
 """What an optimizer will need on the device: its state and its temporaries, found by letting it step on tiny parameters.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): the tables `_global_optimizer_pre_hooks` and
-`_global_optimizer_post_hooks` of torch.optim.optimizer.
+`_global_optimizer_post_hooks` of torch.optim.optimizer; `_disable_current_modes`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.units import format_bytes
 
@@ -50,18 +51,30 @@ class OptimizerNeeds:
 
 
 def find_optimizers(parameters: Collection[Tensor]) -> list[Optimizer]:
-    """The optimizers alive in this process that update any of `parameters`."""
+    """The optimizers alive in this process that update any of `parameters`, without what libraries wrap around them."""
     wanted = {id(p) for p in parameters}
-    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-    return [o for o in found if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    alive = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    found = [o for o in alive if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    return list({id(o): o for o in map(unwrapped, found)}.values())
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that really steps: inside `optimizer`, if that holds another whose state it shows as its own.
+
+    So do the wrappers of accelerate and Lightning. One that has state of its own as well is no mere wrapper.
+    """
+    inside = (v for v in vars(optimizer).values() if isinstance(v, Optimizer) and v is not optimizer)
+    same = next((o for o in inside if o.state is optimizer.state), None)
+    return optimizer if same is None else unwrapped(same)
 
 
 def optimizer_needs(optimizers: Iterable[Optimizer]) -> OptimizerNeeds:
     """What all `optimizers` need together."""
     total = OptimizerNeeds(0, 0)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            total += _group_needs(optimizer, group)
+    with _disable_current_modes():  # plans are made in AOTAutograd's fake mode, where foreach optimizers refuse to step
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                total += _group_needs(optimizer, group)
     return total
 
 

@@ -83,7 +83,7 @@ def test_an_unfinished_step_that_is_dropped_leaves_what_it_had_updated() -> None
     def interrupted() -> Any:
         raise Failing
 
-    (compiled,) = pair.step._plans._compiled.values()
+    ((compiled,),) = pair.step._plans._compiled.values()
     count = 0
     for instruction in compiled.program.instructions:
         count += 1

@@ -203,7 +203,7 @@ def test_a_parameter_that_was_replaced_is_noticed() -> None:
     pair = Pair(Mlp)
     pair.train(2)
     pair.model.last.weight = nn.Parameter(torch.zeros(5, 32))
-    with pytest.raises(RequestError, match=r"a parameter of Linear is not the one.*close\(\).*anew"):
+    with pytest.raises(RequestError, match=r"last.weight is not the parameter.*close\(\).*anew"):
         pair.step(*pair.inputs)
     pair.step.close()
 
@@ -212,7 +212,7 @@ def test_weights_assigned_by_load_state_dict_are_noticed() -> None:
     pair = Pair(Mlp)
     pair.train(2)
     pair.model.load_state_dict(made().state_dict(), assign=True)
-    with pytest.raises(RequestError, match=r"not the one that the step was made for"):
+    with pytest.raises(RequestError, match=r"not the parameter that the step was made for"):
         pair.step(*pair.inputs)
 
 

@@ -22,10 +22,10 @@ Around = Callable[[], AbstractContextManager[object]]
 class Recurrent(nn.Module):
     """A recurrent network that reads 5 steps of 6 features."""
 
-    def __init__(self, kind: str, **settings: object) -> None:
+    def __init__(self, kind: str, units: int = 8, **settings: object) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
-        self.layer = getattr(nn, kind)(6, 8, **settings)
+        self.layer = getattr(nn, kind)(6, units, **settings)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(self.first(x))[0].float().square().mean()
@@ -95,6 +95,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     ),
     "LSTM with projection": (lambda: Recurrent("LSTM", proj_size=4), nullcontext),
     "GRU": (lambda: Recurrent("GRU", num_layers=2, bidirectional=True), nullcontext),
+    "GRU whose units leave a rest": (lambda: Recurrent("GRU", 40, bidirectional=True), nullcontext),
+    "GRU whose units leave no rest": (lambda: Recurrent("GRU", 64), nullcontext),
+    "GRU whose units leave a rest under autocast": (lambda: Recurrent("GRU", 40), mixed_precision),
     "RNN": (lambda: Recurrent("RNN", nonlinearity="relu"), nullcontext),
     "LSTM under autocast": (lambda: Recurrent("LSTM"), mixed_precision),
     "GRU under autocast": (lambda: Recurrent("GRU"), mixed_precision),
@@ -105,7 +108,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),
 }  # fmt: skip
-LIKE_LSTM = {"GRU", "RNN", "GRU under autocast", "LSTM with projection"}
+LIKE_LSTM = {
+    "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",
+}  # fmt: skip
 """What takes the way of another case; in the long suite."""
 
 

@@ -55,5 +55,5 @@ def bring(engine: TransferEngine, handle: Tensor) -> Tensor:
 
 def transfer_threads(engine: TransferEngine) -> list[str]:
     """The names of the living threads of `engine`'s own lanes (other tests may have left engines behind)."""
-    pools = [lane._pool for lane in (engine._outward, engine._inward) if isinstance(lane, ThreadLane)]
-    return [thread.name for pool in pools for thread in pool._threads if thread.is_alive()]
+    threads = [lane._thread for lane in (engine._outward, engine._inward) if isinstance(lane, ThreadLane)]
+    return [thread.name for thread in threads if thread.is_alive()]

@@ -145,6 +145,32 @@ def test_a_directory_that_is_missing_is_a_wrong_request(tmp_path: Path) -> None:
         DiskStore(tmp_path / "missing")
 
 
+def test_where_files_without_a_name_are_unknown_the_name_goes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system_open = os.open
+
+    def without_tmpfile(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return system_open(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", without_tmpfile)
+    store = DiskStore(tmp_path)
+    status = os.fstat(store._file)
+    assert list(tmp_path.iterdir()) == []
+    assert (status.st_mode & 0o777, status.st_nlink) == (0o600, 0)
+    store.close()
+
+
+def test_the_file_never_has_a_name_where_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(tempfile, "mkstemp", named)
+    DiskStore(tmp_path).close()
+
+
 def test_a_file_in_the_place_of_the_directory_is_a_wrong_request(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="Not a directory"):
@@ -154,10 +180,11 @@ def test_a_file_in_the_place_of_the_directory_is_a_wrong_request(tmp_path: Path)
 def test_a_directory_that_may_not_be_written_is_a_wrong_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(**_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(RequestError, match="Permission denied"):
         DiskStore(tmp_path)
 

@@ -146,5 +146,5 @@ def test_a_cpu_engine_uses_one_thread_each_way() -> None:
     assert isinstance(engine._outward, ThreadLane)
     handle = send(engine, numbers(10))
     bring(engine, handle)
-    assert sorted(transfer_threads(engine)) == ["overspill-offload_0", "overspill-prefetch_0"]
+    assert sorted(transfer_threads(engine)) == ["overspill-offload", "overspill-prefetch"]
     engine.close()

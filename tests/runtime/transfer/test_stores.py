@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -213,17 +215,51 @@ def test_pinned_memory_is_registered_as_it_grows_and_unregistered_once() -> None
 
 def test_a_driver_that_refuses_to_pin_is_a_store_error_and_nothing_stays() -> None:
     driver = FakeDriver(status=2)
-    store = PinnedStore(driver)
+    launched = []
+
+    def launch() -> None:
+        launched.append(1)
+        raise RuntimeError("the error of another call")
+
+    store = PinnedStore(driver, launch)
     with pytest.raises(StoreError, match="host memory"):
         store.reserve(PAGE_BYTES)
+    assert launched == [1]
     assert store.capacity_bytes == 0
     store.close()
     assert driver.calls == ["register"]
 
 
+def test_a_pinned_store_that_is_dropped_unregisters_its_whole_pages() -> None:
+    driver = FakeDriver()
+    store = PinnedStore(driver)
+    store.reserve(3 * PAGE_BYTES)
+    assert [pointer % PAGE_BYTES for pointer in driver.registered] == [0]
+    del store
+    gc.collect()
+    assert driver.registered == {}
+
+
+def test_a_finalizer_may_give_a_slot_back_in_the_middle_of_an_allocation() -> None:
+    store = HostStore()
+    slot = store.allocate(1)
+    find = store._find
+
+    def collected(nbytes: int) -> Slot:
+        store.release(slot)
+        return find(nbytes)
+
+    store._find = collected  # type: ignore[method-assign]
+    thread = threading.Thread(target=store.allocate, args=(1,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert store.used_bytes == PAGE_BYTES
+
+
 def test_the_advice_of_the_pinned_store_works_on_cuda() -> None:
     with pytest.raises(StoreError) as caught:
-        PinnedStore(FakeDriver(status=2)).reserve(PAGE_BYTES)
+        PinnedStore(FakeDriver(status=2), lambda: None).reserve(PAGE_BYTES)
     assert "--store disk" not in str(caught.value)
 
 

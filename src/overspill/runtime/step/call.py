@@ -96,6 +96,11 @@ def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle])
 
 def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
     """The step is no more: bring back what is away if model or optimizer are still there, and let go of all."""
+    if not state.gate.is_forked:  # in a child the guards stay, to say what cannot be read there
+        state.gate.alone_or_later(lambda: _dropped(underway, state, plans, hooks))
+
+
+def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
     underway.abandon(state)
     plans.clear()
     owners = weakref.ref(state.module.model), weakref.ref(state.optimizer)

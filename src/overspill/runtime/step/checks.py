@@ -20,6 +20,8 @@ from overspill.core.errors import RequestError, UnsupportedError
 
 from .residency import Guarded, Spec, readable
 
+OURS = f"{__name__.partition('.')[0]}."
+"""How the modules of this package begin: a hook of these only looks whether other models have plans."""
 INSTEAD = (
     "use one that updates each parameter by itself, such as AdamW or SGD, "
     "or overspill.compile, which leaves the optimizer as it is"
@@ -92,7 +94,9 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
     for key in ("capturable", "differentiable"):
         if any(group.get(key) for group in optimizer.param_groups):
             raise UnsupportedError(f"{name} was made with {key}=True; a planned step needs {key}=False")
-    if len(optimizer._optimizer_step_pre_hooks) > own_hooks or _global_optimizer_pre_hooks:
+    if len(optimizer._optimizer_step_pre_hooks) > own_hooks or any(
+        not getattr(hook, "__module__", "").startswith(OURS) for hook in _global_optimizer_pre_hooks.values()
+    ):
         raise UnsupportedError(
             f"{name} or all optimizers have step pre-hooks, and a planned step is never where all gradients are there; "
             "remove them, or use clip_norm, clip_value or a post-hook for what they do"
@@ -117,6 +121,18 @@ def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
             raise RequestError(
                 f"input {number} requires a gradient, and a step makes those of parameters only; detach() it"
             )
+
+
+def check_same_places(known: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    """Raises RequestError where a parameter is not in the place that it was in."""
+    anew = "close() this step, then make optimizer and train_step anew for the model as it is"
+    if gone := [name for name in known if name not in now]:
+        raise RequestError(f"the model has no parameter {readable(gone[0])} any more; {anew}")
+    for name, parameter in now.items():
+        if known.get(name) is not parameter:
+            at = next((readable(n) for n, p in known.items() if p is parameter), None)
+            was = "a new one" if at is None else f"that of {at}"
+            raise RequestError(f"{readable(name)} is not the parameter that the step was made for, but {was}; {anew}")
 
 
 def check_unchanged(name: str, parameter: Tensor, known: Spec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, Par
 from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
-from overspill.plans.plan import Plan
+from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.lower import lower_step
 from overspill.runtime.options import (
@@ -32,9 +33,12 @@ from overspill.runtime.options import (
 )
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.profile import OpTimer
+from overspill.runtime.transfer.forks import ForkedLock
 from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
+from .gate import without_collections
+from .python_state import PythonState, watched
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
 from .run import LoweredStep
@@ -42,6 +46,12 @@ from .state import StepState
 from .updates import NormClipping
 
 Elsewhere = tuple[tuple[TensorKind, int], ...]
+TELLING = 8
+"""So often a step is captured for inputs of one kind before the user is told why."""
+MOST_KEPT = 32
+"""So many plans are kept for inputs of one kind, of what the model's Python was."""
+CAPTURES = ForkedLock()
+"""One thread at a time captures: what it watches are classes of torch, which all threads share."""
 LOSS_BYTES = 8
 """Room for a loss, whatever its dtype."""
 
@@ -69,7 +79,7 @@ class Compiled:
 
     `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
     (buffers, tensors of the caller). Its results are the loss, the other tensors of `results`, and the residents
-    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know.
+    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know. It is right while `python` has not changed.
     """
 
     plan: Plan
@@ -79,6 +89,7 @@ class Compiled:
     stored: frozenset[str]
     kept_in_store: frozenset[str]
     results: Results
+    python: PythonState
 
 
 class StepPlans:
@@ -99,14 +110,18 @@ class StepPlans:
         self.processes = processes
         self._clipping = clipping
         self._add_up = add_up
-        self._compiled: dict[Any, Compiled] = {}
+        self._compiled: dict[Any, list[Compiled]] = {}
+        self.beside: Callable[[], int] = lambda: 0
+        """Bytes that the other models of the session have on the device."""
+        self._beside_then = 0
         self._fixed_budget: int | None = None
+        self._told = False
         self._timers: list[tuple[str, OpTimer]] = []
 
     @property
     def plans(self) -> list[Plan]:
         """The plans in force, in the order in which they were made."""
-        return [compiled.plan for compiled in self._compiled.values()]
+        return [compiled.plan for found in self._compiled.values() for compiled in found]
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -124,23 +139,46 @@ class StepPlans:
         *_, part = batches.split(inputs, self.gradients.accumulate)
         return self._capture(part, self._elsewhere(part, inputs), last=True)[0].graph
 
+    def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
+        """The fewest bytes for which a step on `inputs` has a plan."""
+        graph, device = self.graph(inputs), device_for(self.options, self.state.where)
+        return smallest_budget(lambda nbytes: plan_graph(self.options, graph, device, nbytes))
+
     def compile(self, inputs: tuple[Any, ...], whole: tuple[Any, ...], *, last: bool) -> Compiled:
         """The plan for `inputs`, a micro-batch of the call's inputs `whole`; the `last` one's has the update."""
         if self.state.stale:
             self.clear()
             self.state.stale = False
+        if (now := self.beside()) != self._beside_then:
+            self.clear()
+            self._beside_then, self._fixed_budget = now, None
         leaves, spec = tree_flatten(inputs)
         key = (
-            spec, last, tuple(map(batches.kind, leaves)), tuple(m.training for m in self.state.module.modules()),
-            tuple(p.requires_grad for p in self.state.parameters.values()), _autocast_state(self.state.where.type),
+            spec, last, tuple(map(batches.kind, leaves)),
+            tuple(p.requires_grad for p in self.state.parameters.values()), _settings_of_torch(self.state.where.type),
         )  # fmt: skip
-        if not self.processes.agree(key, known=key in self._compiled):
+        found = next((compiled for compiled in self._compiled.get(key, ()) if not compiled.python.changed()), None)
+        if not self.processes.agree(key, known=found is not None) or found is None:
             outside = self._elsewhere(inputs, whole)
             if last:
-                self._compiled[key] = self._planned(inputs, outside)
+                found = self._planned(inputs, outside)
             else:
-                self._compiled[key] = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
-        return self._compiled[key]
+                found = self._planned_before(self.compile(inputs, whole, last=True), inputs, outside)
+            self._keep(key, found)
+        return found
+
+    def _keep(self, key: Any, found: Compiled) -> None:
+        """Remember the plan of a model as it is now, beside those of how it was before."""
+        known = self._compiled.setdefault(key, [])
+        if known and not self._told and len(known) >= TELLING:
+            self._told = True
+            warnings.warn(
+                f"the step was captured {len(known) + 1} times for inputs of one kind, for {known[-1].python.changed()} changes "
+                "between steps; each time takes as long as the first call: make it a tensor or an argument of the step",
+                stacklevel=2,
+            )
+        known.insert(0, found)
+        del known[MOST_KEPT:]
 
     def _elsewhere(self, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> Elsewhere:
         """What is on the device all the while besides what a graph reads: the rest of a call's inputs, its loss so far."""
@@ -150,7 +188,9 @@ class StepPlans:
             self.state.updates.rest_bytes(self.state.parameters[n], owned.group)
             for n, owned in self.state.owned.items()
         )
-        return (TensorKind.INPUT, rest), (TensorKind.TEMPORARY, losses), (TensorKind.OPTIMIZER_STATE, state)
+        return (TensorKind.INPUT, rest), (TensorKind.TEMPORARY, losses), (TensorKind.OPTIMIZER_STATE, state), (
+            TensorKind.PARAMETER, self.beside()
+        )  # fmt: skip
 
     def _planned_before(self, last: Compiled, inputs: tuple[Any, ...], outside: Elsewhere) -> Compiled:
         """The plan of a micro-batch before the last one, whose plan has some state on the device and some in the store.
@@ -177,11 +217,11 @@ class StepPlans:
     ) -> Compiled:
         """The plan of one micro-batch, the last one if no set of state is `kept_in_store` in the store during it."""
         with self.processes.together():
-            captured, names, results = self._capture(inputs, elsewhere, last=kept_in_store is None)
+            captured, names, results, python = self._capture(inputs, elsewhere, last=kept_in_store is None)
             device = device_for(self.options, self.state.where)
             if budget is None:
                 budget = self._budget(captured.graph, device)
-        with infeasible_for("training", tree_flatten(inputs)[0]):
+        with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
             plan = self.processes.plan(
                 captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
             )
@@ -205,6 +245,7 @@ class StepPlans:
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),
             results,
+            python,
         )  # fmt: skip
 
     def _budget(self, graph: Graph, device: Device) -> int:
@@ -217,7 +258,7 @@ class StepPlans:
 
     def _capture(
         self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool
-    ) -> tuple[CapturedStep, list[str | int], Results]:
+    ) -> tuple[CapturedStep, list[str | int], Results, PythonState]:
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         names = [*self.state.parameters, *self.state.buffers]
@@ -247,15 +288,25 @@ class StepPlans:
 
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
-        captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
+
+        def captured_from(begin: Callable[[], None]) -> CapturedStep:
+            def one_pass(*values: Tensor) -> tuple[Tensor, ...]:
+                begin()
+                return function(*values)
+
+            return capture_step(one_pass, self.state.module, list(infos), values, ops, elsewhere=elsewhere)
+
+        with CAPTURES.lock, without_collections():
+            captured, python = watched(captured_from, lambda found: found.joint.module.code)
         if captured.others:  # the caller may still hold those of the step before
             kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
             elsewhere = (*elsewhere, (TensorKind.TEMPORARY, kept))
-            captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
+            with CAPTURES.lock, without_collections():
+                captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
         takes += [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
         if self.gradients.accumulate > 1:
             takes += self._sum_residents(captured)
-        return captured, takes, results
+        return captured, takes, results, python
 
     def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
         """Kind, fake value and source of parameters, buffers and inputs, in this order."""
@@ -311,5 +362,10 @@ class StepPlans:
         return found
 
 
-def _autocast_state(device: str) -> tuple[Any, ...]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+def _settings_of_torch(device: str) -> tuple[Any, ...]:
+    """What torch itself is told, and which kernels and casts follow from when a step is captured."""
+    return (
+        torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip

@@ -8,15 +8,17 @@ one parameter): while any tensor in it is away, such a dictionary brings back al
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from overspill.core.errors import StoreError
+from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.transfer.engine import TransferEngine
+
+from .gate import During, Gate, Reading
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,19 @@ class Spec:
 
     def placeholder(self) -> Tensor:
         """What stands for such a tensor while it is away."""
-        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        return torch.full((), value, dtype=self.dtype, device=self.device).expand(self.size)
+        # `.data`, for a view would count writes to any other view as its own.
+        return _stand_in(self.dtype, self.device).expand(self.size).data
+
+
+_STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The one element that all placeholders of a kind are views of: NaN, or 0 where there is none."""
+    if (dtype, device) not in _STAND_INS:
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        _STAND_INS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
+    return _STAND_INS[dtype, device]
 
 
 class Resident:
@@ -66,6 +79,22 @@ class Resident:
         self.handle: Tensor | None = None
         self.away = spec is not None
         """Whether the object holds only its placeholder."""
+        self._seen = tensor._version
+
+    def _stand_in(self) -> None:
+        """Let the object hold its placeholder only."""
+        self.tensor.data = self.spec.placeholder()
+        self._seen = self.tensor._version
+        self.away = True
+
+    def is_replaced(self) -> bool:
+        """Whether the object was given other data while it was away (`w.data = new`)."""
+        return self.away and not _is_placeholder(self.tensor)
+
+    def is_written(self) -> bool:
+        """Whether somebody wrote to the placeholder, by an operation that knows whose it is, since this was last asked."""
+        before, self._seen = self._seen, self.tensor._version
+        return self.away and before != self._seen
 
     @classmethod
     def blank(cls, name: str, spec: Spec) -> Resident:
@@ -75,8 +104,7 @@ class Resident:
     def take(self) -> Tensor:
         """The data, which the object lets go of. Only for what is there."""
         data = self.tensor.data
-        self.tensor.data = self.spec.placeholder()
-        self.away = True
+        self._stand_in()
         return data
 
     def put(self, data: Tensor) -> None:
@@ -121,6 +149,24 @@ class Residency:
         """The names of all that is in the store."""
         return [name for name, resident in self.residents.items() if resident.away]
 
+    def check_untouched(self, names: Iterable[str]) -> None:
+        """Take over data that these were given while they were away. Raises RequestError for a write that is lost."""
+        lost = ""
+        for name in names:
+            resident = self.residents[name]
+            if resident.away:
+                if resident.is_replaced():
+                    resident.put(resident.tensor.data)
+                elif resident.is_written():
+                    lost = lost or name
+        if _STAND_INS and _mended_stand_ins():
+            lost = lost or "a weight or a state of the optimizer"
+        if lost:
+            raise RequestError(
+                f"{readable(lost)} was written to through a reference while its values were in the store, and that write "
+                "is lost; call the step's synchronize() first, or write through the model's own attribute"
+            )
+
     def bring(self, names: Iterable[str], engine: TransferEngine) -> None:
         """Let these be on the device. Raises StoreError; what could not be read stays in the store."""
         coming = []
@@ -159,31 +205,54 @@ class Residency:
         return bool(going)
 
 
+def _is_placeholder(tensor: Tensor) -> bool:
+    return tensor.data_ptr() == _stand_in(tensor.dtype, tensor.device).data_ptr()
+
+
+def _mended_stand_ins() -> bool:
+    """Whether any placeholder on the CPU was overwritten through `.data`, which nothing else tells; they are NaN again."""
+    found = False
+    for (dtype, device), element in _STAND_INS.items():
+        if device.type == "cpu" and (dtype.is_floating_point or dtype.is_complex) and not element.isnan():
+            element.fill_(float("nan"))
+            found = True
+    return found
+
+
 def readable(name: str) -> str:
     """A parameter's name as the user's model has it."""
     return name.removeprefix("model.")
 
 
 class Guarded(dict[str, Any]):
-    """A dictionary of tensors that brings them back before they are read; its copies and pickles are plain."""
+    """A dictionary of tensors that brings them back before they are read; its copies and pickles are plain.
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    Every read asks `gate` whether it may; to other threads than that of the steps, a loop over it keeps the next step off.
+    """
+
+    def __init__(self, content: Mapping[str, Any], gate: Gate) -> None:
         super().__init__(content)
+        self._gate: Gate | None = gate
         self._bring: Callable[[], None] | None = None
 
     def arm(self, bring: Callable[[], None] | None) -> None:
         """Call `bring` before the next read; None: nothing is away."""
         self._bring = bring
 
-    def disarm(self) -> Callable[[], None] | None:
-        """What was to be called before the next read, and no longer is."""
-        bring, self._bring = self._bring, None
-        return bring
+    def disarm(self) -> None:
+        """Be as any dictionary from now on."""
+        self._gate = self._bring = None
 
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 
-    def _fetch(self) -> None:
+    def _fetch(self, *, loops: bool = False) -> Reading | None:
+        gate = self._gate
+        if gate is None or (self._bring is None and (torch.compiler.is_compiling() or gate.is_open())):
+            return None
+        return gate.read(self._bring_now, loops=loops)
+
+    def _bring_now(self) -> None:
         if self._bring is not None:
             self._bring()
             self._bring = None
@@ -199,13 +268,13 @@ class Guarded(dict[str, Any]):
         self._fetch()
         return super().get(key, default)
 
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        self._fetch()
-        return super().items()
+    def items(self) -> Any:
+        reading = self._fetch(loops=True)
+        return super().items() if reading is None else During(super().items(), reading)
 
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self._fetch()
-        return super().values()
+    def values(self) -> Any:
+        reading = self._fetch(loops=True)
+        return super().values() if reading is None else During(super().values(), reading)
 
     def copy(self) -> dict[str, Any]:
         self._fetch()
@@ -224,5 +293,4 @@ class Guarded(dict[str, Any]):
         return super().setdefault(key, default)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._fetch()
-        return dict, (self.copy(),)
+        return dict, (), None, None, iter(self.items())  # whoever pickles or copies has the loop, until all is done

@@ -8,10 +8,7 @@ failed, which is carried out again.
 from __future__ import annotations
 
 import operator
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -156,35 +153,6 @@ class StepRun:
         assert engine is not None
         handle = engine.sent_back(arriving)
         return Form.HANDLE, handle
-
-
-@contextmanager
-def held_interrupts() -> Iterator[Callable[[], None]]:
-    """While this lasts, a Ctrl-C waits for its end; a second one is raised by the next call of what is yielded.
-
-    Where somebody handles the signal in their own way, or outside the main thread, nothing changes.
-    """
-    count = 0
-
-    def note(*_: Any) -> None:
-        nonlocal count
-        count += 1
-
-    def raise_second() -> None:
-        if count > 1:
-            raise KeyboardInterrupt
-
-    ours = threading.current_thread() is threading.main_thread()
-    if not (ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
-        yield raise_second
-        return
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield raise_second
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if count:
-        raise KeyboardInterrupt
 
 
 def _nested(node: fx.Node) -> bool:

@@ -1,23 +1,29 @@
-"""What outlives a step: the model's parameters and buffers, the optimizer's state, where they are, and who guards them."""
+"""What outlives a step: the model's parameters and buffers, the optimizer's state, where they are, and who guards them.
+
+Private to PyTorch (2.11 to 2.13): `torch.utils._python_dispatch._disable_current_modes`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import RequestError
 from overspill.models.step import StepLoss
 from overspill.runtime.transfer.engine import TransferEngine
 
-from .checks import check_hooks, check_model, check_optimizer_settings, check_unchanged
+from .checks import check_hooks, check_model, check_optimizer_settings, check_same_places, check_unchanged
+from .gate import Gate
 from .residency import Guarded, Residency, Resident, Spec
-from .updates import OptimizerUpdates, ParameterState
+from .updates import OptimizerUpdates, ParameterState, settings_of
 
 
 class StepState:
@@ -25,17 +31,20 @@ class StepState:
 
     `owned` are the parameters that the optimizer updates, `sums` names the residents in which gradients add up. `stale`
     says that plans no longer fit, for a tensor is not what they were made for. `advice` is what to say to who reads
-    parameters while a step is under way; an empty text where none is.
+    parameters while a step is under way; an empty text where none is. Whatever is done to all this is done alone, as
+    `gate` sees to.
     """
 
     def __init__(self, module: StepLoss, optimizer: Optimizer, updates: OptimizerUpdates) -> None:
         """Raises RequestError or UnsupportedError for what cannot be part of a planned step."""
+        self.gate = Gate()
         self.module = module
         self.optimizer = optimizer
         self.updates = updates
         self.parameters = dict(module.named_parameters())
         check_model(module, self.parameters)
-        self.buffers = dict(module.named_buffers())
+        self.structure = Structure(module)
+        self.buffers = self.structure.buffers
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.where = next(iter(self.parameters.values())).device
         self.owned: dict[str, ParameterState] = {}
@@ -52,9 +61,22 @@ class StepState:
         """Adopt what there is, and guard it from now on."""
         self.adopt_optimizer()
         self.adopt_parameters()
+        self._guard_modules()
+
+    def _guard_modules(self) -> None:
+        """Guard the parameters of every module that has some, or has buffers, which are read behind them."""
         for module in self.module.modules():
-            if module._parameters:
-                self.guards[module] = module.__dict__["_parameters"] = Guarded(module._parameters)
+            own = module.__dict__["_parameters"]
+            if (own or module._buffers) and self.guards.get(module) is not own:
+                guard = Guarded(dict(dict.items(own)), self.gate)
+                self.guards[module] = module.__dict__["_parameters"] = guard
+        self.structure = Structure(self.module)
+
+    def _look_again(self) -> None:
+        """The model's modules have changed: their parameters must be those that the step was made for, each in its place."""
+        now = Structure(self.module)
+        check_same_places(self.structure.parameters, now.parameters)
+        self._guard_modules()
 
     def check_model(self) -> None:
         """Notice what has been done to the model behind our back. Raises RequestError or UnsupportedError."""
@@ -62,15 +84,10 @@ class StepState:
             raise RequestError("this step is closed; make another with train_step")
         check_optimizer_settings(self.optimizer, own_hooks=1)
         check_hooks(self.parameters)
-        for module, guard in self.guards.items():
-            if module.__dict__["_parameters"] is not guard or any(
-                p is not None and id(p) not in self.names for p in dict.values(guard)
-            ):
-                raise RequestError(
-                    f"a parameter of {type(module).__name__} is not the one that the step was made for; "
-                    "close() it, then make optimizer and train_step anew"
-                )
-        buffers = dict(self.module.named_buffers())
+        if not self.structure.holds():
+            self._look_again()
+        self.residency.check_untouched(self.residency.residents)
+        buffers = self.structure.buffers
         if [(n, Spec.of(b)) for n, b in buffers.items()] != [(n, Spec.of(b)) for n, b in self.buffers.items()]:
             self.stale = True
         self.buffers = buffers
@@ -98,20 +115,43 @@ class StepState:
             )
         for name, parameter in self.parameters.items():
             group = groups.get(id(parameter))
+            if group is None:
+                self._disown(name)
             if group is None or not parameter.requires_grad:
                 continue
             state = self.optimizer.state.get(parameter, {})
             guard = self.state_guards.get(name)
-            if name in self.owned and state is guard:
-                self.owned[name].group = group
+            owned = self.owned.get(name)
+            if (
+                owned is not None
+                and owned.settings == settings_of(group)
+                and (state is guard or not (state or owned.order))
+            ):
+                owned.group = group
                 continue
             self._adopt_state(name, parameter, group, state)
 
+    def _disown(self, name: str) -> None:
+        """The optimizer has let go of a parameter: what it kept for it, it has back, and nobody moves it any more."""
+        if (owned := self.owned.pop(name, None)) is None:
+            return
+        self.stale = True
+        residents = [f"{name}.{key}" for key in owned.shaped]
+        self.bring(residents)
+        for resident in residents:
+            del self.residency.residents[resident]
+        if (guard := self.state_guards.pop(name, None)) is not None:
+            guard.disarm()
+            if self.optimizer.state.get(self.parameters[name]) is guard:
+                self.optimizer.state[self.parameters[name]] = dict(guard)
+
     def _adopt_state(self, name: str, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
         owned = self.owned.get(name)
-        if owned is not None and not state and not owned.order:
-            owned.group = group
-            return
+        if owned is not None and owned.settings != settings_of(group):
+            self.stale = True
+            self._disown(name)
+            state, owned = self.optimizer.state.get(parameter, {}), None
+            self.updates.check_state(group, parameter, state)
         fresh = self.updates.state_of(parameter, group, state)
         if owned is None or owned.shaped != fresh.shaped:
             self.stale = True
@@ -161,7 +201,12 @@ class StepState:
         """Undo the guards and forget whose tensors these are: no step will follow, and who is gone needs none back."""
         self.release()
         self.owned.clear()
-        del self.module, self.optimizer, self.updates.optimizer  # the plans' graphs still have the updates
+        del (
+            self.module,
+            self.structure,
+            self.optimizer,
+            self.updates.optimizer,
+        )  # the plans' graphs still have the updates
 
     def forget_sums(self) -> None:
         """What gradients have added up to so far counts no longer."""
@@ -179,22 +224,26 @@ class StepState:
                     key: self.residency[f"{name}.{key}"].tensor if key in owned.shaped else owned.rest[key]
                     for key in owned.order
                 }
-                guard = self.state_guards[name] = Guarded(content)
+                guard = self.state_guards[name] = Guarded(content, self.gate)
                 self.optimizer.state[self.parameters[name]] = guard
                 guard.arm(self._bringer([f"{name}.{key}" for key in owned.shaped]))
 
     def _bringer(self, names: Sequence[str]) -> Callable[[], None] | None:
         away = [name for name in names if name in self.residency and self.residency[name].away]
-        return (lambda: self.bring(away)) if away else None
+        return (lambda: self.bring(away)) if away or self.advice() else None
 
     def bring(self, names: Iterable[str]) -> None:
         """Let these be on the device. Raises RequestError while a step is under way, and StoreError."""
         if advice := self.advice():
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
-        found = [name for name in names if self.residency[name].handle is not None]
-        if found:
-            assert self.engine is not None
-            self.residency.bring(found, self.engine)
+        names = list(names)
+        with _disable_current_modes():  # a finalizer may bring them while something else runs on fake tensors
+            try:
+                self.residency.check_untouched(names)
+            finally:  # what is lost is lost, and told when the values that there were are back
+                if found := [name for name in names if self.residency[name].handle is not None]:
+                    assert self.engine is not None
+                    self.residency.bring(found, self.engine)
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device."""
@@ -202,13 +251,46 @@ class StepState:
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:
-        """While the model is traced, its parameters are fake and nothing need be brought back."""
-        armed = {guard: guard.disarm() for guard in self.guards.values()}
+        """While the model is traced, its parameters are fake, and nothing but the model may see that."""
+        self.gate.is_tracing = True
         try:
             yield
         finally:
-            for guard, bring in armed.items():
-                guard.arm(bring)
+            self.gate.is_tracing = False
+
+
+class Structure:
+    """Which modules, parameters and buffers a model has, and where: compared by identity before each step.
+
+    `parameters` and `buffers` are by name, the former under every name that they have.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._tables: list[tuple[nn.Module, tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]]] = []
+        for path, part in module.named_modules(remove_duplicate=False):
+            tables = tuple(part.__dict__[name] for name in TABLES)
+            self._tables.append((part, tuple((table, _entries(table)) for table in tables)))
+            prefix = f"{path}." if path else ""
+            self.parameters |= {prefix + n: p for n, p in dict.items(tables[0]) if p is not None}
+        self.buffers = dict(module.named_buffers())
+
+    def holds(self) -> bool:
+        """Whether the model still is so."""
+        for part, tables in self._tables:
+            own = part.__dict__
+            for name, (table, entries) in zip(TABLES, tables, strict=True):
+                if own[name] is not table or not all(map(is_, _entries(table), entries)):
+                    return False
+        return True
+
+
+TABLES = "_parameters", "_buffers", "_modules"
+"""Where a module keeps them."""
+
+
+def _entries(table: dict[str, Any]) -> tuple[Any, ...]:
+    return (len(table), *dict.keys(table), *dict.values(table))  # past the guards
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:

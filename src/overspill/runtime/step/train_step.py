@@ -6,16 +6,18 @@ Private to PyTorch (2.11 to 2.13): `torch._C._DisableAutocast`. What autocast ca
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
 
 from overspill.core import Device, Graph
 from overspill.core.errors import RequestError, StoreError, UnsupportedError
@@ -32,11 +34,15 @@ from overspill.runtime.transfer.host_memory import give_back
 
 from .call import UNFINISHED, Call, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
+from .gate import Reading
 from .plans import LOSS_BYTES, Compiled, GradientOptions, StepPlans
 from .residency import readable
-from .run import StepRun, held_interrupts
+from .run import StepRun
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
+
+if TYPE_CHECKING:
+    from overspill.runtime.compiled.session import Session
 
 __all__ = ["GradientOptions", "TrainStep", "train_step"]
 
@@ -46,6 +52,8 @@ class TrainStep:
 
     Between two calls the model's parameters and the optimizer's state may be in the store. Who reads them through the
     model or the optimizer (`state_dict()`, evaluation, `torch.save`) gets their current values: they are brought back.
+    One thread at a time steps or reads, signal handlers wait for the end of a step, and what reads in the middle of a
+    step, or in a forked child what is not there, gets an OverspillError.
     """
 
     def __init__(
@@ -71,13 +79,7 @@ class TrainStep:
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
         # Nothing that model or optimizer hold may hold this object: who drops it gets the weights back.
-        synchronize = self._state.synchronize
-        self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: synchronize()),
-            optimizer.register_state_dict_post_hook(_with_plain_state),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: synchronize()),
-            optimizer.register_step_pre_hook(lambda *_: synchronize()),
-        ]
+        self._hooks = _optimizer_hooks(optimizer, self._state)
         self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
         self._end.atexit = False
 
@@ -91,20 +93,30 @@ class TrainStep:
         their mean. Raises InfeasibleBudget, UnsupportedError, RequestError or StoreError. After an error that left the
         step unfinished, as it says, only the same inputs are taken, and the step is finished.
         """
+        return self._state.gate.alone(lambda: self._step(inputs), steps=True)
+
+    def _step(self, inputs: tuple[Any, ...]) -> Any:
+        self._state.gate.check_process()
         if self._call is not None:
             if not batches.same(self._call.inputs, inputs):
                 raise RequestError(f"these are other inputs: {self._call.advice}")
-            return self.resume()
+            return self._resume()
+        return self._go_on(self._prepared(inputs))
+
+    def _prepared(self, inputs: tuple[Any, ...]) -> Call:
         with self.processes.announcing():
             self._state.check_model()
             check_inputs(tree_flatten(inputs)[0], self._state.where)
             self._state.adopt_parameters()
             self._state.adopt_optimizer()
-            call = Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
-        return self._go_on(call)
+            return Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
 
     def resume(self) -> Any:
         """Finish the step that an error stopped, from the instruction that failed; its loss, as if nothing had happened."""
+        return self._state.gate.alone(self._resume, steps=True)
+
+    def _resume(self) -> Any:
+        self._state.gate.check_process()
         if self._call is None:
             raise RequestError("no step is unfinished; call the step with inputs")
         if self._call.run is not None and self._call.run.lost:
@@ -118,14 +130,16 @@ class TrainStep:
 
         Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
         """
+        self._state.gate.alone(self._abandon, steps=True)
+
+    def _abandon(self) -> None:
         self._underway.abandon(self._state)
 
     def _go_on(self, call: Call) -> Any:
         self._call = call
         try:
-            with held_interrupts() as may_go_on:
-                while not call.is_done:
-                    self._carry_on(call, may_go_on)
+            while not call.is_done:
+                self._carry_on(call)
         except BaseException as error:
             self._stopped(call, error)
             raise
@@ -134,10 +148,15 @@ class TrainStep:
         self._call = None
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
         if hooks := step_post_hooks(self.optimizer):
-            self.synchronize()
-            for hook in hooks:
-                hook(self.optimizer, (self.optimizer,), {})
+            self._state.synchronize()
+            with self._state.gate.opened():
+                for hook in hooks:
+                    hook(self.optimizer, (self.optimizer,), {})
         return call.returned
+
+    def join(self, beside: Callable[[], int]) -> None:
+        """From now on leave room for the bytes that the other models of a session have on the device."""
+        self._plans.beside = beside
 
     def _check_room_for_hooks(self, call: Call, compiled: Compiled) -> None:
         """Raises UnsupportedError where hooks behind the step would find more than fits, for all has to be there then."""
@@ -154,15 +173,13 @@ class TrainStep:
     def _stopped(self, call: Call, error: BaseException) -> None:
         """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
         run = call.run
-        if call.is_done:  # interrupted, but first it was finished
-            self._call = None
-        elif (call.number or run) and (isinstance(error, (StoreError, KeyboardInterrupt)) or (run and run.changed)):
+        if (call.number or run) and (isinstance(error, (StoreError, KeyboardInterrupt)) or (run and run.changed)):
             what = self._moved(call)
             if isinstance(error, StoreError):
                 raise StoreError(f"{what}{error}; {UNFINISHED}") from error
             error.add_note(f"overspill: {call.advice}")
         else:
-            self.abandon()
+            self._abandon()
 
     def _moved(self, call: Call) -> str:
         """Which tensor the instruction at fault moves, as the beginning of a message."""
@@ -223,27 +240,69 @@ class TrainStep:
         """Op times of the run so far, if the step profiles."""
         return self._plans.measured_times
 
+    def plan(self, *inputs: Any) -> Plan:
+        """The plan of a step on `inputs`, of which nothing is run; of several micro-batches, of the last.
+
+        Raises what a step on them raises before it begins: InfeasibleBudget above all.
+        """
+
+        def planned() -> Plan:
+            call = self._prepared(inputs)
+            return self._plans.compile(call.parts[-1], inputs, last=True).plan
+
+        return self._state.gate.alone(planned)
+
+    def smallest_budget(self, *inputs: Any) -> int:
+        """The fewest bytes with which a step on `inputs` works; nothing is run. Raises RequestError or UnsupportedError."""
+
+        def found() -> int:
+            self._prepared(inputs)
+            return self._plans.smallest_budget(inputs)
+
+        return self._state.gate.alone(found)
+
+    def kept_bytes(self) -> int:
+        """Bytes of the model and its optimizer's state between two steps, if all of it is on the device."""
+        return self._state.whole_bytes()
+
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
-        return self._plans.graph(inputs)
+        return self._state.gate.alone(lambda: self._plans.graph(inputs))
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
-        self._state.synchronize()
+        self._state.gate.alone(self._state.synchronize)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts no other thread steps, and all is on the device.
+
+        For a thread that does more with model or optimizer than call their `state_dict()`: evaluates, copies, saves
+        several things that belong together, or forks.
+        """
+        reading = self._state.gate.reading(for_long=True)
+        self.synchronize()
+        try:
+            yield
+        finally:
+            del reading
 
     def close(self, *, bring_back: bool = True) -> None:
         """Bring all back, undo the guards, and give the store back; model and optimizer are then as without Overspill.
 
         Without `bring_back`, for who needs them no more, what is in the store is lost: it reads as NaN then.
         """
+        self._state.gate.alone(lambda: self._close(bring_back), steps=True)
+
+    def _close(self, bring_back: bool) -> None:
         if bring_back:
-            self.synchronize()
+            self._state.synchronize()
         self._end.detach()
         let_go(self._state, self._plans, self._hooks)
 
     # -- one graph of the step
 
-    def _carry_on(self, call: Call, may_go_on: Callable[[], None]) -> None:
+    def _carry_on(self, call: Call) -> None:
         """Run what is left of the micro-batch that is next."""
         if call.run is None:
             self._begin(call)
@@ -251,7 +310,7 @@ class TrainStep:
         assert compiled is not None
         assert run is not None
         with torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
-            loss, *results = run.go_on(may_go_on)
+            loss, *results = run.go_on(self._state.gate.may_go_on)
         count = len(compiled.results.places)
         others, results = results[:count], results[count:]
         for name, value in zip(compiled.moving, results, strict=True):
@@ -295,7 +354,32 @@ class TrainStep:
         return resident.take()
 
 
-def _with_plain_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHandle]:
+    """What lets `optimizer` show, load and step on what is there."""
+    readings: dict[int, Reading] = {}
+
+    def synchronize(*_: Any) -> None:
+        state.gate.alone(state.synchronize)
+
+    def begin_reading(_: Optimizer) -> None:
+        if (reading := state.gate.read(state.synchronize, loops=True)) is not None:
+            readings[get_ident()] = reading
+
+    def end_reading(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return _with_plain_state(state_dict)
+        finally:
+            readings.pop(get_ident(), None)
+
+    return [
+        optimizer.register_state_dict_pre_hook(begin_reading),
+        optimizer.register_state_dict_post_hook(end_reading),
+        optimizer.register_load_state_dict_pre_hook(synchronize),
+        optimizer.register_step_pre_hook(synchronize),
+    ]
+
+
+def _with_plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The optimizer's state as a snapshot that later steps do not take away."""
     state = {
         key: {name: v.detach() if isinstance(v, Tensor) else v for name, v in of.items()}
@@ -323,6 +407,7 @@ def train_step(
     placement: str | None = None,
     process_group: torch.distributed.ProcessGroup | Literal[False] | None = None,
     checksum: bool = False,
+    session: Session | None = None,
 ) -> TrainStep:
     """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
 
@@ -334,7 +419,8 @@ def train_step(
     mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The ranks of
     `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
     of the batch, gets its own loss, and gradients are averaged; False trains alone. With `checksum` what comes back
-    from the store is compared with what went there. The other arguments are those of
+    from the store is compared with what went there. Steps and compiled models that are given one `session` share its
+    budget: while one runs, the others keep their parameters and optimizer states. The other arguments are those of
     `overspill.compile`.
 
     Raises RequestError and UnsupportedError for what cannot be right, and at the first call InfeasibleBudget with the
@@ -346,4 +432,10 @@ def train_step(
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already
         model = model._orig_mod
-    return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
+    if session is None:
+        return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
+    if options != Options():
+        raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
+    step = TrainStep(model, loss_fn, optimizer, session.options, gradients, processes_of(model, process_group))
+    session.add_step(step)
+    return step

@@ -32,6 +32,8 @@ PROBE_SHAPES = {1: (3072,), 2: (64, 48), 3: (17, 16, 12), 4: (12, 11, 6, 4), 5: 
 parameter's they follow. Their elements outweigh step counts and other scalars."""
 SCALAR_BYTES = 1024
 """Room for step counts and other scalars; Adafactor makes a dozen of them, each a storage of its own."""
+CPU = torch.device("cpu")
+"""Where optimizers are tried on tiny parameters."""
 
 
 class ParameterState:
@@ -39,7 +41,7 @@ class ParameterState:
 
     `shaped` names the tensors of the parameter's shape that are kept for it, with their dtypes, and `rest` is what else
     is kept. `order` are the names of all, in the optimizer's own order; empty until it has
-    made them, be it at once, as Adagrad does, or at its first step.
+    made them, be it at once, as Adagrad does, or at its first step. `settings` are those that decide what is kept.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ParameterState:
     ) -> None:
         self.updates = updates
         self.group = group
+        self.settings = settings_of(group)
         self.shaped = shaped
         self.rest: dict[str, Any] = {}
         self.order: list[str] = []
@@ -82,7 +85,7 @@ class OptimizerUpdates:
         self.elementwise = made_by_torch and not fused and type(optimizer).__name__ in ELEMENTWISE
         self._slice_optimizer: Optimizer | None = None
         # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
-        self._needs: dict[tuple[int, torch.dtype, int], tuple[dict[str, Any], Needs]] = {}
+        self._needs: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
         if not made_by_torch:
             _check_separate(optimizer)
 
@@ -93,6 +96,15 @@ class OptimizerUpdates:
             found = {key: state[key] for key in shaped if isinstance(state.get(key), Tensor)}
             shaped = {key: tensor.dtype for key, tensor in found.items() if tensor.shape == parameter.shape}
         return ParameterState(self, group, dict(shaped), state)
+
+    def check_state(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """Raises RequestError where `group` has settings that need more than the `state` there is."""
+        lacking = [key for key in self._probed(parameter, group).shaped if state and key not in state]
+        if lacking and type(self.optimizer) is not torch.optim.SGD:  # which makes its buffer when it has none
+            raise RequestError(
+                f"the settings of {type(self.optimizer).__name__} were changed to ones that need {lacking[0]!r}, which its "
+                "state does not have; make the optimizer anew, or load a state_dict that has it"
+            )
 
     def workspace_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
         """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
@@ -168,7 +180,7 @@ class OptimizerUpdates:
             yield slice(start, start + rows)
 
     def _probed(self, parameter: Tensor, group: dict[str, Any]) -> Needs:
-        key = (id(group), parameter.dtype, parameter.dim())
+        key = (id(group), settings_of(group), parameter.dtype, parameter.dim())
         if key not in self._needs:
             try:
                 self._needs[key] = group, self._probe(parameter, group)
@@ -182,10 +194,11 @@ class OptimizerUpdates:
     def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
         """What two steps on a tiny parameter show; the first makes the state, beside that which the step has room for."""
         shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
-        probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
-        probe.grad = self._gradient(torch.ones_like(probe), None)
-        tiny = optimizer_like(self.optimizer, group, [probe])
-        peaks = [temporary_bytes(tiny) for _ in range(2)]
+        with CPU:  # whatever the default device is, for the optimizer's own tensors too
+            probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
+            probe.grad = self._gradient(torch.ones_like(probe), None)
+            tiny = optimizer_like(self.optimizer, group, [probe])
+            peaks = [temporary_bytes(tiny) for _ in range(2)]
         kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
         others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
         return Needs(
@@ -194,6 +207,15 @@ class OptimizerUpdates:
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
             *(peak / probe.nbytes + others for peak in peaks),
         )
+
+
+def settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    """The settings of a group that may decide what an optimizer keeps: its flags, and which numbers are zero."""
+    return tuple(
+        (key, value if value is None or isinstance(value, (bool, str)) else bool(value))
+        for key, value in group.items()
+        if isinstance(value, (bool, str, int, float, type(None))) and key not in ("lr", "initial_lr")
+    )
 
 
 @dataclass(frozen=True)
@@ -225,7 +247,8 @@ def _check_separate(optimizer: Optimizer) -> None:
         return [probe.detach() for probe in probes]
 
     try:
-        together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
+        with CPU:
+            together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
     except Exception as error:  # any class of optimizer may refuse tiny parameters in any way
         raise UnsupportedError(
             f"{type(optimizer).__name__} could not be tried on tiny parameters ({error}); {INSTEAD}"

@@ -88,7 +88,7 @@ class TransferEngine:
     def _handle(self, stored: _Stored) -> Tensor:
         key = next(self._ids)
         self._table[key] = stored
-        handle = torch.tensor([key], dtype=torch.int64)
+        handle = torch.tensor([key], dtype=torch.int64, device="cpu")
         weakref.finalize(handle.untyped_storage(), _release, weakref.ref(self), key)
         return handle
 
@@ -134,10 +134,10 @@ class TransferEngine:
 
     def settle(self) -> None:
         """Wait for all that is under way; a transfer that failed is started anew when it is awaited."""
-        for stored in self._table.values():
+        for stored in list(self._table.values()):  # a finalizer may take one out
             if stored.leaving is not None and _failed(stored.leaving):
                 stored.leaving = None
-        for key, (ticket, stored) in self._arriving.items():
+        for key, (ticket, stored) in list(self._arriving.items()):
             if ticket is not None and _failed(ticket):
                 self._arriving[key] = (None, stored)
 

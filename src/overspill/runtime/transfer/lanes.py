@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from overspill.core.errors import StoreError
 
 
 class Ticket(ABC):
@@ -32,31 +39,115 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """A lane of one thread. Its jobs spend their time in system calls and memory copies that release the interpreter lock."""
+    """A lane of one thread. Its jobs spend their time in system calls and memory copies that release the interpreter lock.
+
+    A queue that a finalizer may use in the middle of its own `put` feeds it; the pools of `concurrent.futures` have locks
+    that a finalizer would wait for in vain. In a forked child, which has no such thread, `submit` carries the job out itself.
+    """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"overspill-{name}")
+        self._process = os.getpid()
+        self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+        self._thread = Thread(target=_carry_out_all, args=(self._jobs,), name=f"overspill-{name}", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end_thread, self._jobs, self._thread, self._process)
 
     def submit(self, job: Callable[[Tensor], None], tensor: Tensor) -> Ticket:
-        """Start `job(tensor)` on the lane's thread."""
-        # The thread lets go of the tensor before it says that it is done: else its memory would live on until the
-        # thread is scheduled again.
-        held = [tensor]
-        return _ThreadTicket(self._pool.submit(lambda: job(held.pop())), tensor)
+        """Start `job(tensor)` on the lane's thread. Raises StoreError once the lane is closed."""
+        if not self._end.alive:
+            raise StoreError(CLOSED)
+        ticket = _ThreadTicket(job, tensor)
+        if self._process == os.getpid():
+            self._jobs.put(ticket)
+        else:
+            ticket.carry_out()
+        return ticket
 
     def close(self) -> None:
         """Drop what has not started, finish what has, and end the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._end()
+
+
+CLOSED = "the store has been closed, and with it what was to be copied"
+
+
+_LOCAL = threading.local()
+
+
+def is_lane() -> bool:
+    """Whether this thread is a lane's: what a garbage collection calls here may wait for no transfer."""
+    return getattr(_LOCAL, "is_lane", False)
+
+
+def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | None]) -> None:
+    _LOCAL.is_lane = True
+    while (ticket := jobs.get()) is not None:
+        ticket.carry_out()
+        del ticket  # whoever waits for the next job holds no tensor of the last one
+
+
+def _end_thread(jobs: SimpleQueue[_ThreadTicket | None], thread: Thread, process: int) -> None:
+    """End the thread of a lane that is closed or gone."""
+    if process != os.getpid():
+        return
+    with contextlib.suppress(Empty):
+        while True:
+            if (ticket := jobs.get_nowait()) is not None:
+                ticket.drop()
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 class _ThreadTicket(Ticket):
-    def __init__(self, future: Future[None], tensor: Tensor) -> None:
-        self._future = future
+    def __init__(self, job: Callable[[Tensor], None], tensor: Tensor) -> None:
+        # The thread lets go of the tensor before it says that it is done: else its memory would live on until the
+        # thread is scheduled again.
+        held = [tensor]
         self._tensor: Tensor | None = tensor
+        self._job: Callable[[], None] | None = lambda: job(held.pop())
+        self._process = os.getpid()
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._pending = Lock()
+        self._pending.acquire()
+
+    def carry_out(self) -> None:
+        job, self._job = self._job, None
+        assert job is not None
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            trace = error.__traceback__
+            self._finish(error.with_traceback(trace and trace.tb_next))  # this frame would hold the ticket
+        else:
+            del job
+            self._finish(None)
+
+    def drop(self) -> None:
+        """It will not be carried out any more."""
+        self._job = None
+        self._finish(StoreError(CLOSED))
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._is_done = True
+        self._pending.release()
 
     def wait(self) -> None:
-        self._future.result()
+        if not self._is_done and self._process != os.getpid():
+            raise StoreError(
+                "this process was forked while a copy to or from the store was under way, which ends in its parent only; "
+                "fork between two steps"
+            )
+        with self._pending:  # no more than a look, so that several may wait
+            pass
         self._tensor = None
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # which the error's traceback would hold
 
 
 class StreamLane(Lane):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +28,7 @@ from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
 
+from .forks import tell_of_forks
 from .lanes import Lane, StreamLane, ThreadLane
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,7 +46,11 @@ class Slot:
 
 
 class Store(ABC):
-    """Base of all stores: slots of equal (page-rounded) size are reused; the arena grows only when none is free."""
+    """Base of all stores: slots of equal (page-rounded) size are reused; the arena grows only when none is free.
+
+    Slots are given back by finalizers too, which may run in the middle of anything, `allocate` among it. So `release`
+    takes no lock: what was given back is a queue, which the next `allocate` empties.
+    """
 
     name: ClassVar[str] = ""
     """What users call it."""
@@ -53,11 +60,33 @@ class Store(ABC):
     """Whether it is made with the directory in which it keeps a file."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = RLock()
+        self._returned: deque[Slot] = deque()
         self._free: dict[int, list[Slot]] = defaultdict(list)
         self._tails: list[tuple[int, int]] = []  # per chunk: (first unused byte, size)
-        self.used_bytes = 0
+        self._used_bytes = 0
         self.peak_bytes = 0
+        self.is_forked = False
+        """Whether this process is a child of the one that made the store."""
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """This is a child now; whoever had the lock is not in it."""
+        self._lock = RLock()
+        self.is_forked = True
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are in use."""
+        with self._lock:
+            self._take_back()
+            return self._used_bytes
+
+    def _take_back(self) -> None:
+        while self._returned:
+            slot = self._returned.popleft()
+            self._used_bytes -= slot.nbytes
+            self._free[slot.nbytes].append(slot)
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:  # noqa: ARG002 - of the streams of some devices
         """What carries its transfers from and to `device` beside compute: one lane each way."""
@@ -78,9 +107,10 @@ class Store(ABC):
         """A slot for `nbytes` bytes."""
         rounded = max(PAGE_BYTES, whole_pages(nbytes))
         with self._lock:
+            self._take_back()
             slot = self._find(rounded)
-            self.used_bytes += rounded
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._used_bytes += rounded
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes)
             return slot
 
     def _find(self, nbytes: int) -> Slot:
@@ -95,10 +125,8 @@ class Store(ABC):
         return Slot(chunk, used, nbytes)
 
     def release(self, slot: Slot) -> None:
-        """Give `slot` back."""
-        with self._lock:
-            self.used_bytes -= slot.nbytes
-            self._free[slot.nbytes].append(slot)
+        """Give `slot` back; from anywhere, for nothing is waited for."""
+        self._returned.append(slot)
 
     def _add_chunk(self, nbytes: int) -> None:
         nbytes = whole_pages(nbytes)
@@ -123,7 +151,7 @@ class Store(ABC):
 
 
 class DiskStore(Store):
-    """One preallocated file per process, of mode 0600 and unlinked from the start: nothing is left behind, even if killed."""
+    """One preallocated file per process, of mode 0600 and without a name: nothing is left behind, even if killed."""
 
     name = "disk"
     takes_directory = True
@@ -132,15 +160,15 @@ class DiskStore(Store):
         super().__init__()
         self.directory = Path(directory or tempfile.gettempdir())
         try:
-            self._file, path = tempfile.mkstemp(prefix="overspill-", dir=self.directory)
+            self._file = _nameless_file(self.directory)
         except OSError as error:
             raise RequestError(
                 f"cannot write to the store directory {self.directory}: {error.strerror}; give a writable one with --store-dir"
             ) from None
-        os.unlink(path)  # noqa: PTH108 - mkstemp gives a string
         self._chunk_offsets: list[int] = []
 
     def _grow(self, nbytes: int) -> None:
+        self._check_process()
         start = self.capacity_bytes
         try:
             os.posix_fallocate(self._file, start, nbytes)
@@ -152,6 +180,7 @@ class DiskStore(Store):
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Write all bytes, however few the system takes at a time. Raises StoreError when it takes none."""
+        self._check_process()
         view = memory_of(source)
         done = 0
         while done < len(view):
@@ -163,6 +192,7 @@ class DiskStore(Store):
 
     def read(self, slot: Slot, target: Tensor) -> None:
         """Read all bytes back. Raises StoreError when the file ends before."""
+        self._check_process()
         view = memory_of(target)
         done = 0
         while done < len(view):
@@ -171,6 +201,13 @@ class DiskStore(Store):
             if count <= 0:
                 raise StoreError(f"the disk store in {self.directory} gave only {done} of {len(view)} bytes")
             done += count
+
+    def _check_process(self) -> None:
+        if self.is_forked:
+            raise StoreError(
+                f"the disk store in {self.directory} is the one of the process that this one was forked from, which goes on "
+                "writing to it; call the step's synchronize() before the fork, or use --store host"
+            )
 
     def _position(self, slot: Slot) -> int:
         return self._chunk_offsets[slot.chunk] + slot.offset
@@ -223,7 +260,7 @@ class HostStore(Store):
             ) from None
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Copy into the arena, without the interpreter lock."""
@@ -249,14 +286,23 @@ class PinnedStore(HostStore):
     device_type = "cuda"
     _advice = "a larger budget offloads less; `ulimit -l` may forbid to lock so much"
 
-    def __init__(self, cuda: Any = torch.cuda) -> None:
+    def __init__(self, cuda: Any = torch.cuda, launch: Callable[[], Any] | None = None) -> None:
+        """`launch` is any op of the device, or what a test puts in its place."""
         super().__init__()
         self._cuda = cuda
+        self._launch = launch or (lambda: torch.ones((), device="cuda"))
+        self._end = weakref.finalize(self, _unregister, self._chunks, cuda, os.getpid())
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
-        chunk = super()._allocate_chunk(nbytes)
+        # Whole pages of its own: a page can be registered once only.
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        chunk = torch.frombuffer(pages, dtype=torch.uint8)
         status = self._cuda.cudart().cudaHostRegister(chunk.data_ptr(), nbytes, 0)
         if int(status) != 0:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the refusal is still the device's last error: the next op raises it
+                self._launch()
             raise RuntimeError(f"cudaHostRegister: error {int(status)}")
         return chunk
 
@@ -277,9 +323,15 @@ class PinnedStore(HostStore):
 
     def close(self) -> None:
         """Unregister and let go of the arena."""
-        for chunk in self._chunks:
-            self._cuda.cudart().cudaHostUnregister(chunk.data_ptr())
-        super().close()
+        self._end()
+
+
+def _unregister(chunks: list[Tensor], cuda: Any, process: int) -> None:
+    """Let go of the arena of a pinned store that is closed or gone."""
+    if process == os.getpid():  # a forked child has no device
+        for chunk in chunks:
+            cuda.cudart().cudaHostUnregister(chunk.data_ptr())
+    chunks.clear()
 
 
 STORES: Registry[type[Store]] = Registry(
@@ -308,6 +360,15 @@ def make_store(name: str | None, device: torch.device, directory: str | Path | N
 def whole_pages(nbytes: int) -> int:
     """`nbytes` rounded up to pages, as slots and chunks are."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _nameless_file(directory: Path) -> int:
+    """The descriptor of a new file on the file system of `directory` that nobody else can open. Raises OSError."""
+    with contextlib.suppress(OSError):  # a file system without such files, or no such directory, as the next line says
+        return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
+    file, path = tempfile.mkstemp(prefix="overspill-", dir=directory)
+    os.unlink(path)  # noqa: PTH108 - mkstemp gives a string
+    return file
 
 
 def _mount_point(directory: Path) -> Path:

@@ -1,0 +1,354 @@
+"""Who may look at what a step holds, and when: one thread at a time, nobody from within, and no signal handler midway.
+
+A step takes the bytes of parameters out of their objects, and a read brings them back. In between they are neither the
+old nor the new ones. So both go through the `Gate` of the step. Other threads wait there. What runs in the middle of a
+step in its own thread cannot wait: a finalizer gets an error, and signal handlers are held until the step is over.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from threading import RLock, get_ident
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from overspill.core.errors import RequestError
+from overspill.runtime.transfer.forks import tell_of_forks
+from overspill.runtime.transfer.lanes import is_lane
+
+T = TypeVar("T")
+
+WITHIN = (
+    "a step is under way in this very thread, and parameters and state are neither the old nor the new ones: "
+    "this was called from within it, by a finalizer, a garbage collection callback or the model itself; read when the step "
+    "has returned"
+)
+ON_LANE = (
+    "a garbage collection calls this in the thread that copies to or from the store, which cannot wait for its own copies; "
+    "set a flag there, and read between two steps"
+)
+FORKED_WITHIN = (
+    "this process was forked while a step was under way, and has neither the old nor the new parameters and state; "
+    "fork between two steps, within step.paused() where another thread steps"
+)
+FORKED = (
+    "a train step does not go on in a forked child; make model, optimizer and step in it, or start it by spawn. "
+    "What was on the device or in host memory can be read"
+)
+READERS_SECONDS = 60.0
+"""So long a step waits for other threads to end their loops over parameters."""
+WAIT_SECONDS = 0.0005
+"""So often it looks whether they have."""
+LONGEST_WAIT_SECONDS = 1.0
+"""So long at most a reader lets a step go first that waits for other readers."""
+GRACE_SECONDS = 0.02
+"""So long a tensor that another thread has just read stays there, for it to be used."""
+
+
+class Gate:
+    """Lets one thread at a time at the tensors of a step.
+
+    `stepper` is the thread of the last step; any other one's read delays the next step while it lasts.
+    """
+
+    def __init__(self) -> None:
+        self.stepper = get_ident()
+        self.is_busy = False
+        """Whether what the step holds is neither the old nor the new."""
+        self.is_tracing = False
+        """Whether the model runs on fake parameters, which the thread that does so may read."""
+        self.is_forked = False
+        """Whether this process is a child of the one that made the step."""
+        self.may_go_on: Callable[[], None] = _nothing
+        """To be called between two instructions; raises KeyboardInterrupt at the second Ctrl-C."""
+        self._forked_within = False
+        self._lock = RLock()
+        self._owner = 0
+        self._wanted = False
+        self._readers: dict[int, tuple[int, bool]] = {}  # a reading: its thread, and whether it may last
+        self._waiting: dict[int, bool] = {}  # threads that wait to read
+        self._grace: dict[int, float] = {}  # a thread and the time until which what it read stays
+        self._later: list[Callable[[], None]] = []
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """This is a child now, and the only thread."""
+        self._lock = RLock()
+        self._forked_within = self._forked_within or self.is_busy
+        self.is_tracing = self._wanted = False
+        self.is_forked = True
+        self.stepper = get_ident()
+        self._owner = 0
+        self._readers.clear()
+        self._waiting.clear()
+        self._grace.clear()
+
+    def alone(self, work: Callable[[], T], *, steps: bool = False) -> T:
+        """What `work()` returns, which no other thread and no signal handler gets in the way of.
+
+        If it `steps`, it waits for other threads that are reading. Raises RequestError from within a step and in a child
+        that was forked within one, and whatever `work`, or the handler of a signal that came meanwhile, raises.
+        """
+        if self._owner == get_ident():
+            if self.is_busy:
+                raise RequestError(WITHIN)
+            return self._busy(work)
+        if is_lane():
+            raise RequestError(ON_LANE)
+        if self._forked_within:
+            raise RequestError(FORKED_WITHIN)
+        try:
+            return self._when_free(work, steps=steps)
+        finally:
+            if steps:
+                self._wanted = False
+
+    def _when_free(self, work: Callable[[], T], *, steps: bool) -> T:
+        since = time.monotonic()
+        while steps and self._waiting and time.monotonic() < since + LONGEST_WAIT_SECONDS:
+            time.sleep(WAIT_SECONDS)  # else a thread that steps and steps again would let no reader in
+        while True:
+            # Held before the lock is taken, so that no exception comes between; let go where it has to be waited for.
+            with held_signals() as may_go_on:
+                lock = self._lock
+                if is_mine := lock.acquire(blocking=False):
+                    try:
+                        if not (steps and self._others_read()):
+                            self.may_go_on = may_go_on
+                            return self._own(work, steps=steps)
+                    finally:
+                        lock.release()
+            if is_mine:
+                self._wanted = True
+                self._check_patience(time.monotonic() - since)
+                time.sleep(WAIT_SECONDS)
+            else:
+                self._wait_for_turn(steps)
+
+    def _wait_for_turn(self, steps: bool) -> None:
+        if steps:
+            time.sleep(WAIT_SECONDS)
+            return
+        self._waiting[get_ident()] = True
+        try:
+            with self._lock:
+                pass
+        finally:
+            del self._waiting[get_ident()]
+
+    def _own(self, work: Callable[[], T], *, steps: bool) -> T:
+        self._owner = get_ident()
+        if steps:
+            self.stepper = self._owner
+        try:
+            return self._busy(work)
+        finally:
+            self._owner = 0
+
+    def _busy(self, work: Callable[[], T]) -> T:
+        self.is_busy = True
+        try:
+            return work()
+        finally:
+            try:
+                while self._later:
+                    self._later.pop(0)()
+            finally:
+                self.is_busy = False
+
+    def check_process(self) -> None:
+        """Raises RequestError in a forked child, where no step is taken."""
+        if self.is_forked:
+            raise RequestError(FORKED)
+
+    def alone_or_later(self, work: Callable[[], None]) -> None:
+        """`work()` alone; at the end of what is under way if that is in this thread."""
+        if self.is_busy and self._owner == get_ident():
+            self._later.append(work)
+        elif is_lane():  # which may not wait for itself
+            threading.Thread(target=self.alone, args=(work,), name="overspill-dropped").start()
+        else:
+            self.alone(work)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """For whoever is alone: meanwhile all is in order, and this thread may read."""
+        self.is_busy = False
+        try:
+            yield
+        finally:
+            self.is_busy = True
+
+    # -- readers
+
+    def is_open(self) -> bool:
+        """Whether this thread may read without asking."""
+        me = get_ident()
+        return (not self.is_busy and me == self.stepper) or (self.is_tracing and me == self._owner)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def read(self, bring: Callable[[], None], *, loops: bool = False) -> Reading | None:
+        """Let what `bring()` brings be there. To a thread that `loops` and is not that of the steps: what keeps it there."""
+        if self.is_tracing and self._owner == get_ident():
+            return None
+        if self._wanted and not any(thread == get_ident() for thread, _ in list(self._readers.values())):
+            self._let_go_first()
+        return self.alone(lambda: self._brought(bring, loops))
+
+    def _brought(self, bring: Callable[[], None], loops: bool) -> Reading | None:
+        bring()
+        if (me := get_ident()) == self.stepper:
+            return None
+        if loops:
+            return Reading(self._readers)
+        self._grace[me] = time.monotonic() + GRACE_SECONDS
+        return None
+
+    def _let_go_first(self) -> None:
+        """A step waits for readers that have begun: those that have not let it begin."""
+        end = time.monotonic() + LONGEST_WAIT_SECONDS
+        while self._wanted and time.monotonic() < end:
+            time.sleep(WAIT_SECONDS)
+
+    def reading(self, *, for_long: bool = False) -> Reading:
+        """What keeps other threads from stepping while it lives; if it lasts `for_long`, without their losing patience."""
+        return self.alone(lambda: Reading(self._readers, for_long=for_long))
+
+    def _others_read(self) -> bool:
+        """Whether other threads are reading what a step would take away."""
+        if not (self._readers or self._grace):
+            return False
+        me, now = get_ident(), time.monotonic()
+        if any(thread != me for thread, _ in list(self._readers.values())):
+            return True
+        if any(thread != me and until > now for thread, until in list(self._grace.items())):
+            return True
+        self._grace.clear()
+        return False
+
+    def _check_patience(self, waited: float) -> None:
+        """Raises RequestError for a reading that seems to be forgotten."""
+        if waited > READERS_SECONDS and not any(for_long for _, for_long in list(self._readers.values())):
+            raise RequestError(
+                f"another thread has been in a loop over parameters or optimizer state for {waited:.0f} s, and a step would "
+                "take them away; let that thread end its loop, or take its time within step.paused()"
+            )
+
+
+class Reading:
+    """Keeps other threads from stepping while it lives."""
+
+    __slots__ = ("_readers",)
+
+    def __init__(self, readers: dict[int, tuple[int, bool]], *, for_long: bool = False) -> None:
+        self._readers = readers
+        readers[id(self)] = get_ident(), for_long
+
+    def __del__(self) -> None:
+        self._readers.pop(id(self), None)
+
+
+class During(Collection[Any]):
+    """A view of a dictionary, and a reading that lasts as long as that or a loop over it."""
+
+    def __init__(self, view: Collection[Any], reading: Reading) -> None:
+        self._view = view
+        self._reading = reading
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._view  # the generator has this object, and so the reading
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._view
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """While a model is captured: finalizers and callbacks of a collection would see its fake parameters, or make some."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _nothing() -> None:
+    pass
+
+
+# -- signals
+
+_NOT_HELD = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGABRT})
+"""Raised by what the process itself does."""
+_HELD = tuple(int(number) for number in signal.valid_signals() - _NOT_HELD)
+
+
+@contextmanager
+def held_signals() -> Iterator[Callable[[], None]]:
+    """While this lasts, the Python handlers of signals wait for its end, each for one call.
+
+    A second Ctrl-C has its handler called by the next call of what is yielded. Outside the main thread, where no
+    handler runs, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield _nothing
+        return
+    came: dict[int, int] = {}
+
+    def note(number: int, _: FrameType | None) -> None:
+        came[number] = came.get(number, 0) + 1
+
+    def second_ctrl_c() -> None:
+        if came.get(signal.SIGINT, 0) > 1:
+            del came[signal.SIGINT]
+            handlers[signal.SIGINT](signal.SIGINT, sys._getframe())
+
+    handlers: dict[int, Any] = {n: h for n in _HELD if callable(h := signal.getsignal(n))}
+    try:
+        for number in handlers:
+            signal.signal(number, note)
+        yield second_ctrl_c
+    finally:
+        try:
+            _restore(handlers, note)
+        finally:
+            _deliver(came, handlers)
+
+
+def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
+    """Undo the holding. What a handler raises that is called as soon as it is back is raised when all are back."""
+    error: BaseException | None = None
+    while True:
+        try:
+            ours = [n for n in handlers if signal.getsignal(n) is note]
+            deque(map(signal.signal, ours, map(handlers.__getitem__, ours)), maxlen=0)
+            break
+        except BaseException as raised:  # noqa: BLE001 - kept, and raised below
+            error = raised
+    if error is not None:
+        raise error
+
+
+def _deliver(came: dict[int, int], handlers: dict[int, Any]) -> None:
+    """Call the handlers of what came, all of them, though one raises."""
+    if came:
+        number = next(iter(came))
+        del came[number]
+        try:
+            handlers[number](number, sys._getframe())
+        finally:
+            _deliver(came, handlers)

@@ -1,0 +1,568 @@
+"""What of the user's Python a captured step was made from, and whether it is still so.
+
+A captured step is a graph: it has the numbers, flags, layers, hooks and functions that the model's Python had when it was
+captured. While a capture lasts, `watching` notes what it reads: attributes of modules (`nn.Module` tells of every
+access), what lists, dictionaries and plain objects found there hold, and what the user's own functions read besides
+(closures, defaults, globals). `PythonState.changed` looks at all of it before each step: identity first, so that a step
+of a hundred layers is looked through in a fraction of a millisecond.
+
+A graph would do once what the model's Python does at every step. So `PythonState.settle` refuses a step that changes what
+it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or NumPy's
+random numbers. What a model sets at its first call is no such change if it comes out the same without it (`watched`).
+
+Not noticed: what functions of installed packages read besides the attributes of modules, and clocks, files and the like.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): the instance dictionaries `_modules`, `_parameters` and
+`_buffers` of modules, and the tables of hooks of all modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import sysconfig
+import threading
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from operator import is_, itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Dataset
+
+from overspill.core.errors import UnsupportedError
+
+T = TypeVar("T")
+MOST_VALUES = 50_000
+"""So many values that a step's Python reads are compared before each step."""
+INSTEAD = "make it a tensor, an argument of the step, or a buffer; or use overspill.compile"
+_ATOMS = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+)
+_BY_IDENTITY = (nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader)
+"""What modules hold is noted when it is read; the rest is no part of forward or loss, though it may be found near by."""
+_MISSING = object()
+_TABLES = ("_parameters", "_buffers", "_modules")
+_NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
+"""What they hold is compared as the model's structure (`state.py`); the last two are lists of a recurrent layer's parameters."""
+_GLOBAL_HOOKS = tuple(
+    getattr(torch_module, name)
+    for name in (
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+    )
+)
+_INSTALLED = (
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(torch.__file__).parent),
+)
+
+
+class _Compared(NamedTuple):
+    """`read(where)` gave `values` when the step was captured; `names` says what they are, for a message."""
+
+    read: Callable[[Any], Sequence[Any]]
+    where: Any
+    values: tuple[Any, ...]
+    names: Callable[[], Sequence[str]]
+
+    def changed(self) -> str:
+        """What is otherwise now; an empty text if nothing is."""
+        try:
+            now = self.read(self.where)
+        except KeyError as gone:
+            return next(n for n in self.names() if n.endswith(f".{gone.args[0]}"))
+        if len(now) == len(self.values) and (all(map(is_, now, self.values)) or all(map(_same, now, self.values))):
+            return ""
+        names = self.names()
+        differ = [n for n, v, w in zip(names, self.values, now, strict=False) if not _same(v, w)]
+        return (differ or [*names, "what it reads"])[0]
+
+
+class PythonState:
+    """What one captured step has read."""
+
+    def __init__(self) -> None:
+        self._compared: list[_Compared] = []
+        self._empty: list[_Compared] = []
+        self._empty_values: list[Any] = []  # the same, which one call looks through
+        self._known: dict[int, Any] = {}
+        self._iterators: list[str] = []
+        self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        self._written: dict[tuple[int, str], nn.Module] = {}
+        self._created: dict[int, nn.Module] = {}
+        self._randomness = _randomness()
+        for hooks in _GLOBAL_HOOKS:
+            self._watch(hooks, "the hooks of all modules")
+
+    def changed(self) -> str:
+        """The name of something that is no longer what it was when the step was captured; an empty text if there is none."""
+        if any(self._empty_values):
+            return next(found for compared in self._empty if (found := compared.changed()))
+        for compared in self._compared:
+            read, where, values, _ = compared
+            try:
+                if all(map(is_, read(where), values)):
+                    continue
+            except (KeyError, ValueError):
+                pass
+            if changed := compared.changed():
+                return changed
+        return ""
+
+    # -- while the step is captured
+
+    def begin_module(self, module: nn.Module) -> None:
+        """A module that the step makes itself is the step's own affair."""
+        self._created[id(module)] = module
+
+    def read(self, module: nn.Module, name: str) -> None:
+        """Note that attribute `name` of `module` is read, and what it is."""
+        if name in _NOT_STATE or id(module) in self._created or (id(module), name) in self._written:
+            return
+        _, names = self._modules.setdefault(id(module), (module, {}))
+        if name in names or (name == "__dict__" and sys._getframe(2).f_code.co_filename == torch_module.__file__):
+            return
+        own = object.__getattribute__(module, "__dict__")
+        label = f"{type(module).__name__}.{name}"
+        if name == "__dict__":
+            for key in [key for key in own if key not in _TABLES]:
+                self.read(module, key)
+            return
+        names[name] = value = own.get(name, _MISSING)
+        if name in own:
+            self._watch(value, label)
+        elif not any(name in own.get(table, ()) for table in _TABLES):
+            self._watch_class(type(module), name, label)
+
+    def write(self, module: nn.Module, name: str) -> None:
+        """Note that attribute `name` of `module` is set, before it is."""
+        own = object.__getattribute__(module, "__dict__")
+        read = name in self._modules.get(id(module), (module, {}))[1]
+        if id(module) not in self._created and not read and not any(name in own.get(t, ()) for t in _TABLES):
+            self._written[id(module), name] = module
+
+    def watch_function(self, function: Any, label: str) -> None:
+        """Note what `function`, which the step calls, reads besides its arguments."""
+        self._watch(function, label)
+
+    def settle(self) -> None:
+        """The capture is over. Raises UnsupportedError where the step does what a graph would do only once; Changed if it may not."""
+        self.drop_fakes()
+        for module, names in self._modules.values():
+            self._compare_attributes(module, names)
+        if self._iterators:
+            raise UnsupportedError(
+                f"{self._iterators[0]} is an iterator, which a planned step would advance once; {INSTEAD}"
+            )
+        if changed := self.changed():
+            raise Changed(changed, self)
+        if not _same_randomness(self._randomness, _randomness()):
+            _set_randomness(self._randomness)
+            raise UnsupportedError(
+                "the step draws random numbers of Python or NumPy, which a planned step would do once, not at every step; "
+                "draw them with torch, or before the step and give them as its argument"
+            )
+        self._written.clear()
+        self._created.clear()
+
+    def drop_fakes(self) -> None:
+        """No fake tensor stays in an attribute that the step has set: who reads it is told.
+
+        Those that it has read before have again what they had. Raises Changed where there was one of these.
+        """
+        for (_, name), module in self._written.items():
+            if _holds_fakes(module, name):
+                object.__setattr__(module, name, NotKept(f"{type(module).__name__}.{name}"))
+        spoiled = [
+            f"{type(m).__name__}.{name}"
+            for m, names in self._modules.values()
+            for name in names
+            if _holds_fakes(m, name)
+        ]
+        holders = [c for c in (*self._compared, *self._empty) if c.read is _items]
+        spoiled += [c.names()[0] for c in holders if any(map(_is_of_capture, _items(c.where)))]
+        if spoiled:
+            self.undo()
+            raise Changed(spoiled[0], self, for_good=True)
+
+    def undo(self) -> None:
+        """Let what the step has changed after it read it be what it was: attributes of modules, and what containers hold."""
+        for module, names in self._modules.values():
+            own = object.__getattribute__(module, "__dict__")  # it may be within a capture still
+            for name, before in list(names.items()):
+                if name in own and not _same(own[name], before):
+                    if before is _MISSING:
+                        del own[name]
+                    else:
+                        own[name] = before
+        for compared in (*self._compared, *self._empty):
+            if compared.read is _items and compared.changed():
+                _put_back(compared.where, compared.values)
+
+    def _compare_attributes(self, module: nn.Module, names: dict[str, Any]) -> None:
+        own = object.__getattribute__(module, "__dict__")
+        tables = [own, *(own[t] for t in _TABLES if t in own)]
+        for table in tables:
+            here = tuple(
+                n
+                for n in names
+                if n in table and table is not own.get("_parameters") and table is not own.get("_buffers")
+            )
+            if here:
+                values = names if table is own else table
+                self._compared.append(_compared(table, here, tuple(values[n] for n in here), type(module).__name__))
+        absent = frozenset(n for n in names if not any(n in table for table in tables) and names[n] is _MISSING)
+        vanished = [n for n in names if names[n] is not _MISSING and n not in own]
+        if absent:
+            read = functools.partial(_present, absent)
+            self._compared.append(
+                _Compared(read, own, (0,), lambda: [f"{type(module).__name__}.{n}" for n in read(own)[1:]])
+            )
+        for name in vanished:
+            self._compared.append(_compared(own, (name,), (names[name],), type(module).__name__))
+
+    # -- what values hold
+
+    def _watch(self, value: Any, label: str) -> None:
+        """Compare what `value` holds from now on, and what that holds."""
+        pending = [(value, label)]
+        while pending:
+            value, label = pending.pop()
+            if (
+                isinstance(value, _ATOMS)
+                or id(value) in self._known
+                or isinstance(value, (nn.Module, types.ModuleType))
+            ):
+                continue
+            if len(self._known) > MOST_VALUES:
+                raise UnsupportedError(
+                    f"the step reads {label}, with more than {MOST_VALUES} values to compare; {INSTEAD}"
+                )
+            self._known[id(value)] = value
+            pending.extend((inner, label) for inner in self._contents(value, label))
+
+    def _contents(self, value: Any, label: str) -> Sequence[Any]:
+        """Compare `value` itself; what is in it."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            return self._function(value)
+        if isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
+            return self._container(value, label)
+        if isinstance(value, Tensor):
+            if not _is_of_capture(value):
+                self._compare(_tensor_kind, value, label)
+        elif isinstance(value, np.ndarray):
+            self._compare(_array_kind, value, label)
+        elif hasattr(value, "__next__"):
+            self._iterators.append(label)
+        elif isinstance(own := getattr(value, "__dict__", None), dict):
+            return self._container(own, f"{label} ({type(value).__name__})")
+        return ()
+
+    def _container(self, value: Any, label: str) -> Sequence[Any]:
+        if not isinstance(value, (tuple, frozenset)) and not any(map(_is_of_capture, _items(value))):
+            # What holds tensors of the capture now (an RNN's list of its weights) holds the parameters else.
+            if value:
+                self._compare(_items, value, label)
+            else:
+                self._empty.append(_Compared(_items, value, (0,), lambda: [label]))
+                self._empty_values.append(value)
+        return [*value.values()] if isinstance(value, Mapping) else [*value]
+
+    def _function(self, value: Any) -> Sequence[Any]:
+        if isinstance(value, types.MethodType):
+            return self._method(value)
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        if not _is_users(value.__code__):
+            return ()
+        found: list[Any] = [value.__defaults__, value.__kwdefaults__]
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            self._compare(_cell, cell, f"{name} of {value.__name__}")
+            found.extend(_cell(cell))
+        used = _names(value.__code__)
+        found.extend(self._globals(value.__globals__, used, value.__name__))
+        return found
+
+    def _method(self, method: types.MethodType) -> Sequence[Any]:
+        """Of the object that a user's method is bound to only the attributes count that it names, for there may be many."""
+        of, functions = method.__self__, [method.__func__]
+        if isinstance(of, nn.Module) or not isinstance(getattr(of, "__dict__", None), dict):
+            return functions
+        used: set[str] = set()
+        for function in functions:  # grows by the methods that are called
+            new = _names(function.__code__) - used if isinstance(function, types.FunctionType) else set()
+            used |= new
+            functions += [
+                f for name in sorted(new) if isinstance(f := getattr(type(of), name, None), types.FunctionType)
+            ]
+        names = tuple(sorted(used & vars(of).keys()))
+        if names:
+            self._compared.append(_compared(vars(of), names, tuple(vars(of)[n] for n in names), type(of).__name__))
+        return [*functions, *(vars(of)[n] for n in names)]
+
+    def _globals(self, namespace: dict[str, Any], used: frozenset[str], function: str) -> list[Any]:
+        """What a function reads of the module that it stands in, and of the user's modules that it finds there."""
+        names = tuple(n for n in sorted(used) if n in namespace)
+        if names:
+            self._compared.append(_compared(namespace, names, tuple(namespace[n] for n in names), function))
+        found = []
+        for value in (namespace[n] for n in names):
+            if isinstance(value, types.ModuleType) and id(value) not in self._known and _is_users_module(value):
+                self._known[id(value)] = value
+                found.extend(self._globals(vars(value), used, value.__name__))
+            elif isinstance(value, type) and _is_users_module(sys.modules.get(value.__module__)):
+                found.extend(v for v in vars(value).values() if isinstance(v, types.FunctionType))
+            else:
+                found.append(value)
+        return found
+
+    def _watch_class(self, kind: type, name: str, label: str) -> None:
+        """An attribute of the class: a method that might be replaced, or a constant."""
+        owner = next((c for c in kind.__mro__ if name in vars(c)), None)
+        if owner is None or not _is_users_module(sys.modules.get(owner.__module__)):
+            return
+        value = vars(owner)[name]
+        self._compare(lambda of: (vars(of).get(name),), owner, label)
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        self._watch(inner, label)
+
+    def _compare(self, read: Callable[[Any], Sequence[Any]], where: Any, label: str) -> None:
+        self._compared.append(_Compared(read, where, tuple(read(where)), lambda: [label]))
+
+
+class Changed(UnsupportedError):
+    """The step changes `what` it has read. Whether that matters is seen when it is captured again, if not `for_good`."""
+
+    def __init__(self, what: str, state: PythonState, *, for_good: bool = False) -> None:
+        super().__init__(
+            f"the step's Python changes {what}, and a planned step would do so once, not at every step; {INSTEAD}. "
+            "Where it is made at a first call only, call the model once before"
+        )
+        self.state = state
+        self.for_good = for_good
+
+
+class NotKept:
+    """Stands in an attribute that forward sets to a tensor, which a planned step does not keep."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, _function: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
+        next(leaf for leaf in tree_leaves(args) if isinstance(leaf, cls))._refuse()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"{self.__dict__['_name']} is set by the model's forward, and a planned step does not keep it; "
+            "let the loss function return it beside the loss"
+        )
+
+    __bool__ = __len__ = __iter__ = __float__ = __int__ = __getitem__ = __add__ = __mul__ = __sub__ = __truediv__ = (
+        _refuse
+    )
+
+
+def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], str]) -> tuple[T, PythonState]:
+    """What `capture` gives, and the Python state that it was made from. Raises UnsupportedError (`PythonState.settle`).
+
+    Models set things at their first call that are then as they are set. So where the state has changed, it is captured once
+    more, and if what comes out is `spelled` alike and nothing changes any more, the change was none that matters.
+    `capture` is given what to call before each pass over the model's Python: it begins as the first one did.
+    """
+    first: list[T] = []
+    try:
+        with watching() as state:
+            first.append(capture(state.undo))
+    except Changed as change:
+        if not first or change.for_good:
+            raise
+        try:
+            with watching() as state:
+                again = capture(state.undo)
+            if spelled(again) == spelled(first[0]):
+                return again, state
+        except Changed:
+            pass
+        change.state.undo()
+        raise
+    return first[0], state
+
+
+@contextmanager
+def watching() -> Iterator[PythonState]:
+    """While this lasts, what is read of modules in this thread is noted. Raises UnsupportedError at its end (`settle`)."""
+    state = PythonState()
+    me = threading.get_ident()
+    plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__
+
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == me:
+            state.begin_module(self)
+        plain_init(self, *args, **kwargs)
+
+    def get(self: nn.Module, name: str) -> Any:
+        if threading.get_ident() == me:
+            state.read(self, name)
+        return object.__getattribute__(self, name)
+
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == me:
+            state.write(self, name)
+        plain_set(self, name, value)
+
+    nn.Module.__init__, nn.Module.__setattr__ = init, put
+    nn.Module.__getattribute__ = get
+    try:
+        yield state
+    except BaseException as error:
+        _unwatched(plain_init, plain_set)
+        try:
+            state.drop_fakes()
+        except Changed as cause:  # a tensor of the capture's first pass came into its second
+            raise cause from error
+        raise
+    _unwatched(plain_init, plain_set)
+    state.settle()
+
+
+def _unwatched(init: Any, put: Any) -> None:
+    nn.Module.__init__, nn.Module.__setattr__ = init, put
+    del nn.Module.__getattribute__
+
+
+def _compared(table: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> _Compared:
+    read = itemgetter(*names) if len(names) > 1 else (lambda where: (where[names[0]],))
+    return _Compared(read, table, values, lambda: [f"{owner}.{name}" for name in names])
+
+
+def _present(absent: frozenset[str], where: dict[str, Any]) -> tuple[Any, ...]:
+    """How many of those that were `absent` are there now, and which."""
+    return (0,) if absent.isdisjoint(where) else (len(now := sorted(absent & where.keys())), *now)
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    """With their number first, for the shorter of two sequences is the end of a comparison."""
+    return (len(value), *value, *value.values()) if isinstance(value, Mapping) else (len(value), *value)
+
+
+def _put_back(where: Any, values: tuple[Any, ...]) -> None:
+    """Let a container hold what `_items` gave."""
+    if not hasattr(where, "clear"):
+        return
+    items = values[1:]
+    where.clear()
+    if isinstance(where, Mapping):
+        where.update(zip(items[: len(items) // 2], items[len(items) // 2 :], strict=True))  # type: ignore[attr-defined]
+    elif isinstance(where, set):
+        where.update(items)
+    else:
+        where.extend(items)
+
+
+def _cell(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not set yet
+        return (_MISSING,)
+
+
+def _tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    return array.shape, str(array.dtype), zlib.crc32(array.tobytes())
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal plain values of one type; 0.0 is not -0.0, and NaN is NaN."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    if isinstance(one, (tuple, frozenset)):
+        return len(one) == len(other) and (one == other if isinstance(one, frozenset) else all(map(_same, one, other)))
+    return isinstance(one, (int, str, bytes, torch.dtype, torch.device)) and bool(one == other)
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
+    """All names that a function uses, and those of the functions in it."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+def _is_users(code: types.CodeType) -> bool:
+    return not code.co_filename.startswith(_INSTALLED)
+
+
+def _is_users_module(module: types.ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    return (
+        module is not None and not (isinstance(file, str) and file.startswith(_INSTALLED)) and not _is_built_in(module)
+    )
+
+
+def _is_built_in(module: types.ModuleType) -> bool:
+    return module.__name__ in sys.builtin_module_names
+
+
+def _holds_fakes(module: nn.Module, name: str) -> bool:
+    return any(_is_of_capture(leaf) for leaf in tree_leaves(module.__dict__.get(name)))
+
+
+def _is_of_capture(leaf: Any) -> bool:
+    return isinstance(leaf, (FakeTensor, FunctionalTensor)) or (
+        isinstance(leaf, Tensor) and torch._is_functional_tensor(leaf)
+    )
+
+
+def _randomness() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that users' np.random.rand() draws from
+
+
+def _same_randomness(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] == other[0] and all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+def _set_randomness(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])  # noqa: NPY002
