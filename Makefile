@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RECIPES := $(VENV)/.recipes
 
 .PHONY: demo test test-all mutations sanitize lint types install bench transcripts accuracy definitions clean
 
@@ -12,7 +13,7 @@ demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and pr
 test: $(READY)  ## the tests, on two processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not long"
 
-test-all: $(READY)  ## those that take minutes each as well
+test-all: $(RECIPES)  ## those that take minutes each as well
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 mutations: $(READY)  ## plant defects in the source, one at a time, and see that `make test` catches each
@@ -54,11 +55,16 @@ $(DEFINITIONS)/.ready: $(READY)
 install: $(READY)
 
 # The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
-$(READY): export PIP_CONSTRAINT = constraints.txt
-$(READY): export PIP_BUILD_CONSTRAINT = constraints.txt
+$(READY) $(RECIPES): export PIP_CONSTRAINT = constraints.txt
+$(READY) $(RECIPES): export PIP_BUILD_CONSTRAINT = constraints.txt
 $(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
+	touch $@
+
+# The libraries that docs/recipes.md is about, which only the long tests use.
+$(RECIPES): $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "overspill[recipes]"
 	touch $@
 
 clean:

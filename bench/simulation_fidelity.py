@@ -27,7 +27,7 @@ import torch
 from paired import json_record
 from torch import Tensor
 
-from overspill.core import Device, Graph
+from overspill.core import Device
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.models import load, optimizer_named
@@ -35,7 +35,9 @@ from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.policies import POLICIES
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
+from overspill.runtime.compiled.beside import Problem, Room
 from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.pending import Kind
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
 from overspill.runtime.transfer.engine import make_engine
@@ -114,8 +116,9 @@ HEADER = (
 class HalfwaySession(Session):
     """A budget halfway between the policy's floor and the unmanaged peak, for policies that plan for one."""
 
-    def _budget(self, graph: Graph, device: Device, examples: Sequence[Any]) -> int:
-        del examples
+    def _budget(self, problem: Problem, room: Room, kind: Kind, where: torch.device) -> int:
+        del room, kind, where
+        graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)
         policy = POLICIES[self.options.policy]
         if not policy.plans_for_budget:

@@ -1,0 +1,14 @@
+"""What is known of programs that do not simply train."""
+
+from __future__ import annotations
+
+REFUSALS = {
+    ("cumulative-batch-norm", "compile"): "ran without a plan",
+    ("layer-drop", "compile"): "ran without a plan",
+    ("vae", "compile"): "it is set aside for the loss outside of the model",
+    ("tied-autoencoder", "compile"): "it is set aside for the loss outside of the model",
+    ("seq2seq", "compile"): "set it aside with reserve=",
+    ("routed-experts", "compile"): "ran without a plan",
+    ("routed-experts", "train_step"): "shapes that follow from values",
+}
+"""Programs that are refused, by name and way, and words of the refusal; all others train."""

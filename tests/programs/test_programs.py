@@ -1,0 +1,94 @@
+"""Programs as people write them, each by each way: the bits of plain PyTorch within the budget, or a refusal in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.programs import IDENTICAL, PROGRAMS, REFUSED, judge
+from tests.programs.expected import REFUSALS
+from tests.programs.harness import COMPILE, Budgeted, Made, Memory, Program
+from torch import nn
+
+QUICK = (
+    ("vae", "train_step"),
+    ("twins", "compile"),
+    ("super-resolution", "compile"),
+    ("tied-autoencoder", "train_step"),
+)
+"""Those that do not wait for the long suite."""
+CASES = [
+    pytest.param(
+        *case,
+        id="-by-".join(case),
+        marks=[] if case in QUICK else [pytest.mark.long],
+    )
+    for case in ((name, way) for name, found in PROGRAMS.items() for way in found.ways)
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_a_program_trains_with_the_same_bits_within_the_budget(name: str, way: str) -> None:
+    found = judge(PROGRAMS[name], way)
+    if (name, way) in REFUSALS:
+        assert found.outcome.startswith(REFUSED)
+        assert REFUSALS[name, way] in found.outcome
+    else:
+        assert found.outcome == IDENTICAL
+        assert 0 < found.peak_bytes <= found.budget_bytes < found.plain_peak_bytes
+        assert found.plans > 0
+
+
+# -- what is wrong is seen
+
+
+def small(memory: Memory, kept_elements: int = 1) -> Made:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = memory.compile(model)
+    kept = torch.zeros(kept_elements)
+    for _ in range(2):
+        loss = model(torch.randn(512, 64)).mean() + kept.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss, model
+
+
+@torch.no_grad()
+def nudged(_: Memory, model: nn.Sequential) -> nn.Sequential:
+    """The model with another last bit in each of some weights."""
+    model[0].weight.copy_(torch.nextafter(model[0].weight, torch.ones(1)))
+    return model
+
+
+@pytest.fixture
+def judged() -> Any:
+    return lambda make=small: judge(Program("small", "a small program", make, (COMPILE,), 0.5), COMPILE).outcome
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_program_that_is_planned_is_identical(judged: Any) -> None:
+    assert judged() == IDENTICAL
+
+
+def test_a_model_that_is_not_planned_is_seen(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budgeted, "compile", Memory.compile)
+    assert judged() == "no plan was made"
+
+
+def test_another_last_bit_is_seen(judged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budgeted, "compile", nudged)
+    assert judged().startswith("different in step 0: ")
+
+
+def test_what_a_program_keeps_beyond_the_budget_is_measured(judged: Any) -> None:
+    assert judged(lambda memory: small(memory, 2**20)).endswith("over the budget")
