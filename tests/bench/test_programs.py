@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "bench")
+    monkeypatch.delitem(sys.modules, "programs", raising=False)  # so pytest calls the package tests/programs
     return importlib.import_module("programs")
 
 
