@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
-from overspill.runtime.step.python_state import NotKept, watching
+from overspill.runtime.step.python_state import NotKept
+from overspill.runtime.step.watching import watching
 from overspill.runtime.training import same_bits
 
 FACTOR = 1.0

@@ -38,12 +38,13 @@ from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
 from .gate import without_collections
-from .python_state import PythonState, watched
+from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
 from .run import LoweredStep
 from .state import StepState
 from .updates import NormClipping
+from .watching import watched
 
 Elsewhere = tuple[tuple[TensorKind, int], ...]
 TELLING = 8

@@ -1,14 +1,14 @@
 """What of the user's Python a captured step was made from, and whether it is still so.
 
 A captured step is a graph: it has the numbers, flags, layers, hooks and functions that the model's Python had when it was
-captured. While a capture lasts, `watching` notes what it reads: attributes of modules (`nn.Module` tells of every
+captured. While a capture lasts (`watching.py`), it notes what it reads: attributes of modules (`nn.Module` tells of every
 access), what lists, dictionaries and plain objects found there hold, and what the user's own functions read besides
 (closures, defaults, globals). `PythonState.changed` looks at all of it before each step: identity first, so that a step
 of a hundred layers is looked through in a fraction of a millisecond.
 
 A graph would do once what the model's Python does at every step. So `PythonState.settle` refuses a step that changes what
 it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or NumPy's
-random numbers. What a model sets at its first call is no such change if it comes out the same without it (`watched`).
+random numbers. What a model sets at its first call is no such change if it comes out the same without it (`watching.py`).
 
 Not noticed: what functions of installed packages read besides the attributes of modules, and clocks, files and the like.
 
@@ -22,16 +22,13 @@ import functools
 import random
 import sys
 import sysconfig
-import threading
 import types
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from operator import is_, itemgetter
+from operator import is_
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +43,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from overspill.core.errors import UnsupportedError
 
-T = TypeVar("T")
+from .compared import MISSING, Compared, array_kind, compared, contents_of, items, present, put_back, same, tensor_kind
+from .structure import TABLES
+
 MOST_VALUES = 50_000
 """So many values that a step's Python reads are compared before each step."""
 INSTEAD = "make it a tensor, an argument of the step, or a buffer; or use overspill.compile"
@@ -67,10 +66,8 @@ _ATOMS = (
 )
 _BY_IDENTITY = (nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader)
 """What modules hold is noted when it is read; the rest is no part of forward or loss, though it may be found near by."""
-_MISSING = object()
-_TABLES = ("_parameters", "_buffers", "_modules")
 _NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
-"""What they hold is compared as the model's structure (`state.py`); the last two are lists of a recurrent layer's parameters."""
+"""What they hold is compared as the model's structure (`structure.py`); the last two are lists of a recurrent layer's parameters."""
 _GLOBAL_HOOKS = tuple(
     getattr(torch_module, name)
     for name in (
@@ -86,33 +83,12 @@ _INSTALLED = (
 )
 
 
-class _Compared(NamedTuple):
-    """`read(where)` gave `values` when the step was captured; `names` says what they are, for a message."""
-
-    read: Callable[[Any], Sequence[Any]]
-    where: Any
-    values: tuple[Any, ...]
-    names: Callable[[], Sequence[str]]
-
-    def changed(self) -> str:
-        """What is otherwise now; an empty text if nothing is."""
-        try:
-            now = self.read(self.where)
-        except KeyError as gone:
-            return next(n for n in self.names() if n.endswith(f".{gone.args[0]}"))
-        if len(now) == len(self.values) and (all(map(is_, now, self.values)) or all(map(_same, now, self.values))):
-            return ""
-        names = self.names()
-        differ = [n for n, v, w in zip(names, self.values, now, strict=False) if not _same(v, w)]
-        return (differ or [*names, "what it reads"])[0]
-
-
 class PythonState:
     """What one captured step has read."""
 
     def __init__(self) -> None:
-        self._compared: list[_Compared] = []
-        self._empty: list[_Compared] = []
+        self._compared: list[Compared] = []
+        self._empty: list[Compared] = []
         self._empty_values: list[Any] = []  # the same, which one call looks through
         self._known: dict[int, Any] = {}
         self._iterators: list[str] = []
@@ -126,15 +102,15 @@ class PythonState:
     def changed(self) -> str:
         """The name of something that is no longer what it was when the step was captured; an empty text if there is none."""
         if any(self._empty_values):
-            return next(found for compared in self._empty if (found := compared.changed()))
-        for compared in self._compared:
-            read, where, values, _ = compared
+            return next(found for one in self._empty if (found := one.changed()))
+        for one in self._compared:
+            read, where, values, _ = one
             try:
                 if all(map(is_, read(where), values)):
                     continue
             except (KeyError, ValueError):
                 pass
-            if changed := compared.changed():
+            if changed := one.changed():
                 return changed
         return ""
 
@@ -154,25 +130,21 @@ class PythonState:
         own = object.__getattribute__(module, "__dict__")
         label = f"{type(module).__name__}.{name}"
         if name == "__dict__":
-            for key in [key for key in own if key not in _TABLES]:
+            for key in [key for key in own if key not in TABLES]:
                 self.read(module, key)
             return
-        names[name] = value = own.get(name, _MISSING)
+        names[name] = value = own.get(name, MISSING)
         if name in own:
             self._watch(value, label)
-        elif not any(name in own.get(table, ()) for table in _TABLES):
+        elif not any(name in own.get(table, ()) for table in TABLES):
             self._watch_class(type(module), name, label)
 
     def write(self, module: nn.Module, name: str) -> None:
         """Note that attribute `name` of `module` is set, before it is."""
         own = object.__getattribute__(module, "__dict__")
         read = name in self._modules.get(id(module), (module, {}))[1]
-        if id(module) not in self._created and not read and not any(name in own.get(t, ()) for t in _TABLES):
+        if id(module) not in self._created and not read and not any(name in own.get(t, ()) for t in TABLES):
             self._written[id(module), name] = module
-
-    def watch_function(self, function: Any, label: str) -> None:
-        """Note what `function`, which the step calls, reads besides its arguments."""
-        self._watch(function, label)
 
     def settle(self) -> None:
         """The capture is over. Raises UnsupportedError where the step does what a graph would do only once; Changed if it may not."""
@@ -208,8 +180,8 @@ class PythonState:
             for name in names
             if _holds_fakes(m, name)
         ]
-        holders = [c for c in (*self._compared, *self._empty) if c.read is _items]
-        spoiled += [c.names()[0] for c in holders if any(map(_is_of_capture, _items(c.where)))]
+        holders = [c for c in (*self._compared, *self._empty) if c.read is items]
+        spoiled += [c.names()[0] for c in holders if any(map(_is_of_capture, items(c.where)))]
         if spoiled:
             self.undo()
             raise Changed(spoiled[0], self, for_good=True)
@@ -219,36 +191,31 @@ class PythonState:
         for module, names in self._modules.values():
             own = object.__getattribute__(module, "__dict__")  # it may be within a capture still
             for name, before in list(names.items()):
-                if name in own and not _same(own[name], before):
-                    if before is _MISSING:
+                if name in own and not same(own[name], before):
+                    if before is MISSING:
                         del own[name]
                     else:
                         own[name] = before
-        for compared in (*self._compared, *self._empty):
-            if compared.read is _items and compared.changed():
-                _put_back(compared.where, compared.values)
+        for one in (*self._compared, *self._empty):
+            if one.read is items and one.changed():
+                put_back(one.where, one.values)
 
     def _compare_attributes(self, module: nn.Module, names: dict[str, Any]) -> None:
         own = object.__getattribute__(module, "__dict__")
-        tables = [own, *(own[t] for t in _TABLES if t in own)]
-        for table in tables:
-            here = tuple(
-                n
-                for n in names
-                if n in table and table is not own.get("_parameters") and table is not own.get("_buffers")
-            )
-            if here:
-                values = names if table is own else table
-                self._compared.append(_compared(table, here, tuple(values[n] for n in here), type(module).__name__))
-        absent = frozenset(n for n in names if not any(n in table for table in tables) and names[n] is _MISSING)
-        vanished = [n for n in names if names[n] is not _MISSING and n not in own]
+        for table, values in ((own, names), (own["_modules"], own["_modules"])):
+            if here := tuple(n for n in names if n in table):
+                self._compared.append(compared(table, here, tuple(values[n] for n in here), type(module).__name__))
+        absent = frozenset(
+            n for n in names if names[n] is MISSING and n not in own and not any(n in own[t] for t in TABLES)
+        )
+        vanished = [n for n in names if names[n] is not MISSING and n not in own]
         if absent:
-            read = functools.partial(_present, absent)
+            read = functools.partial(present, absent)
             self._compared.append(
-                _Compared(read, own, (0,), lambda: [f"{type(module).__name__}.{n}" for n in read(own)[1:]])
+                Compared(read, own, (0,), lambda: [f"{type(module).__name__}.{n}" for n in read(own)[1:]])
             )
         for name in vanished:
-            self._compared.append(_compared(own, (name,), (names[name],), type(module).__name__))
+            self._compared.append(compared(own, (name,), (names[name],), type(module).__name__))
 
     # -- what values hold
 
@@ -257,11 +224,7 @@ class PythonState:
         pending = [(value, label)]
         while pending:
             value, label = pending.pop()
-            if (
-                isinstance(value, _ATOMS)
-                or id(value) in self._known
-                or isinstance(value, (nn.Module, types.ModuleType))
-            ):
+            if isinstance(value, (*_ATOMS, *_BY_IDENTITY)) or id(value) in self._known:
                 continue
             if len(self._known) > MOST_VALUES:
                 raise UnsupportedError(
@@ -278,9 +241,9 @@ class PythonState:
             return self._container(value, label)
         if isinstance(value, Tensor):
             if not _is_of_capture(value):
-                self._compare(_tensor_kind, value, label)
+                self._compare(tensor_kind, value, label)
         elif isinstance(value, np.ndarray):
-            self._compare(_array_kind, value, label)
+            self._compare(array_kind, value, label)
         elif hasattr(value, "__next__"):
             self._iterators.append(label)
         elif isinstance(own := getattr(value, "__dict__", None), dict):
@@ -288,12 +251,12 @@ class PythonState:
         return ()
 
     def _container(self, value: Any, label: str) -> Sequence[Any]:
-        if not isinstance(value, (tuple, frozenset)) and not any(map(_is_of_capture, _items(value))):
+        if not isinstance(value, (tuple, frozenset)) and not any(map(_is_of_capture, items(value))):
             # What holds tensors of the capture now (an RNN's list of its weights) holds the parameters else.
             if value:
-                self._compare(_items, value, label)
+                self._compare(items, value, label)
             else:
-                self._empty.append(_Compared(_items, value, (0,), lambda: [label]))
+                self._empty.append(Compared(items, value, (0,), lambda: [label]))
                 self._empty_values.append(value)
         return [*value.values()] if isinstance(value, Mapping) else [*value]
 
@@ -306,8 +269,8 @@ class PythonState:
             return ()
         found: list[Any] = [value.__defaults__, value.__kwdefaults__]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            self._compare(_cell, cell, f"{name} of {value.__name__}")
-            found.extend(_cell(cell))
+            self._compare(contents_of, cell, f"{name} of {value.__name__}")
+            found.extend(contents_of(cell))
         used = _names(value.__code__)
         found.extend(self._globals(value.__globals__, used, value.__name__))
         return found
@@ -326,14 +289,14 @@ class PythonState:
             ]
         names = tuple(sorted(used & vars(of).keys()))
         if names:
-            self._compared.append(_compared(vars(of), names, tuple(vars(of)[n] for n in names), type(of).__name__))
+            self._compared.append(compared(vars(of), names, tuple(vars(of)[n] for n in names), type(of).__name__))
         return [*functions, *(vars(of)[n] for n in names)]
 
     def _globals(self, namespace: dict[str, Any], used: frozenset[str], function: str) -> list[Any]:
         """What a function reads of the module that it stands in, and of the user's modules that it finds there."""
         names = tuple(n for n in sorted(used) if n in namespace)
         if names:
-            self._compared.append(_compared(namespace, names, tuple(namespace[n] for n in names), function))
+            self._compared.append(compared(namespace, names, tuple(namespace[n] for n in names), function))
         found = []
         for value in (namespace[n] for n in names):
             if isinstance(value, types.ModuleType) and id(value) not in self._known and _is_users_module(value):
@@ -356,7 +319,7 @@ class PythonState:
         self._watch(inner, label)
 
     def _compare(self, read: Callable[[Any], Sequence[Any]], where: Any, label: str) -> None:
-        self._compared.append(_Compared(read, where, tuple(read(where)), lambda: [label]))
+        self._compared.append(Compared(read, where, tuple(read(where)), lambda: [label]))
 
 
 class Changed(UnsupportedError):
@@ -397,133 +360,6 @@ class NotKept:
     )
 
 
-def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], str]) -> tuple[T, PythonState]:
-    """What `capture` gives, and the Python state that it was made from. Raises UnsupportedError (`PythonState.settle`).
-
-    Models set things at their first call that are then as they are set. So where the state has changed, it is captured once
-    more, and if what comes out is `spelled` alike and nothing changes any more, the change was none that matters.
-    `capture` is given what to call before each pass over the model's Python: it begins as the first one did.
-    """
-    first: list[T] = []
-    try:
-        with watching() as state:
-            first.append(capture(state.undo))
-    except Changed as change:
-        if not first or change.for_good:
-            raise
-        try:
-            with watching() as state:
-                again = capture(state.undo)
-            if spelled(again) == spelled(first[0]):
-                return again, state
-        except Changed:
-            pass
-        change.state.undo()
-        raise
-    return first[0], state
-
-
-@contextmanager
-def watching() -> Iterator[PythonState]:
-    """While this lasts, what is read of modules in this thread is noted. Raises UnsupportedError at its end (`settle`)."""
-    state = PythonState()
-    me = threading.get_ident()
-    plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__
-
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == me:
-            state.begin_module(self)
-        plain_init(self, *args, **kwargs)
-
-    def get(self: nn.Module, name: str) -> Any:
-        if threading.get_ident() == me:
-            state.read(self, name)
-        return object.__getattribute__(self, name)
-
-    def put(self: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == me:
-            state.write(self, name)
-        plain_set(self, name, value)
-
-    nn.Module.__init__, nn.Module.__setattr__ = init, put
-    nn.Module.__getattribute__ = get
-    try:
-        yield state
-    except BaseException as error:
-        _unwatched(plain_init, plain_set)
-        try:
-            state.drop_fakes()
-        except Changed as cause:  # a tensor of the capture's first pass came into its second
-            raise cause from error
-        raise
-    _unwatched(plain_init, plain_set)
-    state.settle()
-
-
-def _unwatched(init: Any, put: Any) -> None:
-    nn.Module.__init__, nn.Module.__setattr__ = init, put
-    del nn.Module.__getattribute__
-
-
-def _compared(table: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> _Compared:
-    read = itemgetter(*names) if len(names) > 1 else (lambda where: (where[names[0]],))
-    return _Compared(read, table, values, lambda: [f"{owner}.{name}" for name in names])
-
-
-def _present(absent: frozenset[str], where: dict[str, Any]) -> tuple[Any, ...]:
-    """How many of those that were `absent` are there now, and which."""
-    return (0,) if absent.isdisjoint(where) else (len(now := sorted(absent & where.keys())), *now)
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    """With their number first, for the shorter of two sequences is the end of a comparison."""
-    return (len(value), *value, *value.values()) if isinstance(value, Mapping) else (len(value), *value)
-
-
-def _put_back(where: Any, values: tuple[Any, ...]) -> None:
-    """Let a container hold what `_items` gave."""
-    if not hasattr(where, "clear"):
-        return
-    items = values[1:]
-    where.clear()
-    if isinstance(where, Mapping):
-        where.update(zip(items[: len(items) // 2], items[len(items) // 2 :], strict=True))  # type: ignore[attr-defined]
-    elif isinstance(where, set):
-        where.update(items)
-    else:
-        where.extend(items)
-
-
-def _cell(cell: types.CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:  # not set yet
-        return (_MISSING,)
-
-
-def _tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    return array.shape, str(array.dtype), zlib.crc32(array.tobytes())
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal plain values of one type; 0.0 is not -0.0, and NaN is NaN."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (float, complex)):
-        return repr(one) == repr(other)
-    if isinstance(one, types.MethodType):
-        return one.__self__ is other.__self__ and one.__func__ is other.__func__
-    if isinstance(one, (tuple, frozenset)):
-        return len(one) == len(other) and (one == other if isinstance(one, frozenset) else all(map(_same, one, other)))
-    return isinstance(one, (int, str, bytes, torch.dtype, torch.device)) and bool(one == other)
-
-
 def _names(code: types.CodeType) -> frozenset[str]:
     """All names that a function uses, and those of the functions in it."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
@@ -535,14 +371,10 @@ def _is_users(code: types.CodeType) -> bool:
 
 
 def _is_users_module(module: types.ModuleType | None) -> bool:
+    if module is None or module.__name__ in sys.builtin_module_names:
+        return False
     file = getattr(module, "__file__", None)
-    return (
-        module is not None and not (isinstance(file, str) and file.startswith(_INSTALLED)) and not _is_built_in(module)
-    )
-
-
-def _is_built_in(module: types.ModuleType) -> bool:
-    return module.__name__ in sys.builtin_module_names
+    return not (isinstance(file, str) and file.startswith(_INSTALLED))
 
 
 def _holds_fakes(module: nn.Module, name: str) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.core.errors import RequestError, StoreError
 from overspill.runtime.transfer.engine import TransferEngine
@@ -59,8 +61,10 @@ _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The one element that all placeholders of a kind are views of: NaN, or 0 where there is none."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    if detect_fake_mode() is not None:  # the model is fake, and so is this
+        return torch.full((), value, dtype=dtype, device=device)
     if (dtype, device) not in _STAND_INS:
-        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         _STAND_INS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
     return _STAND_INS[dtype, device]
 
@@ -81,7 +85,7 @@ class Resident:
         """Whether the object holds only its placeholder."""
         self._seen = tensor._version
 
-    def _stand_in(self) -> None:
+    def _let_go(self) -> None:
         """Let the object hold its placeholder only."""
         self.tensor.data = self.spec.placeholder()
         self._seen = self.tensor._version
@@ -104,7 +108,7 @@ class Resident:
     def take(self) -> Tensor:
         """The data, which the object lets go of. Only for what is there."""
         data = self.tensor.data
-        self._stand_in()
+        self._let_go()
         return data
 
     def put(self, data: Tensor) -> None:
@@ -206,6 +210,8 @@ class Residency:
 
 
 def _is_placeholder(tensor: Tensor) -> bool:
+    if isinstance(tensor, FakeTensor) or not tensor.numel():  # which have no bytes to tell them by
+        return True
     return tensor.data_ptr() == _stand_in(tensor.dtype, tensor.device).data_ptr()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from overspill.runtime.transfer.engine import TransferEngine
 from .checks import check_hooks, check_model, check_optimizer_settings, check_same_places, check_unchanged
 from .gate import Gate
 from .residency import Guarded, Residency, Resident, Spec
+from .structure import Structure
 from .updates import OptimizerUpdates, ParameterState, settings_of
 
 
@@ -44,7 +44,7 @@ class StepState:
         self.parameters = dict(module.named_parameters())
         check_model(module, self.parameters)
         self.structure = Structure(module)
-        self.buffers = self.structure.buffers
+        self._buffer_specs = self._specs_of_buffers()
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.where = next(iter(self.parameters.values())).device
         self.owned: dict[str, ParameterState] = {}
@@ -87,10 +87,17 @@ class StepState:
         if not self.structure.holds():
             self._look_again()
         self.residency.check_untouched(self.residency.residents)
-        buffers = self.structure.buffers
-        if [(n, Spec.of(b)) for n, b in buffers.items()] != [(n, Spec.of(b)) for n, b in self.buffers.items()]:
+        if (specs := self._specs_of_buffers()) != self._buffer_specs:
+            self._buffer_specs = specs
             self.stale = True
-        self.buffers = buffers
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers by name."""
+        return self.structure.buffers
+
+    def _specs_of_buffers(self) -> dict[str, Spec]:
+        return {name: Spec.of(buffer) for name, buffer in self.buffers.items()}
 
     def adopt_parameters(self) -> None:
         """Take notice of parameters that `load_state_dict` or their owner has changed."""
@@ -141,9 +148,13 @@ class StepState:
         for resident in residents:
             del self.residency.residents[resident]
         if (guard := self.state_guards.pop(name, None)) is not None:
-            guard.disarm()
-            if self.optimizer.state.get(self.parameters[name]) is guard:
-                self.optimizer.state[self.parameters[name]] = dict(guard)
+            self._unguard_state(name, guard)
+
+    def _unguard_state(self, name: str, guard: Guarded) -> None:
+        """Give the optimizer a plain dictionary of what it keeps for a parameter."""
+        guard.disarm()
+        if self.optimizer.state.get(self.parameters[name]) is guard:
+            self.optimizer.state[self.parameters[name]] = dict(guard)
 
     def _adopt_state(self, name: str, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
         owned = self.owned.get(name)
@@ -186,14 +197,12 @@ class StepState:
 
     def release(self) -> None:
         """Undo the guards; model and optimizer then have plain dictionaries, of what is there."""
-        for guard in (*self.guards.values(), *self.state_guards.values()):
-            guard.disarm()
         for module, guard in self.guards.items():
+            guard.disarm()
             if module.__dict__["_parameters"] is guard:
                 module.__dict__["_parameters"] = dict(guard)
         for name, guard in self.state_guards.items():
-            if self.optimizer.state.get(self.parameters[name]) is guard:
-                self.optimizer.state[self.parameters[name]] = dict(guard)
+            self._unguard_state(name, guard)
         self.guards.clear()
         self.state_guards.clear()
 
@@ -257,40 +266,6 @@ class StepState:
             yield
         finally:
             self.gate.is_tracing = False
-
-
-class Structure:
-    """Which modules, parameters and buffers a model has, and where: compared by identity before each step.
-
-    `parameters` and `buffers` are by name, the former under every name that they have.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters: dict[str, nn.Parameter] = {}
-        self._tables: list[tuple[nn.Module, tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]]] = []
-        for path, part in module.named_modules(remove_duplicate=False):
-            tables = tuple(part.__dict__[name] for name in TABLES)
-            self._tables.append((part, tuple((table, _entries(table)) for table in tables)))
-            prefix = f"{path}." if path else ""
-            self.parameters |= {prefix + n: p for n, p in dict.items(tables[0]) if p is not None}
-        self.buffers = dict(module.named_buffers())
-
-    def holds(self) -> bool:
-        """Whether the model still is so."""
-        for part, tables in self._tables:
-            own = part.__dict__
-            for name, (table, entries) in zip(TABLES, tables, strict=True):
-                if own[name] is not table or not all(map(is_, _entries(table), entries)):
-                    return False
-        return True
-
-
-TABLES = "_parameters", "_buffers", "_modules"
-"""Where a module keeps them."""
-
-
-def _entries(table: dict[str, Any]) -> tuple[Any, ...]:
-    return (len(table), *dict.keys(table), *dict.values(table))  # past the guards
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:

@@ -1,0 +1,103 @@
+"""Values of the user's Python that are compared before each step: how they are read, and when two are the same.
+
+Identity comes first, for that is what costs least and nearly always holds.
+"""
+
+from __future__ import annotations
+
+import types
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MISSING = object()
+"""Stands for an attribute that is not there."""
+
+
+class Compared(NamedTuple):
+    """`read(where)` gave `values` when the step was captured; `names` says what they are, for a message."""
+
+    read: Callable[[Any], Sequence[Any]]
+    where: Any
+    values: tuple[Any, ...]
+    names: Callable[[], Sequence[str]]
+
+    def changed(self) -> str:
+        """What is otherwise now; an empty text if nothing is."""
+        try:
+            now = self.read(self.where)
+        except KeyError as gone:
+            return next(n for n in self.names() if n.endswith(f".{gone.args[0]}"))
+        if len(now) == len(self.values) and (all(map(is_, now, self.values)) or all(map(same, now, self.values))):
+            return ""
+        names = self.names()
+        differ = [n for n, v, w in zip(names, self.values, now, strict=False) if not same(v, w)]
+        return (differ or [*names, "what it reads"])[0]
+
+
+def compared(table: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> Compared:
+    """The attributes `names` of `owner`, which stand in `table` and had these `values`."""
+    read = itemgetter(*names) if len(names) > 1 else (lambda where: (where[names[0]],))
+    return Compared(read, table, values, lambda: [f"{owner}.{name}" for name in names])
+
+
+def present(absent: frozenset[str], where: dict[str, Any]) -> tuple[Any, ...]:
+    """How many of those that were `absent` are there now, and which."""
+    return (0,) if absent.isdisjoint(where) else (len(now := sorted(absent & where.keys())), *now)
+
+
+def items(value: Any) -> tuple[Any, ...]:
+    """With their number first, for the shorter of two sequences is the end of a comparison."""
+    return (len(value), *value, *value.values()) if isinstance(value, Mapping) else (len(value), *value)
+
+
+def put_back(where: Any, values: tuple[Any, ...]) -> None:
+    """Let a container hold what `items` gave."""
+    if not hasattr(where, "clear"):
+        return
+    held = values[1:]
+    where.clear()
+    if isinstance(where, Mapping):
+        where.update(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))  # type: ignore[attr-defined]
+    elif isinstance(where, set):
+        where.update(held)
+    else:
+        where.extend(held)
+
+
+def contents_of(cell: types.CellType) -> tuple[Any, ...]:
+    """What a closure's cell holds."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not set yet
+        return (MISSING,)
+
+
+def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What a graph knows of a tensor, whose values it reads anew."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """What an array holds, for a graph has its values."""
+    return array.shape, str(array.dtype), zlib.crc32(array.tobytes())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal plain values of one type; 0.0 is not -0.0, and NaN is NaN."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    if isinstance(one, (tuple, frozenset)):
+        return len(one) == len(other) and (one == other if isinstance(one, frozenset) else all(map(same, one, other)))
+    return isinstance(one, (int, str, bytes, torch.dtype, torch.device)) and bool(one == other)

@@ -1,0 +1,44 @@
+"""Which modules, parameters and buffers a model has, and where.
+
+Private to PyTorch (2.11 to 2.13): the tables of `TABLES` in a module's instance dictionary.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+TABLES = "_parameters", "_buffers", "_modules"
+"""Where a module keeps them."""
+
+
+class Structure:
+    """What there is in a model, compared by identity before each step.
+
+    `parameters` and `buffers` are by name, the former under every name that they have.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._tables: list[tuple[nn.Module, tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]]] = []
+        for path, part in module.named_modules(remove_duplicate=False):
+            tables = tuple(part.__dict__[name] for name in TABLES)
+            self._tables.append((part, tuple((table, _entries(table)) for table in tables)))
+            prefix = f"{path}." if path else ""
+            self.parameters |= {prefix + n: p for n, p in dict.items(tables[0]) if p is not None}
+        self.buffers = dict(module.named_buffers())
+
+    def holds(self) -> bool:
+        """Whether the model still is so."""
+        for part, tables in self._tables:
+            own = part.__dict__
+            for name, (table, entries) in zip(TABLES, tables, strict=True):
+                if own[name] is not table or not all(map(is_, _entries(table), entries)):
+                    return False
+        return True
+
+
+def _entries(table: dict[str, Any]) -> tuple[Any, ...]:
+    return (len(table), *dict.keys(table), *dict.values(table))  # past the guards of a step's parameters

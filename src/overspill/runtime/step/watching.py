@@ -1,0 +1,85 @@
+"""Watching a capture: what the model's Python reads and writes meanwhile goes into a `PythonState`.
+
+`nn.Module` is told to say so, for the thread that captures and as long as that lasts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .python_state import Changed, PythonState
+
+T = TypeVar("T")
+
+
+def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], str]) -> tuple[T, PythonState]:
+    """What `capture` gives, and the Python state that it was made from. Raises UnsupportedError (`PythonState.settle`).
+
+    Models set things at their first call that are then as they are set. So where the state has changed, it is captured once
+    more, and if what comes out is `spelled` alike and nothing changes any more, the change was none that matters.
+    `capture` is given what to call before each pass over the model's Python: it begins as the first one did.
+    """
+    first: list[T] = []
+    try:
+        with watching() as state:
+            first.append(capture(state.undo))
+    except Changed as change:
+        if not first or change.for_good:
+            raise
+        try:
+            with watching() as state:
+                again = capture(state.undo)
+            if spelled(again) == spelled(first[0]):
+                return again, state
+        except Changed:
+            pass
+        change.state.undo()
+        raise
+    return first[0], state
+
+
+@contextmanager
+def watching() -> Iterator[PythonState]:
+    """While this lasts, what is read of modules in this thread is noted. Raises UnsupportedError at its end (`settle`)."""
+    state = PythonState()
+    me = threading.get_ident()
+    plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__
+
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == me:
+            state.begin_module(self)
+        plain_init(self, *args, **kwargs)
+
+    def get(self: nn.Module, name: str) -> Any:
+        if threading.get_ident() == me:
+            state.read(self, name)
+        return object.__getattribute__(self, name)
+
+    def put(self: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == me:
+            state.write(self, name)
+        plain_set(self, name, value)
+
+    nn.Module.__init__, nn.Module.__setattr__ = init, put
+    nn.Module.__getattribute__ = get
+    try:
+        yield state
+    except BaseException as error:
+        _unwatched(plain_init, plain_set)
+        try:
+            state.drop_fakes()
+        except Changed as cause:  # a tensor of the capture's first pass came into its second
+            raise cause from error
+        raise
+    _unwatched(plain_init, plain_set)
+    state.settle()
+
+
+def _unwatched(init: Any, put: Any) -> None:
+    nn.Module.__init__, nn.Module.__setattr__ = init, put
+    del nn.Module.__getattribute__
