@@ -4,6 +4,8 @@ The user's own tensor objects stay what they are. While the store has the bytes 
 NaN, expanded to its shape, so that whoever reads it past all guards sees NaN, not plausible numbers, and whoever writes
 it gets an error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
 one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read.
+
+Private to PyTorch (2.11 to 2.13): `torch._C._get_dispatch_mode`, `FakeTensor`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.core.errors import RequestError, StoreError
@@ -56,13 +57,14 @@ class Spec:
         return _stand_in(self.dtype, self.device).expand(self.size).data
 
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The one element that all placeholders of a kind are views of: NaN, or 0 where there is none."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    if detect_fake_mode() is not None:  # the model is fake, and so is this
+    if torch._C._get_dispatch_mode(_FAKE) is not None:  # the model is fake, and so is this
         return torch.full((), value, dtype=dtype, device=device)
     if (dtype, device) not in _STAND_INS:
         _STAND_INS[dtype, device] = torch.full((), value, dtype=dtype, device=device)
