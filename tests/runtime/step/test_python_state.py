@@ -277,6 +277,30 @@ def test_a_method_of_the_class_that_is_replaced_is_followed(monkeypatch: pytest.
     assert step(*batch()).item() == pytest.approx(torch.tensor(3.0).log().item())
 
 
+def test_an_object_that_knows_the_optimizer_changes_with_it_and_that_is_no_matter() -> None:
+    model, optimizer = made(lambda model, y: y * model.trainer.factor)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model.trainer = types.SimpleNamespace(factor=2.0, optimizer=optimizer, schedule=schedule)
+    step = step_of(model, optimizer)
+    for _ in range(3):
+        step(*batch())
+        schedule.step()
+    assert len(step.plans) == 1
+
+
+def test_a_buffer_that_is_given_data_of_another_kind_is_noticed() -> None:
+    model, optimizer = made(lambda model, y: y * model.factors)
+    model.register_buffer("factors", torch.full((3,), 2.0))
+    step = step_of(model, optimizer)
+    step(*batch())
+    model.factors.data = torch.full((1,), 3.0)
+    other, others = made(lambda model, y: y * model.factors)
+    other.register_buffer("factors", torch.full((1,), 3.0))
+    other.load_state_dict(model.state_dict())
+    loss = F.cross_entropy(other(batch()[0]), batch()[1])
+    assert torch.equal(step(*batch()), loss)
+
+
 def test_plans_of_what_was_are_found_again() -> None:
     model, optimizer = made(lambda m, y: y * m.scale)
     step = step_of(model, optimizer)
