@@ -78,6 +78,11 @@ class Options:
         if self.placer is not None:
             check_placer(self.placer)
 
+    def check_unset(self) -> None:
+        """Of who gives a session nothing else may be asked. Raises RequestError."""
+        if self != Options():
+            raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
+
     @property
     def placer(self) -> str | None:
         """The allocator or solver that plans are placed by: for `planned` the solver that is the default."""

@@ -294,7 +294,7 @@ def test_a_buffer_that_is_given_data_of_another_kind_is_noticed() -> None:
     step = step_of(model, optimizer)
     step(*batch())
     model.factors.data = torch.full((1,), 3.0)
-    other, others = made(lambda model, y: y * model.factors)
+    other, _ = made(lambda model, y: y * model.factors)
     other.register_buffer("factors", torch.full((1,), 3.0))
     other.load_state_dict(model.state_dict())
     loss = F.cross_entropy(other(batch()[0]), batch()[1])

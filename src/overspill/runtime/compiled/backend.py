@@ -33,7 +33,7 @@ from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
-from .double_backward import compiled_node, refusing_double_backward
+from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
 from .session import Frame, Planned, Session, torch_device
 
@@ -72,7 +72,7 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Sess
 def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> Compiled:
     compiler = _GraphCompiler(module, examples, session, frame)
     try:
-        return compiler.watched(refusing_double_backward(compiler.compile()))
+        return compiler.watched(compiler.compile())
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
@@ -124,7 +124,7 @@ class _GraphCompiler:
         self.planned: Planned | None = None
 
     def watched(self, compiled: Compiled) -> Compiled:
-        """`compiled`, of which the session knows which calls wait for their backward."""
+        """`compiled`, of which the session knows which calls wait for their backward, and which refuses a backward of that."""
         session, planned = self.session, self.planned
         if planned is None:  # no ops
             return compiled
@@ -133,6 +133,7 @@ class _GraphCompiler:
             session.see(planned, args)
             outputs = compiled(*args)
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
+                refuse_double_backward(node)
                 session.pending.begin(node, planned.kind, lambda call: session.see(planned, call=call))
             return outputs
 

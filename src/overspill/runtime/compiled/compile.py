@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.core import Device
-from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import PLANNED, Options
@@ -70,8 +69,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     optimizers = None if given is None else [unwrapped(o) for o in given]
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     if session is not None:
-        if options != Options():
-            raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
+        options.check_unset()
         session.add(parameters, optimizers)
         return compile_in(session, model, fullgraph=fullgraph)
     session = Session(options, parameters, optimizers)

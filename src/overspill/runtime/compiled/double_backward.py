@@ -6,8 +6,6 @@ autograd node of a compiled graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -22,17 +20,9 @@ DEPTH = 4
 """How many views autograd may put on top of what a compiled graph returns."""
 
 
-def refusing_double_backward(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a compiled graph, whose gradients raise an UnsupportedError where they are differentiated again."""
-
-    @wraps(call)
-    def run(*args: Any) -> Any:
-        outputs = call(*args)
-        if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
-            node.register_hook(_mark)
-        return outputs
-
-    return run
+def refuse_double_backward(node: Node) -> None:
+    """Let the gradients of a compiled graph, whose node this is, raise an UnsupportedError where they are differentiated."""
+    node.register_hook(_mark)
 
 
 def compiled_node(outputs: Any) -> Node | None:

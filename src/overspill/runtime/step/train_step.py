@@ -434,8 +434,7 @@ def train_step(
         model = model._orig_mod
     if session is None:
         return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
-    if options != Options():
-        raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
+    options.check_unset()
     step = TrainStep(model, loss_fn, optimizer, session.options, gradients, processes_of(model, process_group))
     session.add_step(step)
     return step
