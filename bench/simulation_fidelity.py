@@ -116,7 +116,7 @@ HEADER = (
 class HalfwaySession(Session):
     """A budget halfway between the policy's floor and the unmanaged peak, for policies that plan for one."""
 
-    def _budget(self, problem: Problem, room: Room, kind: Kind, where: torch.device) -> int:
+    def _budget(self, problem: Problem[Any], room: Room, kind: Kind, where: torch.device) -> int:
         del room, kind, where
         graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)

@@ -165,6 +165,11 @@ def _run(model: str, training: Training, options: Options, narrator: Narrator, *
         narrator.line(f"step {index + 1}/{training.steps}: loss {loss:.6g}")
         narrator.now(f"training: step {min(index + 2, training.steps)}/{training.steps}", lasting=False)
 
+    if check and options.backend == "inductor" and training.device == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
+        narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
     managed = train_managed(training, options, on_step)
     if managed.plan is None:
         raise OverspillError(f"{model} gave no graph that could be planned")

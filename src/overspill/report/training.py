@@ -162,4 +162,4 @@ def _usual(run: Run) -> float:
 
 
 def _plain(trained: Trained) -> str:
-    return "plain PyTorch" if trained.options.backend == "eager" else "the same graphs under Inductor without transfers"
+    return "plain PyTorch" if trained.options.backend == "eager" else "plain torch.compile"

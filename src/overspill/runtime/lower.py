@@ -45,15 +45,8 @@ OP_ID = "overspill_op"
 """Key in an emitted node's meta: the op that it runs."""
 
 
-def lower(
-    captured: Captured, schedule: Schedule, engine: int, *, transfers: bool = True
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`.
-
-    With `transfers=False` what would be offloaded stays: same saved tensors, same kernels, no copies.
-    """
-    if not transfers:
-        schedule = without_transfers(schedule)
+def lower(captured: Captured, schedule: Schedule, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`."""
     forward_part, backward_part = _split(captured, schedule)
     forward = _Emitter(captured, engine, backward=False)
     for node in captured.joint.primals:
@@ -95,21 +88,6 @@ def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.Gr
     emitter.emit(schedule.instructions)
     returned = (captured.loss, *captured.others)
     return emitter.finish_step(returned, [n for n in captured.joint.primals if captured.moves(n)], stored)
-
-
-def without_transfers(schedule: Schedule) -> Schedule:
-    """`schedule` with every offloaded tensor kept on the device until its last Free."""
-    staying: set[int] = set()  # tensors that are prefetched later: the Free before that is left out
-    kept: list[Instruction] = []
-    for instruction in reversed(schedule.instructions):
-        verb, target = instruction.verb, instruction.target
-        if verb is Verb.PREFETCH:
-            staying.add(target)
-        elif verb is Verb.FREE and target in staying:
-            staying.remove(target)
-        elif verb in (Verb.RUN, Verb.RECOMPUTE, Verb.FREE):
-            kept.append(instruction)
-    return Schedule(schedule.policy, tuple(reversed(kept)))
 
 
 def _split(captured: Captured, schedule: Schedule) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
@@ -265,8 +243,6 @@ class _Emitter:
         elif verb is Verb.OFFLOAD:
             root = self._only_root(target)
             handle = self._call(ops.OFFLOAD, (self.values[root], self.engine), f"handle_{root.name}")
-            # The strides with which Inductor has to hand it over: else it offloads it as it likes best, and gets it back so.
-            handle.meta["eager_input_vals"] = ((root.meta["val"], self.engine), {})
             with self.fake_mode:
                 handle.meta["val"] = ops.fake_handle()
             handle.meta["tensor_meta"] = extract_tensor_metadata(handle.meta["val"])

@@ -41,8 +41,7 @@ class Options:
     of the device's memory.
 
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
-    None means twice the size of the model's differentiable outputs. `transfers=False` keeps what would be offloaded,
-    with the same saved tensors and recomputations: the reference for Inductor. `times` are op times measured before,
+    None means twice the size of the model's differentiable outputs. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
     plan has to stay, or is `planned`; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `limit` is the budget, parsed.
@@ -56,7 +55,6 @@ class Options:
     device: str | Device | None = None
     reserve: str | float | None = None
     times: MeasuredTimes | None = None
-    transfers: bool = True
     profile: bool = False
     placement: str | None = None
     checksum: bool = False

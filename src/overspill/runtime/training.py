@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.trace import trace
 from overspill.core import Device, Graph, Phase
@@ -22,6 +23,7 @@ from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 
 from . import batches
+from .allocated import AllocatedBytes
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .live.allocator import serving
@@ -156,7 +158,7 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         return _train_whole(training, options, on_step)
     session = Session(options)
     try:
-        run = _train(training, session, on_step)
+        run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
@@ -170,22 +172,31 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
 def train_plain(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
     """The same steps without Overspill: the reference that a managed run must equal.
 
-    That is eager PyTorch; under Inductor, whose kernels follow from the saved tensors, the same plan without transfers.
+    That is eager PyTorch, or `torch.compile` where the managed run has its kernels.
     """
-    if options.backend == "inductor":
-        return train(training, replace(options, transfers=False), on_step)
-    return _train(training, None, on_step)
+    training.check(options)
+    try:
+        return _train(training, None, on_step, compiled=options.backend == "inductor")
+    finally:
+        torch._dynamo.reset()
 
 
-def _train(training: Training, session: Session | None, on_step: Callable[[int, float], None] | None) -> Run:
+def _train(
+    training: Training, session: Session | None, on_step: Callable[[int, float], None] | None, *, compiled: bool
+) -> Run:
     step, batch = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     model: Callable[..., Tensor] = step
     if session is not None:
         session.watch(step, optimizer)
         model = compile_in(session, step, fullgraph=True)
+    elif compiled:
+        model = torch.compile(step, fullgraph=True, dynamic=False)
     run = Run()
-    with _measured(training, session, [*step.parameters(), *step.buffers(), *batch], run) as watching:
+    there = [*step.parameters(), *step.buffers(), *batch]
+    # What compiled kernels allocate no dispatch mode sees: it is counted in the last step, after all that compiling takes.
+    counts = compiled and torch.device(training.device).type == "cpu"
+    with nullcontext(nullcontext) if counts else _measured(training, session, there, run) as watching:
 
         def one_step() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -203,7 +214,15 @@ def _train(training: Training, session: Session | None, on_step: Callable[[int, 
             assert total is not None
             return total
 
-        _run_steps(training, one_step, run, on_step)
+        @contextmanager
+        def counted() -> Iterator[None]:
+            optimizer.zero_grad(set_to_none=True)
+            allocated = AllocatedBytes([*there, *tree_leaves(list(optimizer.state.values()))])
+            with allocated.counting():
+                yield
+            run.measured_peak_bytes = allocated.peak_bytes
+
+        _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
     run.state = _final_state(step) if training.keep_state else {}
     return run
 
@@ -233,13 +252,18 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
 
 
 def _run_steps(
-    training: Training, one_step: Callable[[], Tensor], run: Run, on_step: Callable[[int, float], None] | None
+    training: Training,
+    one_step: Callable[[], Tensor],
+    run: Run,
+    on_step: Callable[[int, float], None] | None,
+    around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     torch.manual_seed(SEED + 1)
     for index in range(training.steps):
-        begun = time.perf_counter()
-        run.losses.append(one_step().item())
-        run.step_seconds.append(time.perf_counter() - begun)
+        with around_last() if index == training.steps - 1 else nullcontext():
+            begun = time.perf_counter()
+            run.losses.append(one_step().item())
+            run.step_seconds.append(time.perf_counter() - begun)
         if on_step is not None:
             on_step(index, run.losses[-1])
 

@@ -421,34 +421,6 @@ def test_torchs_own_checkpointing_inside_the_model_is_planned_over() -> None:
     assert same(train(reference, reference, *batch()), train(managed, compiled, *batch()))
 
 
-@pytest.mark.long
-def test_inductor_equals_itself_without_transfers() -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
-
-        def forward(self, x):
-            return self.layers(x)
-
-    from overspill.runtime.compiled.compile import compile_in
-    from overspill.runtime.compiled.session import Session
-    from overspill.runtime.options import Options
-
-    results = []
-    for transfers in (True, False):
-        torch.manual_seed(0)
-        model = Small()
-        options = Options(budget="1GiB", policy="vdnn-all", store="host", backend="inductor", transfers=transfers)
-        session = Session(options, model.parameters())
-        torch.manual_seed(3)
-        x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
-        results.append(train(model, compile_in(session, model), x, y))
-        assert (session.engine.offloaded_bytes > 0) == transfers
-        torch._dynamo.reset()
-    assert same(*results)
-
-
 def test_where_the_update_does_not_fit_train_step_is_named_and_does() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,14 +103,12 @@ class CaptureOfStep:
         """The Graph, and how its ops and tensors belong to the FX graph."""
         self._add_inputs()
         self._add_pending()
-        if any(is_random(node) for node in (*self.joint.forward, *self.joint.backward)):
+        if self._is_random():
             self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
-        for node in self.joint.forward:
-            self._add_node(node, Phase.FORWARD)
+        self._add_ops(Phase.FORWARD)
         self._add_write_back()
         self._add_tangents()
-        for node in self.joint.backward:
-            self._add_node(node, Phase.BACKWARD)
+        self._add_ops(Phase.BACKWARD)
         self._add_gradients_and_update()
         self._add_handles()
         outputs = tuple(
@@ -139,6 +138,13 @@ class CaptureOfStep:
         if on_cpu and (movable := sum(t.movable for t in self.tensors)):
             self._add_tensor(HANDLE_BYTES * movable, TensorKind.WORKSPACE, "transfer handles", persistent=True)
 
+    def _is_random(self) -> bool:
+        return any(is_random(node) for node in (*self.joint.forward, *self.joint.backward))
+
+    def _add_ops(self, phase: Phase) -> None:
+        for node in self.joint.forward if phase is Phase.FORWARD else self.joint.backward:
+            self._add_node(node, phase)
+
     # -- tensors
 
     def _add_tensor(self, nbytes: int, kind: TensorKind, name: str, value: Any = None, **flags: bool) -> int:
@@ -153,13 +159,16 @@ class CaptureOfStep:
             known = index is not None and index < len(self.inputs)
             info = self.inputs[index] if known else InputInfo(TensorKind.INPUT, node.name)
             self._add_storages(node, info.kind, info.name, persistent=True, movable=info.movable)
-        for node in (n for n in (*self.joint.forward, *self.joint.backward) if n.op == "get_attr"):
-            self._add_storages(node, TensorKind.BUFFER, str(node.target), persistent=True)
+        self._add_constants()
         for kind, nbytes in self.surroundings.elsewhere:
             if nbytes:
                 self._add_tensor(nbytes, kind, f"{kind} elsewhere", persistent=True)
         if nbytes := self.surroundings.optimizer_state_bytes:
             self._add_tensor(nbytes, TensorKind.OPTIMIZER_STATE, "optimizer state", persistent=True)
+
+    def _add_constants(self) -> None:
+        for node in (n for n in (*self.joint.forward, *self.joint.backward) if n.op == "get_attr"):
+            self._add_storages(node, TensorKind.BUFFER, str(node.target), persistent=True)
 
     def _add_storages(self, node: fx.Node, kind: TensorKind, name: str, **flags: bool) -> None:
         sizes = storage_bytes(node)
@@ -270,13 +279,17 @@ class CaptureOfStep:
 
     def _add_write_back(self) -> None:
         pairs = self.joint.write_backs
-        self._written_back = {self.tensor_of[k] for value in pairs.values() for k in storages(value)}
+        self._written_back = {self.tensor_of[k] for value in pairs.values() for k in self._returned_as(value)}
         if pairs:
             targets = self._ids({k for primal in pairs for k in storages(primal)})
             reads = tuple(sorted(self._written_back | set(targets)))
             self._add_op(WRITE_BACK, "", LayerType.UPDATE, Phase.FORWARD, reads, targets)
         if self.previous:
             self._add_op(RETURN, "", LayerType.OTHER, Phase.FORWARD, self.previous, ())
+
+    def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
+        """The storages in which an output of forward is returned."""
+        return storages(output)
 
     def _add_tangents(self) -> None:
         if nbytes := self.surroundings.reserved_bytes:

@@ -23,9 +23,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.compiled.graph import capture
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
+from overspill.capture.programs.graph import CapturedPrograms
+from overspill.core import Schedule
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
@@ -146,7 +149,7 @@ class _GraphCompiler:
             if self.session.options.backend == "inductor":
                 from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
-                return self._counted(compile_with_inductor(self.module, self.examples, self.partition))
+                return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran)
             with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
                 return aot_autograd(
                     fw_compiler=self._boxed,
@@ -155,23 +158,27 @@ class _GraphCompiler:
                     partition_fn=self.partition,
                 )(self.module, self.examples)
 
-    def _counted(self, compiled: Compiled) -> Compiled:
-        def run(*args: Any) -> Any:
-            self.session.watch_calls.graphs_run += 1
-            return compiled(*args)
+    def _ran(self) -> None:
+        self.session.watch_calls.graphs_run += 1
 
-        return run
+    def _plan_programs(
+        self, joint: JointGraph, how: Callable[..., CapturedPrograms]
+    ) -> tuple[CapturedPrograms, Schedule, int]:
+        """What `compile_with_inductor` asks for once it knows forward and backward."""
+        captured, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how)
+        engine = self.session.engine_for(self.planned.plan, torch_device(self.examples))
+        return captured, self.planned.plan.schedule, engine
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's hook: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
-        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame)
+        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
         device = torch_device(self.examples)
         engine = self.session.engine_for(plan, device)
-        lowered = lower(captured, plan.schedule, engine, transfers=self.session.options.transfers)
+        lowered = lower(captured, plan.schedule, engine)
         if self.session.options.profile:
             self.session.timer = OpTimer(captured.graph, device)
             for module in lowered:
@@ -181,7 +188,7 @@ class _GraphCompiler:
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
-        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame)
+        captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
         return self._boxed(lower_inference(captured, plan.schedule, engine), _inputs)
@@ -193,7 +200,7 @@ class _GraphCompiler:
         session = self.session
 
         def run(args: list[Any]) -> Any:
-            session.watch_calls.graphs_run += 1
+            self._ran()
             tracker = session.tracker
             if tracker is not None:
                 tracker.add(args)

@@ -7,11 +7,12 @@ keep is settled for all of them at once, before any of them is compiled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
-from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
+from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, storage_bytes
 from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget
@@ -26,6 +27,17 @@ from .pending import Kind
 
 SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
 """Of what calls could keep at most, what they may keep: the first with which all have a plan is taken."""
+
+
+class HasGraph(Protocol):
+    """What a capture gives."""
+
+    @property
+    def graph(self) -> Graph:
+        """The step."""
+
+
+C = TypeVar("C", bound=HasGraph)
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,8 @@ ALONE = Room()
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One graph of a model, for which a plan is to be made, whatever else is pending."""
+class Problem(Generic[C]):
+    """One graph of a model, for which a plan is to be made, whatever else is pending; `capture` makes the Graph of the joint graph."""
 
     joint: JointGraph
     inputs: list[InputInfo]
@@ -55,23 +67,24 @@ class Problem:
     options: Options
     device: Device
     broken: bool
+    capture: Callable[[JointGraph, list[InputInfo], Surroundings], C]
     late: bool = False
     """Whether its inputs come when other calls are pending already; else the plans of these know them."""
 
-    def captured(self, room: Room, budget: int) -> Captured:
+    def captured(self, room: Room, budget: int) -> C:
         """The graph beside others. One that further graphs follow leaves these all that can be freed between its forward and backward."""
         here = self.surroundings
         around = replace(
             here, pending_bytes=room.pending_bytes, sums=room.sums, reserved_bytes=here.reserved_bytes + room.loss_bytes
         )
-        found = capture(self.joint, self.inputs, around)
+        found = self.capture(self.joint, self.inputs, around)
         keep = self.least_bytes if self.broken else room.keep_bytes
         if keep is None:
             return found
         rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)
-        return capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
+        return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
 
-    def planned(self, room: Room, budget: int) -> tuple[Captured, Plan]:
+    def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
         """The graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
         return captured, plan_graph(self.options, captured.graph, self.device, budget)
@@ -84,7 +97,7 @@ class Problem:
     @cached_property
     def alone(self) -> Graph:
         """The graph with nothing pending."""
-        return capture(self.joint, self.inputs, self.surroundings).graph
+        return self.capture(self.joint, self.inputs, self.surroundings).graph
 
     @cached_property
     def least_bytes(self) -> int:
@@ -123,7 +136,7 @@ class Problem:
 def room_beside(
     kind: Kind,
     others: Counter[Kind],
-    problems: Mapping[Kind, Problem],
+    problems: Mapping[Kind, Problem[Any]],
     keeps: Mapping[Kind, int],
     keep: int | None = None,
 ) -> Room:
@@ -144,7 +157,7 @@ def room_beside(
 class Settlement:
     """What calls that are `beside` one another may keep, within one budget."""
 
-    def __init__(self, problems: Mapping[Kind, Problem], beside: Mapping[Kind, Counter[Kind]]) -> None:
+    def __init__(self, problems: Mapping[Kind, Problem[Any]], beside: Mapping[Kind, Counter[Kind]]) -> None:
         self.problems = problems
         self.beside = {
             k: others for k, others in beside.items() if others and k in problems and others.keys() <= problems.keys()

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
+from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import TensorKind
 from overspill.core.errors import InfeasibleBudget
@@ -43,7 +43,7 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import economise
 
-from .beside import ALONE, Problem, Room, Settlement, room_beside
+from .beside import ALONE, C, Problem, Room, Settlement, room_beside
 from .bystanders import Bystanders
 from .in_force import Watch
 from .pending import Kind, Part, PendingCalls
@@ -142,7 +142,7 @@ class Session:
         self._bystanders = Bystanders()
         self._late: set[Kind] = set()  # calls of which inputs come when others are pending already
         self.pending = PendingCalls()
-        self._problems: dict[Kind, Problem] = {}
+        self._problems: dict[Kind, Problem[Any]] = {}
         self._rooms: dict[Kind, Room] = {}  # that calls leave to one another, of those that are pending at once
         self._settled: tuple[bool, dict[Kind, Counter[Kind]]] = False, {}
         self._settled_budget = 0
@@ -276,9 +276,14 @@ class Session:
     # -- planning
 
     def plan(
-        self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame
-    ) -> tuple[Captured, Planned]:
-        """The captured graph of `frame` and its plan. Raises InfeasibleBudget when the budget cannot be met."""
+        self,
+        joint: JointGraph,
+        inputs: list[InputInfo],
+        examples: Sequence[Any],
+        frame: Frame,
+        capture: Callable[..., C],
+    ) -> tuple[C, Planned]:
+        """The graph of `frame`, as `capture` makes it, and its plan. Raises InfeasibleBudget when the budget cannot be met."""
         where = torch_device(examples)
         device = device_for(self.options, where)
         self.device_name = device.name
@@ -293,7 +298,7 @@ class Session:
         surroundings = self._surroundings(
             joint, here, self._kept_bytes() + (0 if trains else others), self._beside(joint, inputs, examples)
         )
-        problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken)
+        problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken, capture=capture)
         room = self._rooms.get(kind, Room(pending_bytes=others))
         budget = self._budget(problem, room, kind, where)
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
@@ -438,7 +443,7 @@ class Session:
             retained_bytes=retained_bytes, accumulates=self.accumulates, beside=beside,
         )  # fmt: skip
 
-    def _budget(self, problem: Problem, room: Room, kind: Kind, where: torch.device) -> int:
+    def _budget(self, problem: Problem[Any], room: Room, kind: Kind, where: torch.device) -> int:
         """The budget in bytes. One that follows from a step is fixed by the first that trains, and holds for all graphs."""
         if not self.options.limit.is_relative:
             return fixed_budget(self.options, problem.device, where)

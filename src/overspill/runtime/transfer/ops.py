@@ -30,7 +30,8 @@ def register_engine(engine: TransferEngine) -> int:
     return number
 
 
-def _engine(number: int) -> TransferEngine:
+def engine_number(number: int) -> TransferEngine:
+    """The engine of that number. Raises OverspillError where it has been closed."""
     try:
         return _ENGINES[number]
     except KeyError:
@@ -38,20 +39,20 @@ def _engine(number: int) -> TransferEngine:
 
 
 def _offload(source: Tensor, engine: int) -> Tensor:
-    return _engine(engine).offload(source)
+    return engine_number(engine).offload(source)
 
 
 def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
-    _engine(engine).await_offload(handle, source)
+    engine_number(engine).await_offload(handle, source)
 
 
 def _prefetch(handle: Tensor, *_seen_and_engine: Any) -> Tensor:
     # Size, strides, dtype and device are for the compiler; the engine restores what it saw when the tensor left.
-    return _engine(_seen_and_engine[-1]).prefetch(handle)
+    return engine_number(_seen_and_engine[-1]).prefetch(handle)
 
 
 def _await_prefetch(arriving: Tensor, engine: int) -> Tensor:
-    _engine(engine).await_prefetch(arriving)
+    engine_number(engine).await_prefetch(arriving)
     return arriving
 
 

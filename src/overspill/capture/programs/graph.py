@@ -1,0 +1,114 @@
+"""From Inductor's compiled programs to the Graph of one whole step: each kernel and library call is an op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from overspill.capture.compiled.graph import CaptureOfStep, InputInfo, Surroundings
+from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
+from overspill.capture.layers import layer_type_of
+from overspill.core import Graph, Phase, TensorKind
+
+from .storages import Call, Storages, storage_key
+
+
+@dataclass(frozen=True)
+class CapturedPrograms:
+    """A Graph and the programs behind it: `calls` by op id, `key_of` the storage of each tensor."""
+
+    graph: Graph
+    joint: JointGraph
+    programs: Storages
+    calls: dict[int, Call] = field(repr=False)
+    key_of: dict[int, StorageKey] = field(repr=False)
+
+
+def capture_programs(
+    programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step"
+) -> CapturedPrograms:
+    """The Graph of the step around `programs`, which Inductor made from `joint`."""
+    return _CaptureOfPrograms(programs, joint, inputs, surroundings, name).captured()
+
+
+class _CaptureOfPrograms(CaptureOfStep):
+    def __init__(
+        self, programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str
+    ) -> None:
+        super().__init__(joint, inputs, surroundings, name)
+        self.programs = programs
+        self.calls: dict[int, Call] = {}
+        forward, backward = programs.outputs
+        calls = [call for part in programs.calls for call in part]
+        never = {key for name in programs.allocations if (key := programs.key_of(name)) is not None}
+        never -= {key for call in calls for key in call.writes}  # buffers of no elements
+        self.grads = _keys(backward) - never
+        self.returned = _keys(forward[: programs.num_forward_outputs]) - never
+        self.in_backward = self.grads | {k for call in programs.calls[1] for k in (*call.reads, *call.writes)}
+        self.updated = {k for call in calls for k in call.updated}
+
+    def captured(self) -> CapturedPrograms:
+        """The Graph, and how its ops and tensors belong to the programs."""
+        found = self.build()
+        keys = {tensor: key for key, tensor in found.tensor_of.items()}
+        return CapturedPrograms(found.graph, self.joint, self.programs, self.calls, keys)
+
+    def _is_random(self) -> bool:
+        return any(call.random for part in self.programs.calls for call in part)
+
+    def _add_ops(self, phase: Phase) -> None:
+        for call in self.programs.calls[0 if phase is Phase.FORWARD else 1]:
+            self._add_call(call, phase)
+
+    def _add_constants(self) -> None:
+        for name, value in self.programs.constants.items():
+            key = storage_key(value)
+            self.tensor_of[key] = self._add_tensor(
+                value.untyped_storage().nbytes(), TensorKind.BUFFER, name, value, persistent=True
+            )
+
+    def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
+        value = self.programs.outputs[0][self.joint.forward_outputs.index(output)]
+        return [storage_key(value)] if isinstance(value, Tensor) else storages(output)
+
+    def _add_call(self, call: Call, phase: Phase) -> None:
+        for key in call.writes:
+            if key not in self.tensor_of:
+                self._add_made(key, phase)
+        reads, writes = self._ids(set(call.reads)), tuple(self.tensor_of[k] for k in call.writes)
+        reads = tuple(dict.fromkeys((*reads, *self._ids(set(call.updated)))))
+        if call.random:
+            reads, writes = reads + self.random_state, writes + self.random_state
+        again = phase is Phase.FORWARD and call.repeatable and bool(call.writes)
+        again = again and self.updated.isdisjoint((*call.reads, *call.writes)) and not call.updated
+        again = again and all(len(self.programs.roots[k]) == 1 for k in call.writes)
+        name = call.name.rsplit(".", 1)[-1]
+        self.calls[len(self.ops)] = call
+        self._add_op(
+            name, name, layer_type_of(name), phase, reads, writes,
+            flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=self._dropped_bytes(call),
+            recomputable=again, recompute_reads=reads if again else (), recompute_writes=writes if again else (),
+        )  # fmt: skip
+
+    def _dropped_bytes(self, call: Call) -> int:
+        """What a library call returns and the program does not take."""
+        if call.container is None:
+            return 0
+        results = [v for v in self.programs.values[call.container] if isinstance(v, Tensor)]
+        return sum(int(v.untyped_storage().nbytes()) for v in results if storage_key(v) not in self.tensor_of)
+
+    def _add_made(self, key: StorageKey, phase: Phase) -> None:
+        """A buffer of the program. It can move if one variable is all of it, and the caller gets none of it."""
+        roots = self.programs.roots[key]
+        value: Tensor = self.programs.values[roots[0]]
+        nbytes = int(value.untyped_storage().nbytes())
+        whole = len(roots) == 1 and value.numel() * value.element_size() == nbytes
+        self.tensor_of[key] = self._add_tensor(
+            nbytes, self._kind(key, phase), roots[0][2:], value, movable=whole and key not in self.returned
+        )
+
+
+def _keys(values: Iterable[object]) -> set[StorageKey]:
+    return {storage_key(v) for v in values if isinstance(v, Tensor)}

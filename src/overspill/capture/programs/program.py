@@ -1,0 +1,211 @@
+"""The text of one compiled program, statement by statement.
+
+For every graph Inductor writes a Python function `call(args)`: a straight line of allocations (`empty_strided_cpu(...)`),
+kernels (`cpp_fused_add_0(buf1, buf2)`), library calls (`extern_kernels.mm(..., out=buf3)`, or ones that allocate their
+results), other names for the same bytes (`reinterpret_tensor(...)`, `buf4 = buf3`), checks, and `del`. It is read as text
+because that is what PyTorch's compile caches keep: a program that comes from a cache is read like a new one.
+
+Relies on the text that Inductor writes (2.11 to 2.13): the statements above, `async_compile.cpp_pybinding(types, source)`
+and `async_compile.triton(name, source)`, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
+statement of any other kind is refused by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from overspill.core.errors import UnsupportedError
+
+ALLOCATES = re.compile(r"^empty_strided_(cpu|cuda|xpu)$")
+_CHECKS = ("assert_size_stride", "assert_alignment")
+_PARAMETER = re.compile(r"\b(in_out_ptr|in_ptr|out_ptr)\d*\b")
+
+
+class Kind(StrEnum):
+    """What a statement does."""
+
+    ALLOCATE = "allocate"
+    ALIAS = "alias"  # another name, or another view, of the same bytes
+    PICK = "pick"  # one result of a call that returns several
+    CALL = "call"
+    CHECK = "check"
+
+
+class Access(StrEnum):
+    """What a kernel does with an argument."""
+
+    READ = "read"
+    WRITE = "write"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement; `target` is the variable that it binds, `uses` the variables that it reads."""
+
+    node: ast.stmt
+    kind: Kind
+    target: str | None
+    uses: tuple[str, ...]
+
+    @property
+    def value(self) -> ast.expr:
+        """What is assigned, or called."""
+        assert isinstance(self.node, (ast.Assign, ast.Expr))
+        return self.node.value
+
+
+@dataclass
+class Program:
+    """`call(args)`: binds `inputs`, carries out `statements`, returns `outputs`.
+
+    `kernels` says of each compiled kernel what it does with its arguments by position, and whether it adds atomically.
+    `namespace` has the values of all other names.
+    """
+
+    inputs: list[str]
+    statements: list[Statement]
+    outputs: list[ast.expr]
+    kernels: dict[str, tuple[Access, ...]]
+    atomic: set[str]
+    namespace: dict[str, Any]
+    variables: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, source: str, namespace: Mapping[str, Any], prefix: str) -> Program:
+        """The program in `source`, whose module has `namespace`; its variables, kernels and constants get `prefix`.
+
+        Raises UnsupportedError for what is not understood.
+        """
+        module = ast.parse(source)
+        texts = _kernel_texts(module)
+        call = _call_of(module)
+        variables = {n.id for n in ast.walk(call) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        used = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)} - variables
+        own = {name for name in used if name in namespace and (name in texts or isinstance(namespace[name], Tensor))}
+        names = {name: prefix + name for name in variables | own}
+        body = [_Renamed(names).visit(statement) for statement in _flat(call.body)]
+        program = cls(
+            inputs=[], statements=[], outputs=[],
+            kernels={prefix + name: accesses for name, (accesses, _) in texts.items()},
+            atomic={prefix + name for name, (_, text) in texts.items() if "atomic_add" in text},
+            namespace={names.get(name, name): value for name, value in namespace.items()},
+            variables={names[name] for name in variables},
+        )  # fmt: skip
+        for statement in body:
+            program._take(statement)
+        return program
+
+    def _take(self, node: ast.stmt) -> None:
+        text = ast.unparse(node)
+        if isinstance(node, (ast.Delete, ast.Pass)) or text == "args.clear()":
+            return
+        if isinstance(node, ast.Return):
+            if not isinstance(node.value, (ast.Tuple, ast.List)):
+                raise not_understood(node)
+            self.outputs = list(node.value.elts)
+            return
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            (target,) = node.targets
+            if isinstance(node.value, ast.Name) and node.value.id == "args":
+                self.inputs = [e.id for e in target.elts if isinstance(e, ast.Name)] if hasattr(target, "elts") else []
+                return
+            if isinstance(target, ast.Name):
+                self.statements.append(Statement(node, self._kind(node.value, node), target.id, self._uses(node.value)))
+                return
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = ast.unparse(node.value.func)
+            kind = Kind.CHECK if function in _CHECKS else Kind.CALL
+            self.statements.append(Statement(node, kind, None, self._uses(node.value)))
+            return
+        raise not_understood(node)
+
+    def _kind(self, value: ast.expr, node: ast.stmt) -> Kind:
+        if isinstance(value, ast.Name):
+            return Kind.ALIAS
+        if isinstance(value, ast.Subscript):
+            return Kind.PICK
+        if isinstance(value, ast.Call):
+            function = ast.unparse(value.func)
+            if ALLOCATES.match(function):
+                return Kind.ALLOCATE
+            return Kind.ALIAS if function == "reinterpret_tensor" else Kind.CALL
+        raise not_understood(node)
+
+    def _uses(self, value: ast.AST) -> tuple[str, ...]:
+        found = (n.id for n in ast.walk(value) if isinstance(n, ast.Name) and n.id in self.variables)
+        return tuple(dict.fromkeys(found))
+
+    def uses_of(self, value: ast.expr) -> tuple[str, ...]:
+        """The variables in an expression."""
+        return self._uses(value)
+
+
+def not_understood(node: ast.AST) -> UnsupportedError:
+    """What is raised for a statement that this file does not know."""
+    text = " ".join(ast.unparse(node).split())
+    return UnsupportedError(
+        f"the program that Inductor wrote has a statement that Overspill does not understand: {text[:120]}; "
+        'use backend="eager"'
+    )
+
+
+def _call_of(module: ast.Module) -> ast.FunctionDef:
+    """The function, which is a method of `Runner` in newer releases."""
+    places: list[ast.stmt] = [*module.body, *(s for c in module.body if isinstance(c, ast.ClassDef) for s in c.body)]
+    found = [s for s in places if isinstance(s, ast.FunctionDef) and s.name == "call"]
+    if len(found) != 1:
+        raise UnsupportedError(f'Inductor wrote a program with {len(found)} functions `call`; use backend="eager"')
+    return found[0]
+
+
+def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements, also those within `with` the guard of the device that is current anyway."""
+    found: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.With):
+            if not all("_DeviceGuard" in ast.unparse(item.context_expr) for item in statement.items):
+                raise not_understood(statement.items[0].context_expr)
+            found.extend(_flat(statement.body))
+        elif ast.unparse(statement).startswith("torch.cuda.set_device("):
+            continue
+        else:
+            found.append(statement)
+    return found
+
+
+def _kernel_texts(module: ast.Module) -> dict[str, tuple[tuple[Access, ...], str]]:
+    """Of each compiled kernel what it does with its arguments, and its text."""
+    found = {}
+    for statement in module.body:
+        if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)):
+            continue
+        function, (target,) = ast.unparse(statement.value.func), statement.targets
+        if not (function.startswith("async_compile.") and isinstance(target, ast.Name)):
+            continue
+        text = next((a.value for a in reversed(statement.value.args) if isinstance(a, ast.Constant)), "")
+        found[target.id] = (_accesses(str(text)), str(text))
+    return found
+
+
+def _accesses(text: str) -> tuple[Access, ...]:
+    """By the names in the head of a kernel: a C++ function, or a Triton one."""
+    head = re.search(r"(?:\bkernel|\bdef \w+)\s*\(([^)]*)\)", text)
+    parameters = head.group(1).split(",") if head else []
+    kinds = {"in_ptr": Access.READ, "out_ptr": Access.WRITE, "in_out_ptr": Access.UPDATE}
+    return tuple(kinds[m.group(1)] for p in parameters if (m := _PARAMETER.search(p)))
+
+
+class _Renamed(ast.NodeTransformer):
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name(self._names.get(node.id, node.id), node.ctx), node)

@@ -1,0 +1,316 @@
+"""A step's compiled programs, followed on fake tensors: which storage each variable is a view of, and who makes it.
+
+Nothing is computed: allocations and library calls are done on fake tensors, and compiled kernels, which only write to
+arguments, are left out. Forward and backward share their variables here: what backward is given for its arguments are
+forward's outputs, by position.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from overspill.capture.compiled.joint import StorageKey
+from overspill.core.errors import UnsupportedError
+
+from .program import Access, Kind, Program, Statement, not_understood
+
+FORWARD, BACKWARD = "f_", "b_"
+"""What the variables, kernels and constants of the two programs begin with."""
+
+
+@dataclass
+class Call:
+    """One kernel or library call, with the picks of its results and the checks of them.
+
+    `uses` are the variables among its arguments, `reads` the storages behind those that it reads. It makes the variables
+    `made`, and writes the storages `writes`; what was written before is `updated`.
+    """
+
+    name: str
+    lines: list[ast.stmt]
+    uses: tuple[str, ...]
+    reads: tuple[StorageKey, ...]
+    writes: tuple[StorageKey, ...]
+    updated: tuple[StorageKey, ...]
+    random: bool
+    repeatable: bool
+    flops: int
+    moved_bytes: int
+    container: str | None = None
+    """The variable of all its results, where it returns several."""
+    made: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Storages:
+    """What the variables of `forward`, and of `backward` where there is one, are.
+
+    `values` are fake tensors by variable, `aliases` the expressions that make a variable from others, `allocations` those
+    that make one from nothing; `roots` are the variables of each storage that are made otherwise than as an alias.
+    """
+
+    forward: Program
+    backward: Program | None
+    num_forward_outputs: int
+    values: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, ast.expr] = field(default_factory=dict)
+    allocations: dict[str, ast.stmt] = field(default_factory=dict)
+    roots: dict[StorageKey, list[str]] = field(default_factory=dict)
+    calls: tuple[list[Call], list[Call]] = ([], [])
+    outputs: tuple[list[Any], list[Any]] = ([], [])
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    def key_of(self, variable: str) -> StorageKey | None:
+        """The storage that a variable is a view of; None for what is no tensor."""
+        value = self.values.get(variable)
+        return storage_key(value) if isinstance(value, Tensor) else None
+
+    @property
+    def saved(self) -> list[ast.expr]:
+        """The expressions of what forward hands to backward."""
+        return self.forward.outputs[self.num_forward_outputs :]
+
+
+def storage_key(value: Tensor) -> StorageKey:
+    """The identity of a tensor's storage."""
+    return int(value.untyped_storage()._cdata)
+
+
+def follow(
+    forward: Program,
+    backward: Program | None,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    num_forward_outputs: int,
+    mode: FakeTensorMode,
+) -> Storages:
+    """The storages of a step whose inputs are the fake `primals` and `tangents`. Raises UnsupportedError."""
+    found = Storages(forward, backward, num_forward_outputs, calls=([], []), outputs=([], []))
+    follower = _Follower(found, mode)
+    follower.enter(forward, primals)
+    follower.run(forward, 0)
+    if backward is not None:
+        if len(backward.inputs) != len(found.saved) + len(tangents):
+            raise UnsupportedError(
+                f"Inductor's backward takes {len(backward.inputs)} arguments, not the {len(found.saved)} that its forward saves "
+                f'and {len(tangents)} gradients; use backend="eager"'
+            )
+        for name, expression in zip(backward.inputs, found.saved, strict=False):
+            follower.alias(name, expression, forward)
+        follower.enter_named(backward.inputs[len(found.saved) :], tangents)
+        follower.run(backward, 1)
+    return found
+
+
+class _Follower:
+    def __init__(self, found: Storages, mode: FakeTensorMode) -> None:
+        self.found = found
+        self.mode = mode
+        self.written: set[StorageKey] = set()
+        self.calls_by_variable: dict[str, Call] = {}
+
+    def enter(self, program: Program, values: Sequence[Any]) -> None:
+        if len(program.inputs) != len(values):
+            raise UnsupportedError(
+                f'Inductor\'s program takes {len(program.inputs)} arguments, not {len(values)}; use backend="eager"'
+            )
+        self.enter_named(program.inputs, values)
+        self.found.constants.update({n: v for n, v in program.namespace.items() if isinstance(v, Tensor)})
+
+    def enter_named(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            self.found.values[name] = value
+            if isinstance(value, Tensor):
+                self._root(name, value)
+                self.written.add(storage_key(value))
+
+    def run(self, program: Program, part: int) -> None:
+        for statement in program.statements:
+            self._statement(program, statement, part)
+        self.found.outputs[part].extend(self._value(program, e) for e in program.outputs)
+
+    def alias(self, name: str, expression: ast.expr, program: Program) -> None:
+        self.found.values[name] = self._value(program, expression)
+        self.found.aliases[name] = expression
+
+    def _statement(self, program: Program, statement: Statement, part: int) -> None:
+        target = statement.target
+        if target is not None and target in self.found.values:
+            raise UnsupportedError(f'Inductor\'s program binds {target} twice; use backend="eager"')
+        if statement.kind is Kind.ALLOCATE:
+            assert target is not None
+            value = self.found.values[target] = self._value(program, statement.value)
+            self.found.allocations[target] = statement.node
+            self._root(target, value)
+        elif statement.kind is Kind.ALIAS:
+            assert target is not None
+            self.alias(target, statement.value, program)
+        elif statement.kind is Kind.PICK:
+            self._pick(program, statement)
+        elif statement.kind is Kind.CHECK:
+            for name in statement.uses:
+                if (made := self.calls_by_variable.get(name)) is not None:
+                    made.lines.append(statement.node)
+        else:
+            self._call(program, statement, part)
+
+    def _pick(self, program: Program, statement: Statement) -> None:
+        target, (source, *_) = statement.target, statement.uses or ("",)
+        made = self.calls_by_variable.get(source)
+        if made is None or target is None:
+            raise not_understood(statement.node)
+        value = self.found.values[target] = self._value(program, statement.value)
+        made.lines.append(statement.node)
+        self.calls_by_variable[target] = made
+        if isinstance(value, Tensor):
+            self._made(made, target, value)
+
+    def _made(self, call: Call, name: str, value: Tensor) -> None:
+        key = storage_key(value)
+        if key in self.found.roots and key not in call.writes:
+            raise UnsupportedError(
+                f'{call.name} of Inductor\'s program returns a view of its input; use backend="eager"'
+            )
+        call.made.append(name)
+        self._root(name, value)
+        if key not in call.writes:
+            call.writes += (key,)
+        self.written.add(key)
+
+    def _root(self, name: str, value: Tensor) -> None:
+        self.found.roots.setdefault(storage_key(value), []).append(name)
+
+    def _call(self, program: Program, statement: Statement, part: int) -> None:
+        node = statement.value
+        assert isinstance(node, ast.Call)
+        name, written, random, repeatable = self._effects(program, node, statement.target is not None, statement)
+        keys = {n: k for n in statement.uses if (k := self.found.key_of(n)) is not None}
+        reads = dict.fromkeys(k for n, k in keys.items() if written.get(n) is not Access.WRITE or k in self.written)
+        writes = dict.fromkeys(keys[n] for n, access in written.items() if n in keys and access is not Access.READ)
+        fresh = [k for k in writes if k not in self.written]
+        call = Call(
+            name, [statement.node], statement.uses,
+            reads=tuple(k for k in reads if k not in fresh), writes=tuple(writes),
+            updated=tuple(k for k in writes if k in self.written),
+            random=random, repeatable=repeatable, flops=0, moved_bytes=0,
+        )  # fmt: skip
+        self.written.update(writes)
+        result = None
+        if statement.target is not None:
+            result = self.found.values[statement.target] = self._value(program, node)
+            self.calls_by_variable[statement.target] = call
+            if isinstance(result, Tensor):
+                self._made(call, statement.target, result)
+            elif isinstance(result, (tuple, list)):
+                call.container = statement.target
+            elif not statement.uses:  # a stream, say
+                self.found.aliases[statement.target] = node
+                return
+        self.found.calls[part].append(call)
+        tensors = [self.found.values[n] for n in statement.uses] + tree_leaves(result)
+        call.moved_bytes = sum(_nbytes(t) for t in tensors if isinstance(t, Tensor))
+        call.flops = self._flops(program, node, result)
+
+    def _effects(
+        self, program: Program, call: ast.Call, returns: bool, statement: Statement
+    ) -> tuple[str, dict[str, Access], bool, bool]:
+        """A call's name, what it does with the variables that it may change, whether it is random, and may be repeated."""
+        function = call.func
+        if isinstance(function, ast.Attribute) and function.attr == "run":
+            function = function.value
+        if isinstance(function, ast.Name) and function.id in program.kernels:
+            accesses = program.kernels[function.id]
+            given = [program.uses_of(a) for a in call.args][: len(accesses)]
+            if len(given) != len(accesses):
+                raise not_understood(statement.node)
+            written = {n: access for names, access in zip(given, accesses, strict=True) for n in names}
+            return function.id[2:], written, False, function.id not in program.atomic
+        target = self._plain(program, function)
+        written = {n: Access.WRITE for k in call.keywords if k.arg == "out" for n in program.uses_of(k.value)}
+        name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
+        if isinstance(target, torch._ops.OpOverload):
+            tags = target.tags
+            if target._schema.is_mutable and not written:
+                written = self._mutated(program, target, call)
+            random = torch.Tag.nondeterministic_seeded in tags
+            return name, written, random, not (random or torch.Tag.nondeterministic_bitwise in tags)
+        if not (written or returns) or not name.startswith(("extern_kernels.", "aten.")) or name.endswith("_"):
+            raise not_understood(statement.node)
+        return name, written, False, True
+
+    def _mutated(self, program: Program, target: Any, call: ast.Call) -> dict[str, Access]:
+        given = dict(zip((a.name for a in target._schema.arguments), call.args, strict=False))
+        given |= {k.arg: k.value for k in call.keywords if k.arg}
+        changed = [
+            a.name
+            for a in target._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write and a.name in given
+        ]
+        return {n: Access.UPDATE for name in changed for n in program.uses_of(given[name])}
+
+    # -- values
+
+    def _value(self, program: Program, expression: ast.expr) -> Any:
+        previous, self.mode.allow_non_fake_inputs = self.mode.allow_non_fake_inputs, True
+        try:
+            with self.mode, torch.no_grad():
+                return self._plain(program, expression)
+        finally:
+            self.mode.allow_non_fake_inputs = previous
+
+    def _plain(self, program: Program, expression: ast.expr) -> Any:
+        code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<Inductor's program>", "eval")
+        return eval(code, {**program.namespace, **_FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
+
+    def _flops(self, program: Program, call: ast.Call, result: Any) -> int:
+        """By torch's own formulas, of library calls."""
+        name = re.sub(r"^(torch\.ops\.aten|extern_kernels)\.|\.\w+$", "", ast.unparse(call.func))
+        name = ast.unparse(call.func).rsplit(".", 1)[-1] if name.startswith(("torch", "extern")) else name
+        formula = flop_registry.get(getattr(torch.ops.aten, name.split(".")[0], None))
+        if formula is None:
+            return 0
+        out = next((k.value for k in call.keywords if k.arg == "out"), None)
+        value = result if out is None else self._plain(program, out)
+        if name == "convolution" and call.keywords:
+            shapes = [tuple(self._plain(program, a).shape) for a in call.args[:2]]
+            transposed = any(k.arg == "transposed" and ast.unparse(k.value) == "True" for k in call.keywords)
+            return _convolution_flops(shapes[0], shapes[1], tuple(value.shape), transposed=transposed)
+        args = [self._plain(program, a) for a in call.args]
+        kwargs = {k.arg: self._plain(program, k.value) for k in call.keywords if k.arg and k.arg != "out"}
+        return int(formula(*args, **kwargs, out_val=value))
+
+
+def _convolution_flops(x: Sequence[int], weight: Sequence[int], out: Sequence[int], *, transposed: bool) -> int:
+    """Two a multiplication: every element of the output (of the input where transposed) meets a filter."""
+    places = x if transposed else out
+    count = places[0]
+    for size in (*places[2:], *weight):
+        count *= size
+    return 2 * count
+
+
+def _nbytes(value: Tensor) -> int:
+    return min(value.numel() * value.element_size(), int(value.untyped_storage().nbytes()))
+
+
+def _empty(device: str) -> Any:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+_FAKES: Mapping[str, Any] = {
+    **{f"empty_strided_{device}": _empty(device) for device in ("cpu", "cuda", "xpu")},
+    "reinterpret_tensor": lambda t, size, stride, offset=0: torch.as_strided(
+        t, size, stride, t.storage_offset() + offset
+    ),
+}
+"""What the programs' own helpers, which know nothing of fake tensors, are replaced by."""

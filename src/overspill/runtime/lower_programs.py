@@ -1,0 +1,254 @@
+"""Lowering of Inductor's programs: a Schedule becomes the text of forward and of backward, in exactly its order.
+
+The kernels, their order and their arguments stay Inductor's. Run repeats the statements of a call, and Recompute repeats
+them again; a buffer is allocated right before the first call that writes to it, and Free deletes all variables that are
+views of it. Other names for the same bytes are made anew wherever they are needed. Transfers are calls of the engine.
+
+What crosses from forward to backward (autograd's saved tensors) is what the schedule leaves on the device and backward
+reads, and the handles of what is in the store. The variables of both programs have different names, so that backward can
+repeat calls of forward.
+
+Relies on AOTAutograd (2.11 to 2.13): all outputs of forward behind its own are saved, and come before the gradients
+among backward's arguments; the last ones, as many as its metadata says, are not checked for changes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK
+from overspill.capture.programs.graph import CapturedPrograms
+from overspill.capture.programs.storages import Call
+from overspill.core import Instruction, Phase, Schedule, Verb
+from overspill.core.errors import InvalidSchedule
+
+from .transfer import ops
+
+Lowered = Callable[[list[Any]], list[Any]]
+
+
+def lower_programs(
+    captured: CapturedPrograms, schedule: Schedule, engine: int, unchecked: int
+) -> tuple[Lowered, Lowered | None]:
+    """The forward and the backward that carry out `schedule`, with engine number `engine`; the last `unchecked` of what is saved may be changed."""
+    programs = captured.programs
+    text = _Text(captured)
+    text.line(f"{_unpacked(programs.forward.inputs)} = args" if programs.forward.inputs else "pass")
+    text.line("args.clear()")
+    text.bound.update(programs.forward.inputs)
+    forward_part, backward_part = _split(captured, schedule.instructions)
+    text.emit(forward_part)
+    saved, handles, loose = _crossing(text, backward_part, unchecked)
+    outputs = [
+        text.returned.get(i) or text.expression(e)
+        for i, e in enumerate(programs.forward.outputs[: programs.num_forward_outputs])
+    ]
+    text.line(f"return [{', '.join([*outputs, *saved, *handles, *loose])}]")
+    source = text.function("forward")
+    if programs.backward is not None:
+        arguments = [name if name != _NOTHING else f"_{i}" for i, name in enumerate([*saved, *handles, *loose])]
+        arguments += programs.backward.inputs[len(programs.saved) :]
+        text.begin([*saved, *(n for n in loose if n != _NOTHING), *programs.backward.inputs[len(programs.saved) :]])
+        text.line(f"{_unpacked(arguments)} = args" if arguments else "pass")
+        text.line("args.clear()")
+        text.emit(backward_part)
+        gradients = [text.gradients.get(i) or text.expression(e) for i, e in enumerate(programs.backward.outputs)]
+        text.line(f"return [{', '.join(gradients)}]")
+        source += text.function("backward")
+    namespace = _namespace(captured, engine)
+    exec(compile(source, "<Overspill's plan of Inductor's program>", "exec"), namespace)  # noqa: S102
+    return namespace["forward"], namespace.get("backward")
+
+
+_NOTHING = "overspill_nothing"
+"""Stands where backward needs nothing of what forward once saved."""
+
+
+def _namespace(captured: CapturedPrograms, engine: int) -> dict[str, Any]:
+    programs = captured.programs
+    found = dict(programs.forward.namespace)
+    if programs.backward is not None:
+        found |= programs.backward.namespace
+    found |= {
+        "offload": lambda source: ops.engine_number(engine).offload(source),
+        "await_offload": lambda handle, source: ops.engine_number(engine).await_offload(handle, source),
+        "prefetch": lambda handle: ops.engine_number(engine).prefetch(handle),
+        "await_prefetch": lambda arriving: ops.engine_number(engine).await_prefetch(arriving),
+        _NOTHING: torch.empty(0),
+    }
+    return found
+
+
+def _unpacked(names: Sequence[str]) -> str:
+    return f"({', '.join(names)},)"
+
+
+def _split(
+    captured: CapturedPrograms, instructions: Sequence[Instruction]
+) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
+    """The instructions of the forward function and of the backward function."""
+    ops = captured.graph.ops
+    runs = [i for i, x in enumerate(instructions) if x.verb is Verb.RUN and ops[x.target].phase is Phase.FORWARD]
+    cut = runs[-1] + 1 if runs else 0
+    while cut < len(instructions) and instructions[cut].verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE):
+        cut += 1
+    return instructions[:cut], instructions[cut:]
+
+
+def _crossing(text: _Text, backward: Iterable[Instruction], unchecked: int) -> tuple[list[str], list[str], list[str]]:
+    """What forward hands over: variables, handles, and variables that autograd does not check for changes."""
+    captured, programs = text.captured, text.captured.programs
+    if programs.backward is None:
+        return [], [], []
+    graph = captured.graph
+    read: dict[int, None] = {}
+    handles: dict[str, None] = {}
+    for instruction in backward:
+        target = instruction.target
+        if instruction.verb is Verb.RECOMPUTE:
+            read.update(dict.fromkeys(graph.ops[target].recompute_reads))
+        elif instruction.verb is Verb.RUN and target in captured.calls:
+            read.update(dict.fromkeys(graph.ops[target].reads))
+        elif instruction.verb in (Verb.FREE, Verb.OFFLOAD) and not graph.tensors[target].persistent:
+            read.setdefault(target)
+        elif instruction.verb is Verb.PREFETCH and text.handle(target) in text.bound:
+            handles.setdefault(text.handle(target))
+    keys = {captured.key_of[t]: None for t in read if t in captured.key_of}
+    keys |= {
+        k: None for e in programs.backward.outputs for n in programs.backward.uses_of(e) if (k := programs.key_of(n))
+    }
+    names = [n for k in keys for n in programs.roots.get(k, ()) if n in text.bound]
+    last = programs.saved[len(programs.saved) - unchecked :]
+    changing = {programs.key_of(n) for e in last for n in programs.forward.uses_of(e)}
+    loose = [n for n in names if programs.key_of(n) in changing]
+    if len(loose) > unchecked:
+        raise InvalidSchedule(f"{len(loose)} tensors that change cross to backward, for {unchecked} places")
+    return [n for n in names if n not in loose], list(handles), [_NOTHING] * (unchecked - len(loose)) + loose
+
+
+class _Text:
+    """Writes one of the two functions. `bound` are the variables that there are."""
+
+    def __init__(self, captured: CapturedPrograms) -> None:
+        self.captured = captured
+        self.programs = captured.programs
+        self.bound: set[str] = set()
+        self.returned: dict[int, str] = {}
+        self.gradients: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._views: dict[int, set[str]] = {}
+        self._tensor_of = {key: tensor for tensor, key in captured.key_of.items()}
+
+    def begin(self, bound: Iterable[str]) -> None:
+        """Another function, which is given these variables."""
+        kept = {n for n in self.bound if n.startswith("handle_")}
+        self.bound = {*bound, *kept}
+        self._lines = []
+
+    def function(self, name: str) -> str:
+        """The text of the function."""
+        return f"def {name}(args):\n" + "".join(f"    {line}\n" for line in self._lines)
+
+    def line(self, text: str) -> None:
+        """One more line."""
+        self._lines.append(text)
+
+    def handle(self, tensor: int) -> str:
+        """The variable of the handle of what is in the store."""
+        return f"handle_{tensor}"
+
+    def emit(self, instructions: Iterable[Instruction]) -> None:
+        """Emit what belongs to this function; gradients are handed out when they are complete, so what follows is dropped."""
+        ops = self.captured.graph.ops
+        for instruction in instructions:
+            verb, target = instruction.verb, instruction.target
+            if verb is Verb.RUN and ops[target].phase is Phase.UPDATE:
+                return
+            if verb is Verb.RUN and target not in self.captured.calls:
+                self._hand_out(ops[target].name)
+            elif verb in (Verb.RUN, Verb.RECOMPUTE):
+                self._call(self.captured.calls[target])
+            elif verb is Verb.FREE:
+                self._free(target)
+            else:
+                self._transfer(verb, target)
+
+    def expression(self, expression: ast.expr) -> str:
+        """An expression of the program, with its variables bound."""
+        for name in _names(expression):
+            self._bind(name)
+        return ast.unparse(expression)
+
+    def _hand_out(self, op: str) -> None:
+        """What is handed out here may be freed by the schedule next: take it while it is there."""
+        if op == WRITE_BACK:
+            joint = self.captured.joint
+            values = set(joint.write_backs.values())
+            places = [i for i, n in enumerate(joint.forward_outputs) if n in values]
+            self._take(self.returned, places, self.programs.forward.outputs, "returned")
+        elif op == GRADIENTS and self.programs.backward is not None:
+            outputs = self.programs.backward.outputs
+            self._take(self.gradients, range(len(outputs)), outputs, "gradient")
+
+    def _take(self, into: dict[int, str], places: Iterable[int], outputs: Sequence[ast.expr], name: str) -> None:
+        for i in places:
+            into[i] = f"{name}_{i}"
+            self.line(f"{name}_{i} = {self.expression(outputs[i])}")
+
+    def _call(self, call: Call) -> None:
+        fresh = [k for k in call.writes if k not in call.updated]
+        for key in fresh:
+            for root in self.programs.roots[key]:
+                if root in self.programs.allocations:
+                    self.line(ast.unparse(self.programs.allocations[root]))
+                    self.bound.add(root)
+        for name in call.uses:
+            self._bind(name)
+        for statement in call.lines:
+            self.line(ast.unparse(statement))
+        self.bound.update(call.made)
+        if call.container is not None:
+            self.line(f"del {call.container}")
+
+    def _bind(self, name: str) -> None:
+        """Let a variable of the program be there: another name of something that is."""
+        if name in self.bound or name not in self.programs.values:
+            return
+        if name in self.programs.allocations and self.programs.key_of(name) not in self._tensor_of:
+            self.line(ast.unparse(self.programs.allocations[name]))  # of no elements
+        elif name in self.programs.aliases:
+            self.line(f"{name} = {self.expression(self.programs.aliases[name])}")
+        else:
+            raise InvalidSchedule(f"{name} is not on the device where the schedule reads it")
+        self.bound.add(name)
+
+    def _free(self, tensor: int) -> None:
+        key = self.captured.key_of.get(tensor)
+        if key is None:
+            return
+        if gone := sorted(n for n in self.bound if self.programs.key_of(n) == key):
+            self.line(f"del {', '.join(gone)}")
+            self.bound.difference_update(gone)
+
+    def _transfer(self, verb: Verb, tensor: int) -> None:
+        (root,) = self.programs.roots[self.captured.key_of[tensor]]
+        handle = self.handle(tensor)
+        if verb is Verb.OFFLOAD:
+            self.line(f"{handle} = offload({root})")
+            self.bound.add(handle)
+        elif verb is Verb.AWAIT_OFFLOAD:
+            self.line(f"await_offload({handle}, {root})")
+        elif verb is Verb.PREFETCH:
+            self.line(f"arriving_{tensor} = prefetch({handle})")
+        else:
+            self.line(f"await_prefetch(arriving_{tensor})")
+            self.line(f"{root} = arriving_{tensor}; del arriving_{tensor}")
+            self.bound.add(root)
+
+
+def _names(expression: ast.AST) -> list[str]:
+    return [n.id for n in ast.walk(expression) if isinstance(n, ast.Name)]

@@ -1,0 +1,156 @@
+"""Inductor's own kernels within a budget: the bits of stock torch.compile, and the peak that was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import overspill
+from overspill.core import Verb
+from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
+from overspill.models import load, names, optimizer_named
+from overspill.runtime.options import Options
+from overspill.runtime.training import Run, Training, same_bits, train, train_plain
+
+STEPS = 3
+
+
+def training(model: str, optimizer: str) -> Training:
+    return Training(partial(load, model, small=True), 4, optimizer, STEPS, "cpu")
+
+
+@cache
+def stock(model: str, optimizer: str) -> Run:
+    return train_plain(training(model, optimizer), Options(backend="inductor"))
+
+
+def checked(model: str, optimizer: str, policy: str, store: str, share: float = 0.5) -> Run:
+    """A run at `share` of what can be saved; it equals stock torch.compile and keeps its budget."""
+    plain = stock(model, optimizer)
+    floor = smallest(model, optimizer, policy)
+    budget = floor + int(share * max(0, plain.measured_peak_bytes - floor))
+    run = train(training(model, optimizer), Options(budget, policy, store, backend="inductor"))
+    assert run.plan is not None
+    assert run.identical_to(plain)
+    if policy == "auto":
+        assert run.measured_peak_bytes <= budget
+    assert run.planned_peak_bytes >= run.measured_peak_bytes
+    assert run.planned_peak_bytes - run.measured_peak_bytes <= max(0.02 * run.planned_peak_bytes, 20_000)
+    return run
+
+
+@cache
+def smallest(model: str, optimizer: str, policy: str) -> int:
+    try:
+        train(training(model, optimizer), Options(1, policy, "host", backend="inductor"))
+    except InfeasibleBudget as error:
+        return int(error.floor_bytes)
+    return stock(model, optimizer).measured_peak_bytes  # a policy that does not plan for a budget
+
+
+@pytest.mark.long
+def test_a_transformer_trains_with_the_bits_of_torch_compile_in_less_memory() -> None:
+    run = checked("gpt2", "momentum", "auto", "host", share=0.0)
+    assert run.offloaded_bytes > 0
+    assert run.measured_peak_bytes < 0.7 * stock("gpt2", "momentum").measured_peak_bytes
+
+
+@pytest.mark.long
+def test_what_is_recomputed_is_identical_too() -> None:
+    run = checked("gpt2", "adamw", "checkpoint-cost", "host")
+    assert run.plan is not None
+    assert run.plan.schedule.targets(Verb.RECOMPUTE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("store", ["host", "disk"])
+@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "superneurons", "window"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("model", names())
+def test_every_model_trains_with_the_bits_of_torch_compile(model: str, optimizer: str, policy: str, store: str) -> None:
+    checked(model, optimizer, policy, store)
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.relu(self.first(x)))
+        return self.last(hidden if self.body is None else self.body(hidden))
+
+
+def trained(call: Callable[[Tensor], Tensor], model: nn.Module, optimizer: Optimizer, sizes: list[int]) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    torch.manual_seed(1)
+    for size in sizes:
+        optimizer.zero_grad()
+        call(torch.randn(size, 16, generator=drawn)).square().mean().backward()
+        optimizer.step()
+    return [v.detach().clone() for v in model.state_dict().values()]
+
+
+def pair(
+    managed: Callable[[nn.Module, Optimizer], Callable[[Tensor], Tensor]], sizes: list[int], **how: object
+) -> None:
+    """The same weights as stock torch.compile gives."""
+    found = []
+    for compile_ in (lambda model, _: torch.compile(model, dynamic=False), managed):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net(**how)  # type: ignore[arg-type]
+        optimizer = optimizer_named("momentum")(model.parameters())
+        found.append(trained(compile_(model, optimizer), model, optimizer, sizes))
+    assert all(map(same_bits, *found))
+
+
+def planned(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    return overspill.compile(model, budget="smallest", optimizer=optimizer, backend="inductor", store="host")
+
+
+def test_a_loss_outside_batch_norm_and_another_batch_size() -> None:
+    pair(planned, [32, 32, 12, 32])
+
+
+def test_as_a_backend_of_torch_compile() -> None:
+    options = {"budget": "1MiB", "backend": "inductor", "store": "host"}
+    pair(lambda model, _: torch.compile(model, backend="overspill", options=options, dynamic=False), [32, 32])
+
+
+def test_evaluation_runs_between_steps() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    compiled = planned(model, torch.optim.SGD(model.parameters(), 0.1))
+    x = torch.randn(32, 16)
+    compiled(x).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        assert torch.allclose(compiled(x), model(x), atol=1e-5)
+
+
+def test_backward_twice_with_retain_graph() -> None:
+    model = Net()
+    loss = planned(model, torch.optim.SGD(model.parameters(), 0.1))(torch.randn(32, 16)).sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+
+
+def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
+    model = Net()
+    with torch._inductor.config.patch(cpp_wrapper=True), pytest.raises(UnsupportedError, match="no Python program"):
+        planned(model, torch.optim.SGD(model.parameters(), 0.1))(torch.randn(32, 16))
+    with pytest.raises(InfeasibleBudget, match="below auto's floor"):
+        overspill.compile(model, budget="1KiB", backend="inductor", store="host")(torch.randn(32, 16))
+    with pytest.raises(RequestError, match="measured on the eager backend"):
+        Options(profile=True, backend="inductor")
+    assert issubclass(UnsupportedError, OverspillError)
