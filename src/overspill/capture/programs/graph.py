@@ -88,7 +88,7 @@ class _CaptureOfPrograms(CaptureOfStep):
         self.calls[len(self.ops)] = call
         self._add_op(
             name, name, layer_type_of(name), phase, reads, writes,
-            flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=self._dropped_bytes(call),
+            flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace_bytes + self._dropped_bytes(call),
             recomputable=again, recompute_reads=reads if again else (), recompute_writes=writes if again else (),
         )  # fmt: skip
 

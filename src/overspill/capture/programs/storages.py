@@ -23,6 +23,7 @@ from overspill.capture.compiled.joint import StorageKey
 from overspill.core.errors import UnsupportedError
 
 from .program import Access, Kind, Program, Statement, not_understood
+from .workspaces import workspace_bytes
 
 FORWARD, BACKWARD = "f_", "b_"
 """What the variables, kernels and constants of the two programs begin with."""
@@ -46,6 +47,7 @@ class Call:
     repeatable: bool
     flops: int
     moved_bytes: int
+    workspace_bytes: int = 0
     container: str | None = None
     """The variable of all its results, where it returns several."""
     made: list[str] = field(default_factory=list)
@@ -109,6 +111,7 @@ def follow(
             follower.alias(name, expression, forward)
         follower.enter_named(backward.inputs[len(found.saved) :], tangents)
         follower.run(backward, 1)
+    follower.measure()
     return found
 
 
@@ -118,6 +121,7 @@ class _Follower:
         self.mode = mode
         self.written: set[StorageKey] = set()
         self.calls_by_variable: dict[str, Call] = {}
+        self.libraries: list[tuple[Program, Call, ast.expr, Sequence[str]]] = []
 
     def enter(self, program: Program, values: Sequence[Any]) -> None:
         if len(program.inputs) != len(values):
@@ -220,6 +224,8 @@ class _Follower:
         tensors = [self.found.values[n] for n in statement.uses] + tree_leaves(result)
         call.moved_bytes = sum(_nbytes(t) for t in tensors if isinstance(t, Tensor))
         call.flops = self._flops(program, node, result)
+        if not name.startswith(("cpp_", "triton_")):
+            self.libraries.append((program, call, node, statement.uses))
 
     def _effects(
         self, program: Program, call: ast.Call, returns: bool, statement: Statement
@@ -257,6 +263,15 @@ class _Follower:
             if a.alias_info is not None and a.alias_info.is_write and a.name in given
         ]
         return {n: Access.UPDATE for name in changed for n in program.uses_of(given[name])}
+
+    def measure(self) -> None:
+        """Find out what the library calls allocate for themselves."""
+        for program in (self.found.forward, self.found.backward):
+            if program is not None:
+                calls = [(call, node, uses) for of, call, node, uses in self.libraries if of is program]
+                found = workspace_bytes([(node, uses) for _, node, uses in calls], program.namespace, self.found.values)
+                for (call, _, _), nbytes in zip(calls, found, strict=True):
+                    call.workspace_bytes = nbytes
 
     # -- values
 
