@@ -24,29 +24,37 @@ from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.storages import Call
 from overspill.core import Instruction, Phase, Schedule, Verb
-from overspill.core.errors import InvalidSchedule
+from overspill.core.errors import InvalidSchedule, UnsupportedError
 
+from .arena import Arena, Places, storage_at, tensor_at
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
 
 
 def lower_programs(
-    captured: CapturedPrograms, schedule: Schedule, engine: int, unchecked: int
+    captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int, unchecked: int
 ) -> tuple[Lowered, Lowered | None]:
-    """The forward and the backward that carry out `schedule`, with engine number `engine`; the last `unchecked` of what is saved may be changed."""
+    """The forward and the backward that carry out `schedule` with buffers at `places`, and with engine number `engine`.
+
+    The last `unchecked` of what is saved may be changed.
+    """
     programs = captured.programs
-    text = _Text(captured)
+    text = _Text(captured, places)
     text.line(f"{_unpacked(programs.forward.inputs)} = args" if programs.forward.inputs else "pass")
     text.line("args.clear()")
     text.bound.update(programs.forward.inputs)
+    if places.offsets:
+        text.line("arena = take_arena()")
     forward_part, backward_part = _split(captured, schedule.instructions)
-    text.emit(forward_part)
+    text.emit(forward_part, 0)
     saved, handles, loose = _crossing(text, backward_part, unchecked)
     outputs = [
         text.returned.get(i) or text.expression(e)
         for i, e in enumerate(programs.forward.outputs[: programs.num_forward_outputs])
     ]
+    if places.offsets and programs.backward is not None:
+        saved.append("arena")  # who has this has the memory
     text.line(f"return [{', '.join([*outputs, *saved, *handles, *loose])}]")
     source = text.function("forward")
     if programs.backward is not None:
@@ -55,11 +63,13 @@ def lower_programs(
         text.begin([*saved, *(n for n in loose if n != _NOTHING), *programs.backward.inputs[len(programs.saved) :]])
         text.line(f"{_unpacked(arguments)} = args" if arguments else "pass")
         text.line("args.clear()")
-        text.emit(backward_part)
+        if places.offsets:
+            text.line("refuse_to_run_again()")
+        text.emit(backward_part, len(forward_part))
         gradients = [text.gradients.get(i) or text.expression(e) for i, e in enumerate(programs.backward.outputs)]
         text.line(f"return [{', '.join(gradients)}]")
         source += text.function("backward")
-    namespace = _namespace(captured, engine)
+    namespace = _namespace(captured, places, engine)
     exec(compile(source, "<Overspill's plan of Inductor's program>", "exec"), namespace)  # noqa: S102
     return namespace["forward"], namespace.get("backward")
 
@@ -68,7 +78,7 @@ _NOTHING = "overspill_nothing"
 """Stands where backward needs nothing of what forward once saved."""
 
 
-def _namespace(captured: CapturedPrograms, engine: int) -> dict[str, Any]:
+def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[str, Any]:
     programs = captured.programs
     found = dict(programs.forward.namespace)
     if programs.backward is not None:
@@ -76,11 +86,28 @@ def _namespace(captured: CapturedPrograms, engine: int) -> dict[str, Any]:
     found |= {
         "offload": lambda source: ops.engine_number(engine).offload(source),
         "await_offload": lambda handle, source: ops.engine_number(engine).await_offload(handle, source),
-        "prefetch": lambda handle: ops.engine_number(engine).prefetch(handle),
+        "prefetch": lambda handle, into=None: ops.engine_number(engine).prefetch(handle, into),
         "await_prefetch": lambda arriving: ops.engine_number(engine).await_prefetch(arriving),
         _NOTHING: torch.empty(0),
+        "take_arena": Arena(places.arena_bytes, _device_of(captured)).take,
+        "storage_at": storage_at,
+        "tensor_at": tensor_at,
+        "refuse_to_run_again": _refuse_to_run_again,
     }
     return found
+
+
+def _device_of(captured: CapturedPrograms) -> torch.device:
+    values = (captured.programs.values[name] for name in captured.programs.allocations)
+    return next((v.device for v in values), torch.device("cpu"))
+
+
+def _refuse_to_run_again() -> None:
+    """Backward writes over what it has read. Raises UnsupportedError where autograd would run it once more."""
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        raise UnsupportedError(
+            'backward(retain_graph=True) would read what this backward writes over; leave placement="planned" out'
+        )
 
 
 def _unpacked(names: Sequence[str]) -> str:
@@ -133,8 +160,9 @@ def _crossing(text: _Text, backward: Iterable[Instruction], unchecked: int) -> t
 class _Text:
     """Writes one of the two functions. `bound` are the variables that there are."""
 
-    def __init__(self, captured: CapturedPrograms) -> None:
+    def __init__(self, captured: CapturedPrograms, places: Places) -> None:
         self.captured = captured
+        self.places = places
         self.programs = captured.programs
         self.bound: set[str] = set()
         self.returned: dict[int, str] = {}
@@ -161,21 +189,21 @@ class _Text:
         """The variable of the handle of what is in the store."""
         return f"handle_{tensor}"
 
-    def emit(self, instructions: Iterable[Instruction]) -> None:
-        """Emit what belongs to this function; gradients are handed out when they are complete, so what follows is dropped."""
+    def emit(self, instructions: Iterable[Instruction], first: int) -> None:
+        """Emit what belongs to this function, from position `first` of the schedule on; gradients are handed out when they are complete, so what follows is dropped."""
         ops = self.captured.graph.ops
-        for instruction in instructions:
+        for position, instruction in enumerate(instructions, first):
             verb, target = instruction.verb, instruction.target
             if verb is Verb.RUN and ops[target].phase is Phase.UPDATE:
                 return
             if verb is Verb.RUN and target not in self.captured.calls:
                 self._hand_out(ops[target].name)
             elif verb in (Verb.RUN, Verb.RECOMPUTE):
-                self._call(self.captured.calls[target])
+                self._call(self.captured.calls[target], position)
             elif verb is Verb.FREE:
                 self._free(target)
             else:
-                self._transfer(verb, target)
+                self._transfer(verb, target, position)
 
     def expression(self, expression: ast.expr) -> str:
         """An expression of the program, with its variables bound."""
@@ -199,12 +227,12 @@ class _Text:
             into[i] = f"{name}_{i}"
             self.line(f"{name}_{i} = {self.expression(outputs[i])}")
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: Call, position: int) -> None:
         fresh = [k for k in call.writes if k not in call.updated]
         for key in fresh:
             for root in self.programs.roots[key]:
                 if root in self.programs.allocations:
-                    self.line(ast.unparse(self.programs.allocations[root]))
+                    self.line(self._allocation(root, self._tensor_of[key], position))
                     self.bound.add(root)
         for name in call.uses:
             self._bind(name)
@@ -213,6 +241,16 @@ class _Text:
         self.bound.update(call.made)
         if call.container is not None:
             self.line(f"del {call.container}")
+
+    def _allocation(self, root: str, tensor: int, position: int) -> str:
+        statement = self.programs.allocations[root]
+        offset = self.places.offsets.get((tensor, position))
+        if offset is None:
+            return ast.unparse(statement)
+        assert isinstance(statement, ast.Assign)
+        assert isinstance(statement.value, ast.Call)
+        given = ", ".join(map(ast.unparse, statement.value.args))
+        return f"{root} = tensor_at(arena, {offset}, {self.captured.graph.tensors[tensor].nbytes}, {given})"
 
     def _bind(self, name: str) -> None:
         """Let a variable of the program be there: another name of something that is."""
@@ -234,7 +272,7 @@ class _Text:
             self.line(f"del {', '.join(gone)}")
             self.bound.difference_update(gone)
 
-    def _transfer(self, verb: Verb, tensor: int) -> None:
+    def _transfer(self, verb: Verb, tensor: int, position: int) -> None:
         (root,) = self.programs.roots[self.captured.key_of[tensor]]
         handle = self.handle(tensor)
         if verb is Verb.OFFLOAD:
@@ -243,7 +281,10 @@ class _Text:
         elif verb is Verb.AWAIT_OFFLOAD:
             self.line(f"await_offload({handle}, {root})")
         elif verb is Verb.PREFETCH:
-            self.line(f"arriving_{tensor} = prefetch({handle})")
+            offset = self.places.offsets.get((tensor, position))
+            nbytes = self.captured.graph.tensors[tensor].nbytes
+            into = "" if offset is None else f", storage_at(arena, {offset}, {nbytes})"
+            self.line(f"arriving_{tensor} = prefetch({handle}{into})")
         else:
             self.line(f"await_prefetch(arriving_{tensor})")
             self.line(f"{root} = arriving_{tensor}; del arriving_{tensor}")

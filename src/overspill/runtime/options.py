@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,14 +94,20 @@ def device_for(options: Options, where: torch.device) -> Device:
     return load_device(options.device) if options.device is not None else device_noun(where)
 
 
-def budget_for(options: Options, graph: Graph, device: Device, where: torch.device) -> int:
+def budget_for(
+    options: Options,
+    graph: Graph,
+    device: Device,
+    where: torch.device,
+    plan: Callable[[int], Plan] | None = None,
+) -> int:
     """The budget in bytes: what was asked for, as a size, as a share of the unmanaged peak, as the floor, or the whole device."""
     if not options.limit.is_relative:
         return fixed_budget(options, device, where)
     return options.limit.bytes_of(
         lambda: unmanaged_peak(graph, device),
         0,
-        lambda: smallest_budget(lambda nbytes: plan_graph(options, graph, device, nbytes)),
+        lambda: smallest_budget(plan or (lambda nbytes: plan_graph(options, graph, device, nbytes))),
     )
 
 

@@ -154,3 +154,47 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
     with pytest.raises(RequestError, match="measured on the eager backend"):
         Options(profile=True, backend="inductor")
     assert issubclass(UnsupportedError, OverspillError)
+
+
+# --- Planned addresses ------------------------------------------------------------------------------------------------
+
+
+def in_arena(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    return overspill.compile(
+        model, budget="smallest", optimizer=optimizer, backend="inductor", store="host", placement="planned"
+    )
+
+
+def test_buffers_at_planned_addresses_have_the_same_bits() -> None:
+    pair(in_arena, [32, 32, 12, 32])
+
+
+def test_planned_addresses_are_there_for_one_call_at_a_time() -> None:
+    model = Net()
+    call = in_arena(model, torch.optim.SGD(model.parameters(), 0.1))
+    waiting = call(torch.randn(32, 16))
+    with pytest.raises(UnsupportedError, match="waits for its backward"):
+        call(torch.randn(32, 16))
+    waiting.sum().backward()
+    call(torch.randn(32, 16)).sum().backward()
+
+
+def test_a_backward_that_writes_over_what_it_read_does_not_run_twice() -> None:
+    model = Net()
+    loss = in_arena(model, torch.optim.SGD(model.parameters(), 0.1))(torch.randn(32, 16)).sum()
+    with pytest.raises(UnsupportedError, match="retain_graph=True"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["gpt2", "resnet18", "unet", "lstm"])
+def test_the_arena_keeps_the_budget(model: str) -> None:
+    plain = stock(model, "momentum")
+    job = training(model, "momentum")
+    with pytest.raises(InfeasibleBudget) as error:
+        train(job, Options(1, "auto", "host", backend="inductor", placement="planned"))
+    for budget in (error.value.floor_bytes, int(1.1 * error.value.floor_bytes)):
+        run = train(job, Options(budget, "auto", "host", backend="inductor", placement="planned"))
+        assert run.identical_to(plain)
+        assert run.measured_peak_bytes <= budget + 64

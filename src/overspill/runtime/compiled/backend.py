@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -28,17 +28,21 @@ from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
-from overspill.core import Schedule
+from overspill.core import Device, Schedule
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.placement.packing import solver_named
+from overspill.placement.place import SEARCH
+from overspill.plans.plan import Plan
+from overspill.runtime.arena import NOWHERE, Places, plan_in_arena
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
-from overspill.runtime.options import Options
+from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
-from .session import Frame, Planned, Session, torch_device
+from .session import Frame, Planned, Session, plan_captured, torch_device
 
 Compiled = Callable[..., Any]
 
@@ -163,11 +167,29 @@ class _GraphCompiler:
 
     def _plan_programs(
         self, joint: JointGraph, how: Callable[..., CapturedPrograms]
-    ) -> tuple[CapturedPrograms, Schedule, int]:
+    ) -> tuple[CapturedPrograms, Schedule, Places, int]:
         """What `compile_with_inductor` asks for once it knows forward and backward."""
-        captured, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how)
-        engine = self.session.engine_for(self.planned.plan, torch_device(self.examples))
-        return captured, self.planned.plan.schedule, engine
+        placed: list[tuple[Plan, Places]] = []
+
+        def make(options: Options, captured: CapturedPrograms, device: Device, budget_bytes: int) -> Plan:
+            if options.placement != PLANNED:
+                return plan_captured(options, captured, device, budget_bytes)
+            live = replace(options, placement=None)
+            found = plan_in_arena(
+                captured,
+                lambda nbytes: plan_captured(live, captured, device, nbytes),
+                budget_bytes,
+                solver_named(),
+                SEARCH,
+            )
+            placed.append(found)
+            return found[0]
+
+        captured, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
+        plan = self.planned.plan
+        engine = self.session.engine_for(plan, torch_device(self.examples))
+        places = next((places for made, places in placed if made is plan), NOWHERE)
+        return captured, plan.schedule, places, engine
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any

@@ -21,7 +21,7 @@ from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
-from overspill.runtime.options import Options, plan_graph
+from overspill.runtime.options import Options
 
 from .pending import Kind
 
@@ -59,7 +59,7 @@ ALONE = Room()
 
 @dataclass(frozen=True)
 class Problem(Generic[C]):
-    """One graph of a model, for which a plan is to be made, whatever else is pending; `capture` makes the Graph of the joint graph."""
+    """One graph of a model, for which a plan is to be made, whatever else is pending; `capture` makes the Graph of the joint graph, and `plan` the plan of that."""
 
     joint: JointGraph
     inputs: list[InputInfo]
@@ -68,6 +68,7 @@ class Problem(Generic[C]):
     device: Device
     broken: bool
     capture: Callable[[JointGraph, list[InputInfo], Surroundings], C]
+    plan: Callable[[Options, C, Device, int], Plan]
     late: bool = False
     """Whether its inputs come when other calls are pending already; else the plans of these know them."""
 
@@ -87,12 +88,12 @@ class Problem(Generic[C]):
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
         """The graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
-        return captured, plan_graph(self.options, captured.graph, self.device, budget)
+        return captured, self.plan(self.options, captured, self.device, budget)
 
     def floor_bytes(self, room: Room) -> int:
         """The smallest budget that works."""
-        graph = self.captured(room, 0).graph
-        return smallest_budget(lambda nbytes: plan_graph(self.options, graph, self.device, nbytes))
+        captured = self.captured(room, 0)
+        return smallest_budget(lambda nbytes: self.plan(self.options, captured, self.device, nbytes))
 
     @cached_property
     def alone(self) -> Graph:

@@ -73,7 +73,7 @@ def compile(  # noqa: A001 - named as torch.compile is
         session.add(parameters, optimizers)
         return compile_in(session, model, fullgraph=fullgraph)
     session = Session(options, parameters, optimizers)
-    if options.placement == PLANNED and torch.cuda.is_available() and device != "cpu":
+    if options.placement == PLANNED and backend == "eager" and torch.cuda.is_available() and device != "cpu":
         session.place_live()
     return compile_in(session, model, fullgraph=fullgraph)
 

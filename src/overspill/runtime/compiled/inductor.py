@@ -30,11 +30,12 @@ from overspill.capture.programs.program import Program
 from overspill.capture.programs.storages import BACKWARD, FORWARD, follow
 from overspill.core import Schedule
 from overspill.core.errors import UnsupportedError
+from overspill.runtime.arena import Places
 from overspill.runtime.lower import NO_VERSION_CHECK
 from overspill.runtime.lower_programs import Lowered, lower_programs
 
-Plan = Callable[[JointGraph, Callable[..., CapturedPrograms]], tuple[CapturedPrograms, Schedule, int]]
-"""Given a joint graph, and how to make a Graph of it: the graph, the schedule, and the number of the engine."""
+Plan = Callable[[JointGraph, Callable[..., CapturedPrograms]], tuple[CapturedPrograms, Schedule, Places, int]]
+"""Given a joint graph, and how to make a Graph of it: the graph, the schedule, the places of buffers, the number of the engine."""
 
 
 def compile_with_inductor(
@@ -130,8 +131,8 @@ class _Compiler:
         primals, tangents = values[: len(joint.primals)], values[len(joint.primals) :]
         outputs = len(joint.forward_outputs)
         programs = follow(forward, backward, primals, tangents, outputs, mode)
-        captured, schedule, engine = self._plan(joint, partial(capture_programs, programs))
-        self._lowered = lower_programs(captured, schedule, engine, self._unchecked)
+        captured, schedule, places, engine = self._plan(joint, partial(capture_programs, programs))
+        self._lowered = lower_programs(captured, schedule, places, engine, self._unchecked)
 
 
 def _program_of(compiled: Any, prefix: str) -> Program:

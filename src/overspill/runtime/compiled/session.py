@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
-from overspill.core import TensorKind
+from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
@@ -35,6 +35,7 @@ from overspill.runtime.options import (
     fixed_budget,
     infeasible_for,
     open_engine,
+    plan_graph,
     store_bytes,
 )
 from overspill.runtime.profile import OpTimer
@@ -43,7 +44,7 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import economise
 
-from .beside import ALONE, C, Problem, Room, Settlement, room_beside
+from .beside import ALONE, C, HasGraph, Problem, Room, Settlement, room_beside
 from .bystanders import Bystanders
 from .in_force import Watch
 from .pending import Kind, Part, PendingCalls
@@ -96,6 +97,11 @@ class Planned:
     def part(self) -> Part:
         """The part of the job that it is for."""
         return self.kind.part
+
+
+def plan_captured(options: Options, captured: HasGraph, device: Device, budget_bytes: int) -> Plan:
+    """The plan of a captured graph. Raises InfeasibleBudget."""
+    return plan_graph(options, captured.graph, device, budget_bytes)
 
 
 class Session:
@@ -282,8 +288,9 @@ class Session:
         examples: Sequence[Any],
         frame: Frame,
         capture: Callable[..., C],
+        make: Callable[[Options, C, Device, int], Plan] = plan_captured,
     ) -> tuple[C, Planned]:
-        """The graph of `frame`, as `capture` makes it, and its plan. Raises InfeasibleBudget when the budget cannot be met."""
+        """The graph of `frame`, as `capture` makes it, and its plan, as `make` makes that. Raises InfeasibleBudget when the budget cannot be met."""
         where = torch_device(examples)
         device = device_for(self.options, where)
         self.device_name = device.name
@@ -298,7 +305,7 @@ class Session:
         surroundings = self._surroundings(
             joint, here, self._kept_bytes() + (0 if trains else others), self._beside(joint, inputs, examples)
         )
-        problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken, capture=capture)
+        problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken, capture, make)
         room = self._rooms.get(kind, Room(pending_bytes=others))
         budget = self._budget(problem, room, kind, where)
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
@@ -447,12 +454,21 @@ class Session:
         """The budget in bytes. One that follows from a step is fixed by the first that trains, and holds for all graphs."""
         if not self.options.limit.is_relative:
             return fixed_budget(self.options, problem.device, where)
-        graph = problem.captured(replace(room, keep_bytes=None), 0).graph
+        captured = problem.captured(replace(room, keep_bytes=None), 0)
+        graph = captured.graph
         counted = (*kind.part, len(graph.ops))
         if counted not in self._counted and kind.inputs[0]:
             # Of several parts of the first step (several models, graph breaks), the one that needs the most counts.
             of_part = (
-                self._settled_budget if kind in self._rooms else budget_for(self.options, graph, problem.device, where)
+                self._settled_budget
+                if kind in self._rooms
+                else budget_for(
+                    self.options,
+                    graph,
+                    problem.device,
+                    where,
+                    lambda n: problem.plan(self.options, captured, problem.device, n),
+                )
             )
             self._fixed_budget = max(self._fixed_budget or 0, of_part)
             self._counted.add(counted)

@@ -107,10 +107,15 @@ class TransferEngine:
             leaving.wait()
         stored.written = True
 
-    def prefetch(self, handle: Tensor) -> Tensor:
-        """Start bringing `handle` back; the tensor, with the strides it had, not to be read before `await_prefetch`."""
+    def prefetch(self, handle: Tensor, into: torch.UntypedStorage | None = None) -> Tensor:
+        """Start bringing `handle` back; the tensor, with the strides it had, not to be read before `await_prefetch`.
+
+        Its bytes come to new memory, or to the storage `into`, which has as many.
+        """
         stored = self._table[int(handle)]
-        storage = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device).untyped_storage()
+        storage = into
+        if storage is None:
+            storage = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device).untyped_storage()
         tensor = torch.empty(0, dtype=stored.dtype, device=stored.device)
         tensor.set_(storage, stored.offset, stored.size, stored.stride)
         ticket = self._read(stored, tensor)
