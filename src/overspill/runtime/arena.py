@@ -133,6 +133,10 @@ def plan_in_arena(
     )
 
 
+_OURS = 2
+"""References to an arena's storage that nobody waits with: ours, and that of who asks."""
+
+
 class Arena:
     """The memory that the buffers of a program lie in, from step to step."""
 
@@ -148,7 +152,7 @@ class Arena:
         """
         if self._memory is None:
             self._memory = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=self.device)
-        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > 1:
+        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OURS:
             raise UnsupportedError(
                 "the model is called while another call of it waits for its backward, and planned addresses are there once; "
                 'leave placement="planned" out, or call the model under torch.no_grad() where no backward follows'
