@@ -68,11 +68,17 @@ def test_what_is_recomputed_is_identical_too() -> None:
     assert run.plan.schedule.targets(Verb.RECOMPUTE)
 
 
+WAYS = [
+    (optimizer, policy, store)
+    for optimizer in ("momentum", "adamw")
+    for policy in ("auto", "vdnn-all", "superneurons", "window")
+    for store in ("host", "disk")
+]
+CASES = [(model, *way) for model in names() for way in (WAYS if model in ("gpt2", "lstm", "resnet18") else WAYS[:1])]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("store", ["host", "disk"])
-@pytest.mark.parametrize("policy", ["auto", "vdnn-all", "superneurons", "window"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-@pytest.mark.parametrize("model", names())
+@pytest.mark.parametrize(("model", "optimizer", "policy", "store"), CASES)
 def test_every_model_trains_with_the_bits_of_torch_compile(model: str, optimizer: str, policy: str, store: str) -> None:
     checked(model, optimizer, policy, store)
 
@@ -173,7 +179,7 @@ def test_planned_addresses_are_there_for_one_call_at_a_time() -> None:
     model = Net()
     call = in_arena(model, torch.optim.SGD(model.parameters(), 0.1), "1MiB")
     waiting = call(torch.randn(32, 16))
-    with pytest.warns(UserWarning, match="2 times"), pytest.raises(UnsupportedError, match="waits for its backward"):
+    with pytest.raises(UnsupportedError, match="waits for its backward"):
         call(torch.randn(32, 16))
     waiting.sum().backward()
     call(torch.randn(32, 16)).sum().backward()
