@@ -42,9 +42,11 @@ class Case:
 
 
 class Stepper:
-    """One copy of a job that can take timed steps; managed if it has a session."""
+    """One copy of a job that can take timed steps; managed if it has a session, else in eager PyTorch or `compiled`."""
 
-    def __init__(self, case: Case, device: torch.device, session: Session | None = None) -> None:
+    def __init__(
+        self, case: Case, device: torch.device, session: Session | None = None, *, compiled: bool = False
+    ) -> None:
         torch.manual_seed(0)
         job = load(case.model, small=case.small, seq_len=case.seq_len)
         self.device = device
@@ -55,6 +57,8 @@ class Stepper:
         if session is not None:
             session.watch(self.module, self.optimizer)
             self.call = compile_in(session, self.module, fullgraph=True)
+        elif compiled:
+            self.call = torch.compile(self.module, fullgraph=True, dynamic=False)
 
     def step(self, seed: int) -> tuple[float, float]:
         """Seconds and loss of one step; equal seeds give equal dropout."""
@@ -104,28 +108,36 @@ class Pairs:
 def compare(case: Case, options: Options, device: torch.device, pairs: int, warmup: int = 1) -> Pairs:
     """Step both copies in turn: `warmup` pairs that do not count (compilation, first touch of the store), then `pairs`.
 
-    Raises InfeasibleBudget where the managed copy does.
+    The plain copy is in eager PyTorch, or under `torch.compile` where the managed one has Inductor's kernels. Raises
+    InfeasibleBudget where the managed copy does.
     """
-    with _Side(case, None, device) as plain, _Side(case, options, device) as managed:
-        sides: tuple[list[float], list[float]] = ([], [])
-        identical = True
-        for index in range(warmup + pairs):
-            # One after the other: neither runs beside the other's step.
-            (plain_seconds, plain_loss), (managed_seconds, managed_loss) = plain.step(index), managed.step(index)
-            identical &= plain_loss == managed_loss
-            if index >= warmup:
-                sides[0].append(plain_seconds)
-                sides[1].append(managed_seconds)
-        return Pairs(*sides, identical, managed.plan())
+    compiled = options.backend == "inductor"
+    with _Side(case, None, device, compiled=compiled) as plain, _Side(case, options, device) as managed:
+        return Pairs(*_in_turns(plain, managed, pairs, warmup), managed.plan())
+
+
+def compiled_ratios(case: Case, device: torch.device, pairs: int, warmup: int = 1) -> list[float]:
+    """Step times under `torch.compile` over those of eager PyTorch, pair by pair."""
+    with _Side(case, None, device) as eager, _Side(case, None, device, compiled=True) as compiled:
+        one, other, _ = _in_turns(eager, compiled, pairs, warmup)
+        return [b / a for a, b in zip(one, other, strict=True)]
+
+
+def _in_turns(one: _Side, other: _Side, pairs: int, warmup: int) -> tuple[list[float], list[float], bool]:
+    """The seconds of the steps that count, and whether all losses are equal; neither runs beside the other's step."""
+    steps = [(one.step(index), other.step(index)) for index in range(warmup + pairs)]
+    counted = steps[warmup:]
+    identical = all(a[1] == b[1] for a, b in steps)
+    return [a[0] for a, _ in counted], [b[0] for _, b in counted], identical
 
 
 class _Side:
     """One copy of a job in a process of its own."""
 
-    def __init__(self, case: Case, options: Options | None, device: torch.device) -> None:
+    def __init__(self, case: Case, options: Options | None, device: torch.device, *, compiled: bool = False) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, case, options, str(device)), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, case, options, str(device), compiled), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -154,11 +166,11 @@ class _Side:
         return answer
 
 
-def _serve(connection: Connection, case: Case, options: Options | None, device: str) -> None:
+def _serve(connection: Connection, case: Case, options: Options | None, device: str, compiled: bool) -> None:
     """Take a step for each seed that comes, tell the plan where None comes, and end with the connection."""
     session = None if options is None else Session(options)
     try:
-        stepper = Stepper(case, torch.device(device), session)
+        stepper = Stepper(case, torch.device(device), session, compiled=compiled)
         while True:
             seed = connection.recv()
             try:
