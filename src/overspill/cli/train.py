@@ -59,7 +59,7 @@ Check = Annotated[
 Checksum = Annotated[
     bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
 ]
-Backend = Annotated[str, typer.Option(metavar="NAME", help="What runs the planned graphs: eager or inductor.")]
+Backend = Annotated[str, typer.Option(metavar="NAME", help="Whose kernels run: eager or inductor.")]
 DeviceName = Annotated[
     str | None,
     typer.Option(
