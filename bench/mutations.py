@@ -1,4 +1,4 @@
-"""Plants a dozen defects, one at a time, and shows that tests of `make test` catch each.
+"""Plants thirty defects, one at a time, and shows that tests of `make test` catch each.
 
     python bench/mutations.py [NAME ...]
 
@@ -112,6 +112,132 @@ MUTATIONS = (
         "lambda _: self._death(key, position)",
         "lambda _: None",
         ("tests/capture/recording",),
+    ),
+    Mutation(
+        "a step does not look at what the model's Python has become",
+        "runtime/step/python_state.py",
+        '            if changed := one.changed():\n                return changed\n        return ""\n',
+        '        return ""\n',
+        ("tests/runtime/step/test_python_state.py", "tests/runtime/step/test_edits.py"),
+    ),
+    Mutation(
+        "an empty list or dictionary that is filled later goes unnoticed",
+        "runtime/step/python_state.py",
+        "if any(self._empty_values):",
+        "if False:",
+        ("tests/runtime/step/test_python_state.py", "tests/runtime/step/test_edits.py"),
+    ),
+    Mutation(
+        "lists and dictionaries that forward reads are compared by identity only",
+        "runtime/step/python_state.py",
+        "_BY_IDENTITY = (nn.Module,",
+        "_BY_IDENTITY = (list, dict, nn.Module,",
+        ("tests/runtime/step/test_python_state.py", "tests/runtime/step/test_edits.py"),
+    ),
+    Mutation(
+        "a forward that draws from Python's random numbers is captured",
+        "runtime/step/python_state.py",
+        "if not _same_randomness(self._randomness, _randomness()):",
+        "if False:",
+        ("tests/runtime/step/test_python_state.py",),
+    ),
+    Mutation(
+        "zero and minus zero are the same to a step's guards",
+        "runtime/step/compared.py",
+        "        return repr(one) == repr(other)\n",
+        "        return one == other\n",
+        ("tests/runtime/step/test_python_state.py",),
+    ),
+    Mutation(
+        "a model's layers and parameters are always where they were",
+        "runtime/step/structure.py",
+        "                    return False\n",
+        "                    return True\n",
+        ("tests/runtime/step/test_edits.py", "tests/runtime/step/test_python_state.py"),
+    ),
+    Mutation(
+        "a lost write is not told",
+        "runtime/step/residency.py",
+        "        if lost:\n            raise",
+        "        if False:\n            raise",
+        ("tests/runtime/step/test_python_state.py",),
+    ),
+    Mutation(
+        "data that a parameter was given while it was away is not taken over",
+        "runtime/step/residency.py",
+        "return self.away and not _is_placeholder(self.tensor)",
+        "return False",
+        ("tests/runtime/step/test_python_state.py",),
+    ),
+    Mutation(
+        "a parameter that the optimizer let go of is trained on",
+        "runtime/step/state.py",
+        "            if group is None:\n                self._disown(name)\n",
+        "",
+        ("tests/runtime/step/test_edits.py", "tests/runtime/step/test_python_state.py"),
+    ),
+    Mutation(
+        "a step does not take the lock that keeps others out",
+        "runtime/step/gate.py",
+        "if is_mine := lock.acquire(blocking=False):",
+        "if is_mine := lock.acquire(blocking=False) or True:",
+        ("tests/runtime/step/test_observers.py",),
+    ),
+    Mutation(
+        "a step does not wait for threads that read",
+        "runtime/step/gate.py",
+        "if not (steps and self._others_read()):",
+        "if True:",
+        ("tests/runtime/step/test_observers.py",),
+    ),
+    Mutation(
+        "who reads from within a step sees half of it",
+        "runtime/step/gate.py",
+        "            if self.is_busy:\n                raise RequestError(WITHIN)\n",
+        "",
+        ("tests/runtime/step/test_observers.py",),
+    ),
+    Mutation(
+        "signal handlers run in the middle of a step",
+        "runtime/step/gate.py",
+        "            signal.signal(number, note)\n",
+        "            pass\n",
+        ("tests/runtime/step/test_observers.py", "tests/runtime/step/test_faults.py"),
+    ),
+    Mutation(
+        "a child that was forked goes on writing to its parent's file",
+        "runtime/transfer/stores.py",
+        "        if self.is_forked:\n            raise StoreError(",
+        "        if False:\n            raise StoreError(",
+        ("tests/runtime/step/test_observers.py",),
+    ),
+    Mutation(
+        "a step that ran out of memory is undone, though buffers have changed",
+        "runtime/step/train_step.py",
+        "is_short = is_out_of_memory(error)",
+        "is_short = False",
+        ("tests/runtime/step/test_crash.py",),
+    ),
+    Mutation(
+        "an update that was stopped half-way is done again",
+        "runtime/step/run.py",
+        "                self.lost = str(mutation)\n",
+        "                pass\n",
+        ("tests/runtime/step/test_faults.py",),
+    ),
+    Mutation(
+        "a file is written in place",
+        "core/files.py",
+        "            part.replace(target)\n",
+        "            target.write_bytes(content)\n            part.unlink()\n",
+        ("tests/runtime/step/test_crash.py",),
+    ),
+    Mutation(
+        "what Dynamo keeps of a model keeps its session",
+        "runtime/compiled/backend.py",
+        "    held = weakref.ref(session)\n",
+        "    held = lambda: session  # noqa: E731\n",
+        ("tests/runtime/compiled/test_soak.py",),
     ),
 )
 

@@ -42,20 +42,44 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         if there is not None and not stat.S_ISREG(there):
             Path(path).write_bytes(content)
             return
-        target = Path(os.path.realpath(path))
-        part = target.with_name(f".overspill-{secrets.token_hex(8)}.part")
-        with part.open("xb") as file:  # new: what lies at a name that somebody guessed, a link too, is refused
-            try:
-                if there is not None:
-                    os.fchmod(file.fileno(), stat.S_IMODE(there))
-                file.write(content)
-                file.close()
-                part.replace(target)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
+        _replace(Path(os.path.realpath(path)), content, None if there is None else stat.S_IMODE(there))
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _replace(target: Path, content: bytes, mode: int | None) -> None:
+    """Let a file of `content` be at `target`, at once. Raises OSError.
+
+    Where the system has files without a name, it is written as one: a process that is killed leaves nothing behind, or
+    between the last two system calls a whole file `.overspill-….part`.
+    """
+    part = target.with_name(f".overspill-{secrets.token_hex(8)}.part")
+    nameless = _nameless(target.parent)
+    # A new one: what lies at a name that somebody guessed, a link too, is refused.
+    file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) if nameless is None else nameless
+    try:
+        with open(file, "wb") as opened:  # noqa: PTH123 - a descriptor
+            if mode is not None:
+                os.fchmod(file, mode)
+            opened.write(content)
+            opened.flush()
+            if nameless is not None:
+                # Its name must be new. With a directory given, any, Python asks the system to follow the link.
+                os.link(f"/proc/self/fd/{file}", part, src_dir_fd=file, follow_symlinks=True)
+            part.replace(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _nameless(directory: Path) -> int | None:
+    """The descriptor of a new file without a name on the file system of `directory`; None where there are no such files."""
+    if not Path("/proc/self/fd").is_dir():  # by which it gets its name
+        return None
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    except OSError:  # another file system; or no such directory, as who opens a named one there is told
+        return None
 
 
 def _mode(path: str | Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import types
 from collections.abc import Callable
@@ -250,6 +251,16 @@ def test_a_loss_is_followed(name: str) -> None:
     found, expected = losses(*CHANGES[name])
     assert all(map(same_bits, found, expected))
     assert not same_bits(expected[1], expected[2])
+
+
+def test_zero_and_minus_zero_are_not_the_same() -> None:
+    model, optimizer = made(lambda model, y: y * math.copysign(2.0, model.sign))
+    model.sign = 0.0
+    step, (x, y) = step_of(model, optimizer), batch()
+    step(x, y)
+    model.sign = -0.0
+    expected = F.cross_entropy(model(x), y).detach()
+    assert same_bits(step(x, y), expected)
 
 
 def test_a_global_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

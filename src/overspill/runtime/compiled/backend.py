@@ -8,6 +8,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -58,10 +59,12 @@ class _Refused(BackendCompilerFailed):
         return self.inner_exception.with_traceback(None)
 
 
-def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Session) -> Compiled:
+def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Compiled:
     """The callable that runs Dynamo's `module` by the session's plan; of unknown sizes, by one for each kind of inputs.
 
-    An OverspillError arrives where the model was called, as itself and not in Dynamo's wrapping.
+    Dynamo keeps what it has compiled until it is reset, though the model is gone. So `session` is what gives the session
+    while the model is called or a backward is to come, not the session itself. An OverspillError arrives where the model was
+    called, as itself and not in Dynamo's wrapping.
     """
     unknown = [i for i, example in enumerate(examples) if _is_symbolic(example)]
     if unknown:
@@ -76,7 +79,7 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Sess
         raise
 
 
-def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> Compiled:
+def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame) -> Compiled:
     compiler = _GraphCompiler(module, examples, session, frame)
     try:
         return compiler.watched(compiler.compile())
@@ -90,7 +93,7 @@ class _PerShape:
     Each kind of inputs gets a graph and a plan of its own when it is first seen: the sizes are numbers then.
     """
 
-    def __init__(self, module: fx.GraphModule, session: Session, unknown: tuple[int, ...]) -> None:
+    def __init__(self, module: fx.GraphModule, session: Callable[[], Session], unknown: tuple[int, ...]) -> None:
         self.module = module
         self.session = session
         self.unknown = unknown
@@ -122,25 +125,34 @@ def _is_symbolic(example: Any) -> bool:
 class _GraphCompiler:
     """Compiles one Dynamo graph: plans it when AOTAutograd asks for a partition, and lowers it."""
 
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], session: Session, frame: Frame) -> None:
+    def __init__(
+        self, module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame
+    ) -> None:
         self.module = module
         self.examples = list(examples)
-        self.session = session
+        self._session = session
         self.inputs = describe_inputs(module, examples)
         self.frame = frame
         self.planned: Planned | None = None
 
+    @property
+    def session(self) -> Session:
+        """The session of the model that is being called."""
+        return self._session()
+
     def watched(self, compiled: Compiled) -> Compiled:
         """`compiled`, of which the session knows which calls wait for their backward, and which refuses a backward of that."""
-        session, planned = self.session, self.planned
+        session_now, planned = self._session, self.planned
         if planned is None:  # no ops
             return compiled
 
         def run(*args: Any) -> Any:
+            session = session_now()
             session.see(planned, args)
             outputs = compiled(*args)
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)
+                # The node has the session now: a model may be dropped before its backward.
                 session.pending.begin(node, planned.kind, lambda call: session.see(planned, call=call))
             return outputs
 
@@ -219,10 +231,11 @@ class _GraphCompiler:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
         module.graph.set_codegen(_BoxedCodeGen())
         module.recompile()
-        session = self.session
+        session_now = self._session
 
         def run(args: list[Any]) -> Any:
-            self._ran()
+            session = session_now()
+            session.watch_calls.graphs_run += 1
             tracker = session.tracker
             if tracker is not None:
                 tracker.add(args)
@@ -252,38 +265,53 @@ def overspill_backend(
         session = _session_of(options if options is not None else {})
     except OverspillError as error:
         raise _Refused(error) from None
-    return compile_graph(module, examples, session)
+    return compile_graph(module, examples, lambda: session)  # nobody else has it
 
 
 def was_asked_for_plans(options: Mapping[str, Any] | None) -> bool:
     """Whether Dynamo has handed over a graph of a torch.compile call with these options (without any, of any such call)."""
     if options is None:
-        return any(not asked for asked, _ in _SESSIONS.values())
-    return id(options) in _SESSIONS and _SESSIONS[id(options)][0] is options
+        return any(not asked for asked in _ASKED)
+    return any(asked is options for asked in _ASKED)
 
 
-_SESSIONS: dict[int, tuple[Mapping[str, Any], Session]] = {}
+_SESSIONS: dict[int, tuple[Mapping[str, Any], weakref.ref[Session]]] = {}
+"""Those that graphs have, which Dynamo keeps until it is reset, by the torch.compile call: its options object."""
+_ASKED: deque[Mapping[str, Any]] = deque(maxlen=1000)
+"""The options of the calls for which sessions were made, gone or not."""
 
 
 def _session_of(options: Mapping[str, Any]) -> Session:
     """The session of one torch.compile call, which hands us the same options object for each of its graphs."""
     key = id(options)
-    if key not in _SESSIONS or _SESSIONS[key][0] is not options:
-        known = {field.name for field in fields(Options) if field.init}
-        if unknown := set(options) - known:
-            raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(known))}")
-        _SESSIONS[key] = (options, Session(Options(**options)))
-    return _SESSIONS[key][1]
+    if key in _SESSIONS and (known := _SESSIONS[key][1]()) is not None:
+        return known
+    names = {field.name for field in fields(Options) if field.init}
+    if unknown := set(options) - names:
+        raise RequestError(f"unknown option {min(unknown)!r}; options: {', '.join(sorted(names))}")
+    session = Session(Options(**options))
+    _SESSIONS[key] = options, weakref.ref(session, lambda ref: _forget(key, ref))
+    if not was_asked_for_plans(options):
+        _ASKED.append(options)
+    return session
+
+
+def _forget(key: int, session: weakref.ref[Session]) -> None:
+    if _SESSIONS[key][1] is session:
+        del _SESSIONS[key]
 
 
 def backend_of(session: Session) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """The backend of a model compiled in `session`, which it does not keep: Dynamo keeps all backends that it has seen."""
     held = weakref.ref(session)
 
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+    def session_now() -> Session:
         session = held()
-        assert session is not None  # the compiled model, which has called this, keeps it
-        return compile_graph(module, examples, session)
+        assert session is not None  # the compiled model, which has called this, or the call's autograd node keeps it
+        return session
+
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+        return compile_graph(module, examples, session_now)
 
     return backend
 

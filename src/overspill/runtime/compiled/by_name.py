@@ -31,6 +31,8 @@ __all__ = ["overspill_backend"]
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped since
 _waiting: weakref.WeakKeyDictionary[nn.Module, dict[str, Any] | None] = weakref.WeakKeyDictionary()
 """Models that were to be compiled with this backend, and have no plan yet, with their options."""
+_planned: weakref.WeakKeyDictionary[type, list[dict[str, Any] | None]] = weakref.WeakKeyDictionary()
+"""The classes of models that had a plan, and the options of these."""
 
 
 def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
@@ -46,18 +48,25 @@ def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
     for model, options in list(_waiting.items()):
         if was_asked_for_plans(options):
             del _waiting[model]
+            _note_planned(model, options)
         elif any(id(p) in updated for p in model.parameters()):
             del _waiting[model]
             if not _runs_as_another(model, options):
                 _tell(model, options or {})
 
 
+def _note_planned(model: nn.Module, options: dict[str, Any] | None) -> None:
+    known = _planned.setdefault(type(_inside(model)), [])
+    if options not in known:
+        known.append(options)
+
+
 def _runs_as_another(model: nn.Module, options: dict[str, Any] | None) -> bool:
-    """Whether Dynamo runs it by the graphs of a model of its class, compiled with equal options, of which it is a copy."""
-    return any(
-        type(_inside(other)) is type(_inside(model)) and asked == options and was_asked_for_plans(asked)
-        for other, asked in _compiled_models()
-    )
+    """Whether Dynamo runs it by the graphs of a model of its class, compiled with equal options, which may be gone."""
+    for other, asked in _compiled_models():
+        if was_asked_for_plans(asked):
+            _note_planned(other, asked)
+    return options in _planned.get(type(_inside(model)), ())
 
 
 def _inside(model: nn.Module) -> Any:

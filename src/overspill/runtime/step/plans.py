@@ -51,6 +51,8 @@ TELLING = 8
 """So often a step is captured for inputs of one kind before the user is told why."""
 MOST_KEPT = 32
 """So many plans are kept for inputs of one kind, of what the model's Python was."""
+MOST_KINDS = 512
+"""So many kinds of inputs have plans at a time; those of the first are forgotten then."""
 CAPTURES = ForkedLock()
 """One thread at a time captures: what it watches are classes of torch, which all threads share."""
 LOSS_BYTES = 8
@@ -180,6 +182,8 @@ class StepPlans:
             )
         known.insert(0, found)
         del known[MOST_KEPT:]
+        if len(self._compiled) > MOST_KINDS:
+            del self._compiled[next(iter(self._compiled))]
 
     def _elsewhere(self, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> Elsewhere:
         """What is on the device all the while besides what a graph reads: the rest of a call's inputs, its loss so far."""

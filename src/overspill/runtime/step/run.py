@@ -131,6 +131,10 @@ class StepRun:
         moved = node if node.target is AWAIT_PREFETCH else node.args[0]
         return (names.get(moved), node.name) if node.target in TRANSFERS else (None, "")
 
+    def op(self) -> str:
+        """The name of the next instruction's op."""
+        return str(self.program.instructions[self.position].target)
+
     def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
         """The inputs at the positions `wanted` as they are now, as a tensor or as a handle; no transfer is under way then.
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from overspill.core import Device, Graph
-from overspill.core.errors import RequestError, StoreError, UnsupportedError
+from overspill.core.errors import RequestError, StoreError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
@@ -173,10 +173,14 @@ class TrainStep:
     def _stopped(self, call: Call, error: BaseException) -> None:
         """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
         run = call.run
-        if (call.number or run) and (isinstance(error, (StoreError, KeyboardInterrupt)) or (run and run.changed)):
+        is_short = is_out_of_memory(error)
+        passes = isinstance(error, (StoreError, KeyboardInterrupt)) or is_short
+        if (call.number or run) and (passes or (run and run.changed)):
             what = self._moved(call)
             if isinstance(error, StoreError):
                 raise StoreError(f"{what}{error}; {UNFINISHED}") from error
+            if is_short and self._state.where.type == "cpu" and not (run and run.lost):
+                raise StoreError(f"out of host memory{self._at(call)}; {UNFINISHED}") from error
             error.add_note(f"overspill: {call.advice}")
         else:
             self._abandon()
@@ -189,6 +193,10 @@ class TrainStep:
         if position is not None:
             name = readable(str(call.compiled.takes[position]))
         return f"{name}: " if name else ""
+
+    def _at(self, call: Call) -> str:
+        """At which op, as a part of a message."""
+        return "" if call.run is None else f" in {call.run.op()}"
 
     @property
     def _call(self) -> Call | None:

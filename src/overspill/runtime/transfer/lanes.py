@@ -46,10 +46,16 @@ class ThreadLane(Lane):
     """
 
     def __init__(self, name: str) -> None:
+        """Raises StoreError where the system gives no thread."""
         self._process = os.getpid()
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
         self._thread = Thread(target=_carry_out_all, args=(self._jobs,), name=f"overspill-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise StoreError(
+                f"no thread could be started to copy to and from the store: {error}; see `ulimit -u`"
+            ) from None
         self._end = weakref.finalize(self, _end_thread, self._jobs, self._thread, self._process)
 
     def submit(self, job: Callable[[Tensor], None], tensor: Tensor) -> Ticket:

@@ -165,6 +165,7 @@ class DiskStore(Store):
             raise RequestError(
                 f"cannot write to the store directory {self.directory}: {error.strerror}; give a writable one with --store-dir"
             ) from None
+        self._end = weakref.finalize(self, os.close, self._file)
         self._chunk_offsets: list[int] = []
 
     def _grow(self, nbytes: int) -> None:
@@ -175,7 +176,12 @@ class DiskStore(Store):
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, start)
-            raise self._no_room(nbytes, error) from None
+            if error.errno in NO_ROOM:
+                raise self._no_room(nbytes, error) from None
+            raise StoreError(
+                f"the disk store in {self.directory} cannot grow by {format_bytes(nbytes)}: {error.strerror}; "
+                "name another directory with --store-dir, or use --store host"
+            ) from None
         self._chunk_offsets.append(start)
 
     def write(self, slot: Slot, source: Tensor) -> None:
@@ -223,21 +229,23 @@ class DiskStore(Store):
 
     def _no_room(self, nbytes: int, error: OSError) -> StoreError:
         """What is missing where: `nbytes` more were to be written."""
-        system = os.fstatvfs(self._file)
+        needs = f"the disk store needs {format_bytes(nbytes)} more in {self.directory}"
+        instead = "or name another directory with --store-dir, or use --store host"
+        try:
+            system, mounted = os.fstatvfs(self._file), _mount_point(self.directory)
+        except OSError:  # then why there is no room is all that can be said
+            return StoreError(f"{needs}: {error.strerror}; free some space, {instead}")
         free = system.f_bavail * system.f_frsize
         missing = max(nbytes - free, 0) or nbytes
         return StoreError(
-            f"the disk store needs {format_bytes(nbytes)} more in {self.directory}, "
-            f"which has {format_bytes(free)} free ({error.strerror}): {missing} bytes are missing on the file system "
-            f"mounted at {_mount_point(self.directory)}; "
-            "free some space, or name another directory with --store-dir, or use --store host"
+            f"{needs}, which has {format_bytes(free)} free ({error.strerror}): {missing} bytes are missing on the file system "
+            f"mounted at {mounted}; free some space, {instead}"
         )
 
     def close(self) -> None:
         """Close the file; the system then frees its space."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._end()
+        self._file = -1
 
 
 class HostStore(Store):
