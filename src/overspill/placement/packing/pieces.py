@@ -9,7 +9,8 @@ import numpy as np
 
 from overspill.core.errors import RequestError
 
-from .problem import ANYWHERE, Integers, Problem
+from .columns import ANYWHERE, Integers
+from .problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
