@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from overspill.core import Block, Trace
 
@@ -39,3 +40,19 @@ def tiling(blocks: int, seed: int = 0) -> Trace:
         areas[at : at + 1] = [float(b - a) * (d - c) for a, b, c, d in parts]
     draw.shuffle(pieces)
     return Trace(tuple(Block(i, start, end, high - low) for i, (start, end, low, high) in enumerate(pieces)))
+
+
+def ragged(trace: Trace, seed: int = 0, share: float = 0.03) -> Trace:
+    """The same blocks, each up to `share` smaller at both ends of its life and in size: hardly any two fit exactly."""
+    draw = random.Random(seed)
+
+    def less(length: int) -> int:
+        return int(share * draw.random() * length)
+
+    return Trace(
+        tuple(
+            replace(b, start=b.start + less(life), end=b.end - less(life), nbytes=b.nbytes - less(b.nbytes))
+            for b in trace.blocks
+            for life in (b.end - b.start,)
+        )
+    )

@@ -50,18 +50,18 @@ class Problem:
         start, end = columns.start[chosen], columns.end[chosen]
         gaps, gap_first = columns.gaps_of(chosen)
         gap_start, gap_end = columns.gap_start[gaps], columns.gap_end[gaps]
-        times = np.unique(np.concatenate([start, end, gap_start, gap_end]))
+        start_at, end_at, gap_start_at, gap_end_at = _sections_of(start, end, gap_start, gap_end)
         return cls(
             index=chosen,
-            start=np.searchsorted(times, start),
-            end=np.searchsorted(times, end),
+            start=start_at,
+            end=end_at,
             nbytes=columns.nbytes[chosen],
             alignment=columns.alignment[chosen],
             pinned=columns.pinned[chosen],
             lifetime=end - start,
             gap_first=gap_first,
-            gap_start=np.searchsorted(times, gap_start),
-            gap_end=np.searchsorted(times, gap_end),
+            gap_start=gap_start_at,
+            gap_end=gap_end_at,
         )
 
     @cached_property
@@ -110,3 +110,17 @@ class Problem:
     def peak_bytes(self, offsets: Sequence[int] | Integers) -> int:
         """The highest end of a block when block i lies at `offsets[i]`."""
         return int((np.asarray(offsets, dtype=np.int64) + self.nbytes).max(initial=0))
+
+
+def _sections_of(*edges: Integers) -> list[Integers]:
+    """The places of all times among the different ones: those of each column, in time linear where they are dense."""
+    every = np.concatenate(edges)
+    first = int(every.min(initial=0))
+    length = int(every.max(initial=0)) - first + 1
+    if length > 4 * len(every):
+        times = np.unique(every)
+        return [np.searchsorted(times, column) for column in edges]
+    seen = np.zeros(length, dtype=np.int64)
+    seen[every - first] = 1
+    place = np.cumsum(seen) - 1
+    return [place[column - first] for column in edges]

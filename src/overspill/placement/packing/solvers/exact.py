@@ -119,8 +119,8 @@ class Decider:
             return Decided(True, np.array(offsets, dtype=np.int64) * self.model.unit)
         return Decided(False if outcome == _INFEASIBLE else None)
 
-    def minimise(self, best: Incumbent) -> Iterator[None]:
-        """Lower `best` and prove better bounds, until it is done; yields after every turn of the round robin.
+    def minimise(self, best: Incumbent) -> Iterator[int]:
+        """Lower `best` and prove better bounds, until it is done; yields the nodes of every turn.
 
         Each turn is made at several capacities: at the bound, where it takes twice as many nodes, and which it may meet or
         raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
@@ -128,6 +128,7 @@ class Decider:
         step, draw = self.model.step_bytes, np.random.default_rng(self.seed)
         best.prove(_up(best.bound_bytes, step))
         for number in count():
+            before = self.nodes
             capacity = best.bound_bytes
             while best.bound_bytes <= capacity < best.peak and not self.late:
                 decision = self._turn(number + (capacity == best.bound_bytes), capacity, draw)
@@ -141,28 +142,30 @@ class Decider:
                 capacity += _up(best.peak - capacity, 2 * step) // 2
             if best.done:
                 return
-            yield
+            yield self.nodes - before
 
-    def reach(self, best: Incumbent) -> Iterator[None]:
-        """Look for a layout within the target of `best`, until it is done; yields after every turn."""
+    def reach(self, best: Incumbent) -> Iterator[int]:
+        """Look for a layout within the target of `best`, until it is done; yields the nodes of every turn."""
         draw = np.random.default_rng(self.seed)
         for number in count():
+            before = self.nodes
             decision = self._turn(number, best.target, draw)
             best.offer(decision.offsets)
             if best.done or decision.fits is False:
                 return
-            yield
+            yield self.nodes - before
 
-    def descend(self, best: Incumbent) -> Iterator[None]:
-        """Look for a layout within the target of `best` with a step back in four, until it is done; yields after each descent."""
+    def descend(self, best: Incumbent) -> Iterator[int]:
+        """Look for a layout within the target of `best` with a step back in four, until it is done; yields its nodes."""
         draw = np.random.default_rng(self.seed)
         blocks = len(self.problem)
         for number in count():
             for run in turn(number, blocks, draw):
+                before = self.nodes
                 best.offer(self.attempt(best.target, replace(run, node_limit=blocks + blocks // 4)).offsets)
                 if best.done:
                     return
-                yield
+                yield self.nodes - before
 
     def _turn(self, number: int, capacity_bytes: int, draw: np.random.Generator) -> Decided:
         for attempt in turn(number, len(self.problem), draw):

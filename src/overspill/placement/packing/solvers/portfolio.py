@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 
 import numpy as np
 
@@ -38,14 +37,18 @@ BLOCKS_OF_A_RESTART = 100
 """A restart takes as long as the placing of so many blocks, beside its own."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
-RESTARTS_OF_A_TURN = 16
-"""How many restarts there are for the first turn of the exact search; both double from turn to turn."""
 DESCENT_BLOCKS = 5000
 """Up to so many blocks the exact search descends with hardly a step back: above `EXACT_BLOCKS` a node takes long."""
 BOXED_BLOCKS = 5000
 """Up to so many blocks boxes are looked for, which takes time with the square of them."""
 SEARCHED_BLOCKS = 10_000
 """Up to so many blocks their large ones are asked for a better bound."""
+LOCAL = 0.7
+"""How many of the restarts change blocks around one that is too high, and not all over."""
+MARGINS, LOCAL_SHARES = (0.02, 0.05, 0.1), (0.05, 0.2, 0.5)
+"""How far from its life, as a share of all time, and which share of the blocks that live there."""
+NODES_OF_A_RESTART = 40
+"""A restart takes about as long as so many nodes of the exact search of the same blocks."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Heuristic = Callable[[Floats, int | None], Integers | None]
@@ -78,13 +81,25 @@ class Rule:
         weights = self.weights.copy()
         high = np.flatnonzero(self.offsets + self.problem.nbytes > target)
         weights[high[random.random(high.size) < 1 / 3]] *= 1 + random.random() / 2
-        changed = random.integers(len(weights), size=random.integers(1, 2 + len(weights) // 20))
+        if high.size and random.random() < LOCAL:
+            changed = self._near(int(random.choice(high)), random)
+        else:
+            changed = random.integers(len(weights), size=random.integers(1, 2 + len(weights) // 20))
         weights[changed] *= np.exp(random.normal(scale=0.4, size=changed.size))
         limit = peak + int(temperature * peak * random.exponential()) + 1
         offsets = self.attempt(self.key * weights, limit)
         if offsets is not None:
             self.weights, self.offsets = weights, offsets
         return offsets
+
+    def _near(self, block: int, random: np.random.Generator) -> Integers:
+        """Some of the blocks that live with `block` or shortly before or after: a window of time to be packed anew."""
+        problem = self.problem
+        margin = max(1, int(problem.sections * random.choice(MARGINS)))
+        around = np.flatnonzero(
+            (problem.start < problem.end[block] + margin) & (problem.end > problem.start[block] - margin)
+        )
+        return around[random.random(around.size) < random.choice(LOCAL_SHARES)]
 
 
 class Portfolio(Solver):
@@ -95,10 +110,12 @@ class Portfolio(Solver):
     blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if there were no others. Where
     that does not reach it, and there are at most `SEARCHED_BLOCKS` blocks, the bound may be raised (see `window_bound`).
 
-    Then rounds have the time that is left: restarts, and a turn of the exact search if it takes the blocks. A restart perturbs the key of one rule: blocks above the target weigh up to half as much again, a
-    twentieth of all blocks are changed at random; a layout with a higher peak is accepted less and less. `restarts`: how
-    many there are, before the exact search has the time that is left; None: in rounds. But for when it ends, the search is
-    a function of the problem, the capacity and the seed, so that more time never gives a higher peak.
+    Then rounds have the time that is left: restarts, and a turn of the exact search if it takes the blocks. A restart
+    perturbs the key of one rule: blocks above the target weigh up to half as much again, and some blocks are changed at
+    random, mostly some that live around one that is too high: a neighbourhood in time is packed anew. A layout with a higher
+    peak is accepted less and less. `restarts`: how many there are, before the exact search has the time that is left; None:
+    in rounds. But for when it ends, the search is a function of the problem, the capacity and the seed, so that more time
+    never gives a higher peak.
     """
 
     name = "portfolio"
@@ -132,17 +149,15 @@ class Portfolio(Solver):
         random = np.random.default_rng(best.limits.seed)
         turns = self._turns(best)
         fewest = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(problem)))
-        for number in count():  # a batch takes about as long as a turn, so that neither waits for the other
-            batch = RESTARTS_OF_A_TURN << number if number and self._exact(problem) else fewest
+        batch = fewest
+        while not best.done:
             self._restart(best, rules, batch if self.restarts is None else self.restarts, random)
-            if best.done:
-                return
-            if self.restarts is None:
-                next(turns, None)
-            else:
+            if self.restarts is not None:
                 for _ in turns:
                     pass
                 return
+            nodes = 0 if best.done else next(turns, 0)
+            batch = max(fewest, nodes // NODES_OF_A_RESTART)  # as long as the turn took: neither waits for the other
 
     def _restart(self, best: Incumbent, rules: list[Rule], restarts: int, random: np.random.Generator) -> None:
         for k in range(restarts):
@@ -151,8 +166,8 @@ class Portfolio(Solver):
             temperature = 0.002 * np.exp(-5 * k / restarts)
             best.offer(rules[k % len(rules)].restart(best.target, temperature, random))
 
-    def _turns(self, best: Incumbent) -> Iterator[None]:
-        """Turns of the exact search, single descents above `exact_blocks`, and none if it does not take the blocks."""
+    def _turns(self, best: Incumbent) -> Iterator[int]:
+        """The nodes of turns of the exact search, single descents above `exact_blocks`, and none if it does not take the blocks."""
         exact = self._exact(best.problem)
         if not exact and (
             not self.exact_blocks or len(best.problem) > DESCENT_BLOCKS or pairs(best.problem) > PAIR_LIMIT
