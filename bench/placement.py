@@ -32,7 +32,7 @@ from overspill.core import Trace
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
-from overspill.placement.packing.base import Limits
+from overspill.placement.packing.base import LEAST_GAIN, Limits
 from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.solvers.portfolio import Portfolio
@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["all"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the traces and of the search")
-    parser.add_argument("--time-limit", type=float, default=Limits().time_limit_seconds, help="wall-clock seconds")
+    parser.add_argument(
+        "--time-limit", type=float, help="wall-clock seconds; without it a search ends as it does by default"
+    )
     parser.add_argument("--alone", action="store_true", help="leave omnimalloc out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -153,7 +155,9 @@ def main() -> None:
         f"{'trace':36s} {'blocks':>8s} {'lower bound':>16s} {'gap':>9s} {'seconds':>9s} {'whole':>9s}"
         f" {'omni gap':>9s} {'omni secs':>10s} {'ratio':>7s}"
     )
-    limits = Limits(time_limit_seconds=arguments.time_limit, seed=arguments.seed)
+    limits = Limits(seed=arguments.seed, least_gain=LEAST_GAIN)
+    if arguments.time_limit is not None:
+        limits = Limits(time_limit_seconds=arguments.time_limit, seed=arguments.seed)
     rows: list[Row] = []
     for name, trace in traces(arguments):
         rows.append(measure(name, trace, limits, alone=arguments.alone))

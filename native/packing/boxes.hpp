@@ -37,7 +37,8 @@ class Boxer {
         for (std::size_t i = 0; i < boxes_.size(); ++i) slot_[i] = static_cast<Index>(i);
     }
 
-    std::vector<Merge> merges(double most_waste) {
+    std::vector<Merge> merges(double most_waste, std::uint64_t seed) {
+        seed_ = seed;
         std::vector<Merge> made;
         std::size_t offers = kOffers * boxes_.size();
         for (const Box& box : std::vector<Box>(boxes_)) offer(box, most_waste);
@@ -69,15 +70,22 @@ class Boxer {
 
     struct Pair {
         double waste;
-        double area;
+        double rank;  // of pairs that waste the same: the smallest new box first, or at random
         Index first;
         Index second;
         friend bool operator<(const Pair& a, const Pair& b) {  // the top of the queue is the least
-            return std::tie(a.waste, a.area, a.first, a.second) > std::tie(b.waste, b.area, b.first, b.second);
+            return std::tie(a.waste, a.rank, a.first, a.second) > std::tie(b.waste, b.rank, b.first, b.second);
         }
     };
 
     static bool together(const Box& a, const Box& b) { return a.start < b.end && b.start < a.end; }
+
+    double drawn(Index a, Index b) const {
+        std::uint64_t x = seed_ + (static_cast<std::uint64_t>(std::min(a, b)) << 32) + static_cast<std::uint64_t>(std::max(a, b));
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;  // splitmix64 (Vigna)
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+        return static_cast<double>((x ^ (x >> 31)) >> 11);
+    }
 
     // Queue the partner with which `box` wastes least.
     void offer(const Box& box, double most_waste) {
@@ -89,7 +97,8 @@ class Boxer {
             const double area = length * static_cast<double>(nbytes);
             const double filled = box.area() + other.area();
             if (filled < (1 - best.waste) * area) continue;
-            const Pair pair{std::max(1 - filled / area, 0.0), area, box.id, other.id};
+            const double waste = std::max(1 - filled / area, 0.0);
+            const Pair pair{waste, seed_ == 0 ? area : drawn(box.id, other.id), box.id, other.id};
             if (best.second < 0 || best < pair) best = pair;
         }
         if (best.second >= 0) pairs_.push(best);
@@ -121,6 +130,7 @@ class Boxer {
     std::vector<Box> boxes_;   // those that are in no other
     std::vector<Index> slot_;  // where a box is in boxes_; -1: in another box
     std::priority_queue<Pair> pairs_;
+    std::uint64_t seed_ = 0;
 };
 
 }  // namespace overspill::packing

@@ -34,7 +34,7 @@ def greedy(
     best_fit: bool,
 ) -> NDArray[np.int64]: ...
 def merges(
-    start: NDArray[np.int64], end: NDArray[np.int64], nbytes: NDArray[np.int64], most_waste: float
+    start: NDArray[np.int64], end: NDArray[np.int64], nbytes: NDArray[np.int64], most_waste: float, seed: int
 ) -> tuple[NDArray[np.int64], list[float]]:
     """Boxes of two (native/packing/boxes.hpp): of each first, second, start, end, bytes and shift in one row; the waste."""
 

@@ -26,12 +26,15 @@ PACK_KEYS = ("load", "area", "sections", "size", "lifetime")
 """Keys by which boxes are packed."""
 
 
-def boxed_layouts(problem: Problem) -> Iterator[Integers]:
-    """Offsets of all blocks, for each layout of the boxes; none where blocks are pinned, have gaps, or differ in alignment."""
+def boxed_layouts(problem: Problem, seed: int = 0) -> Iterator[Integers]:
+    """Offsets of all blocks, for each layout of the boxes; with a `seed` pairs that waste the same are taken at random.
+
+    None where blocks are pinned, have gaps, or differ in alignment.
+    """
     if problem.gap_start.size or (problem.pinned != ANYWHERE).any() or np.unique(problem.alignment).size != 1:
         return
     filled = solid(problem)
-    flat, wastes = merges(filled.start, filled.end, filled.nbytes, WASTES[-1])
+    flat, wastes = merges(filled.start, filled.end, filled.nbytes, WASTES[-1], seed)
     made = flat.reshape(-1, 6)
     sizes: set[int] = {0}
     for share in WASTES:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -110,7 +111,7 @@ class Portfolio(Solver):
     blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if there were no others. Where
     that does not reach it, and there are at most `SEARCHED_BLOCKS` blocks, the bound may be raised (see `window_bound`).
 
-    Then rounds have the time that is left: restarts, and a turn of the exact search if it takes the blocks. A restart
+    Then rounds have the time that is left: restarts, boxes put together in another order, and a turn of the exact search if it takes the blocks. A restart
     perturbs the key of one rule: blocks above the target weigh up to half as much again, and some blocks are changed at
     random, mostly some that live around one that is too high: a neighbourhood in time is packed anew. A layout with a higher
     peak is accepted less and less. `restarts`: how many there are, before the exact search has the time that is left; None:
@@ -149,13 +150,15 @@ class Portfolio(Solver):
         random = np.random.default_rng(best.limits.seed)
         turns = self._turns(best)
         fewest = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(problem)))
-        batch = fewest
+        batch, boxed, seeds = fewest, self.exact_blocks and len(problem) <= BOXED_BLOCKS, count(1)
         while not best.done:
             self._restart(best, rules, batch if self.restarts is None else self.restarts, random)
             if self.restarts is not None:
                 for _ in turns:
                     pass
                 return
+            if boxed and not best.done:
+                best.offer_all(boxed_layouts(problem, next(seeds)))
             nodes = 0 if best.done else next(turns, 0)
             batch = max(fewest, nodes // NODES_OF_A_RESTART)  # as long as the turn took: neither waits for the other
 
