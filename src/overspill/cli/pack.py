@@ -140,6 +140,6 @@ def _answer(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes:
         "optimal": solution.optimal,
         "seconds": solution.seconds,
         "feasible": found.fits,
-        "stopped": solution.stopped or None,
+        **({"stopped": solution.stopped} if solution.stopped else {}),
         **blame,
     }
