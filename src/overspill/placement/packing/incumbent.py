@@ -11,7 +11,8 @@ from .columns import Integers
 from .problem import Problem
 
 SHORT_SECONDS, LONG_SECONDS = 0.5, 3.0
-"""How long a search that has to gain something goes on without: where less than that is left to gain, and elsewhere."""
+"""How much CPU time a search that has to gain something goes on without: where less than that is left to gain, and
+elsewhere. A machine that others use too cuts no search short."""
 
 
 class Incumbent:
@@ -27,12 +28,12 @@ class Incumbent:
         self.bound_bytes = bound_bytes
         self.minimises = target is None
         self.target = bound_bytes if target is None else target
-        self.began = time.perf_counter()
-        self.deadline = self.began + limits.time_limit_seconds
+        self.deadline = time.perf_counter() + limits.time_limit_seconds
         self.offsets: Integers | None = None
         self.peak = 0
         self.stopped = ""
-        self._found: list[tuple[float, int]] = []
+        self._began = time.process_time()
+        self._found: list[tuple[float, int]] = []  # the CPU time of each better peak
 
     def offer(self, offsets: Integers | None) -> None:
         """Keep `offsets` if their peak is lower."""
@@ -41,7 +42,7 @@ class Incumbent:
         peak = self.problem.peak_bytes(offsets)
         if self.offsets is None or peak < self.peak:
             self.offsets, self.peak = offsets, peak
-            self._found.append((time.perf_counter(), peak))
+            self._found.append((time.process_time(), peak))
 
     def offer_all(self, layouts: Iterable[Integers]) -> None:
         """Offer one after the other, until done."""
@@ -62,7 +63,7 @@ class Incumbent:
         if self.offsets is None:
             return False
         now = time.perf_counter()
-        return self.peak <= self.target or now > self.deadline or self._stale(now)
+        return self.peak <= self.target or now > self.deadline or self._stale()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -82,11 +83,12 @@ class Incumbent:
         """What was found."""
         return Packing(self.offsets, self.bound_bytes, stopped=self.stopped)
 
-    def _stale(self, now: float) -> bool:
+    def _stale(self) -> bool:
         least = self.limits.least_gain * self.target
         if not least:
             return False
         patience = SHORT_SECONDS if self.peak - self.target <= least else LONG_SECONDS
-        then = now - max(patience, (now - self.began) / 2)
+        now = time.process_time()
+        then = now - max(patience, (now - self._began) / 2)
         before = [peak for at, peak in self._found if at <= then]
         return bool(before) and before[-1] - self.peak < least
