@@ -1,6 +1,6 @@
 """How close to the lower bound, and how fast, the default solver places traces of training steps; beside omnimalloc.
 
-    python bench/placement.py [--blocks 2000 10000 50000] [--families gpt unet] [--csv FILE...] [--alone] [--json FILE]
+    python bench/placement.py [--blocks 2000 10000 50000] [--families gpt unet] [--csv FILE...] [--command] [--alone] [--json FILE]
 
     python bench/placement.py --models all [--policies all] [--batch 8] [--alone] [--json FILE]
 
@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from overspill.core import Trace
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
-from overspill.placement.packing.base import Limits
+from overspill.placement.packing.base import LEAST_GAIN, Limits
 from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
 from overspill.placement.packing.solvers.portfolio import Portfolio
@@ -44,6 +45,34 @@ from overspill.simulate import trace_of
 T = TypeVar("T")
 
 
+class Command(TypedDict):
+    """`overspill pack FILE --out FILE` as a whole, its start, reading and writing included."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+
+
+def run_command(trace: Trace) -> Command:
+    """What the command takes for the blocks of `trace` as CSV."""
+    with tempfile.TemporaryDirectory() as folder:
+        blocks = Path(folder) / "blocks.csv"
+        rows = (f"b{b.id},{b.start},{b.end},{b.nbytes}\n" for b in trace.blocks)
+        blocks.write_text("id,lower,upper,size\n" + "".join(rows), encoding="utf-8")
+        program = str(Path(sys.executable).parent / "overspill")
+        began = time.perf_counter()
+        child = os.spawnv(
+            os.P_NOWAIT, program, [program, "pack", str(blocks), "--out", f"{folder}/layout.csv", "--json"]
+        )
+        _, status, used = os.wait4(child, 0)
+        assert status == 0
+        return Command(
+            cpu_seconds=used.ru_utime + used.ru_stime,
+            wall_seconds=time.perf_counter() - began,
+            memory_bytes=used.ru_maxrss << 10,
+        )
+
+
 class Row(TypedDict):
     """One trace; gaps are shares of the lower bound, and None where omnimalloc was left out or ran out of memory."""
 
@@ -53,6 +82,7 @@ class Row(TypedDict):
     gap: float
     seconds: float
     whole_seconds: float
+    command: Command | None
     omnimalloc_gap: float | None
     omnimalloc_seconds: float | None
 
@@ -74,7 +104,7 @@ def omnimalloc_peak(trace: Trace) -> tuple[int | None, float]:
     return max((a.offset or 0) + a.size for a in pool.allocations), seconds
 
 
-def measure(name: str, trace: Trace, limits: Limits, *, alone: bool) -> Row:
+def measure(name: str, trace: Trace, limits: Limits, *, alone: bool, command: bool) -> Row:
     """Place one trace with both."""
     problem = Problem.of(trace)
     packing, seconds = timed(lambda: Portfolio().pack(problem, limits))
@@ -90,6 +120,7 @@ def measure(name: str, trace: Trace, limits: Limits, *, alone: bool) -> Row:
         gap=problem.peak_bytes(packing.offsets) / bound - 1,
         seconds=seconds,
         whole_seconds=whole,
+        command=run_command(trace) if command else None,
         omnimalloc_gap=None if peak is None else peak / bound - 1,
         omnimalloc_seconds=None if peak is None else other_seconds,
     )
@@ -129,6 +160,9 @@ def line(row: Row) -> str:
     """One line of the table."""
     ours = f"{row['trace']:36s} {row['blocks']:8d} {row['lower_bound_bytes']:16d} {row['gap']:9.4%}"
     ours += f" {row['seconds']:9.4f} {row['whole_seconds']:9.3f}"
+    if (command := row["command"]) is not None:
+        ours += f"  command: {command['cpu_seconds']:.2f} CPU s, {command['wall_seconds']:.2f} s, "
+        ours += f"{command['memory_bytes'] / 2**30:.2f} GiB"
     gap, seconds = row["omnimalloc_gap"], row["omnimalloc_seconds"]
     if gap is None or seconds is None:
         return f"{ours} {'-':>9s} {'-':>10s} {'-':>7s}"
@@ -145,7 +179,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["all"])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0, help="of the traces and of the search")
-    parser.add_argument("--time-limit", type=float, default=Limits().time_limit_seconds, help="wall-clock seconds")
+    parser.add_argument(
+        "--time-limit", type=float, help="wall-clock seconds; without it a search ends as it does by default"
+    )
+    parser.add_argument("--command", action="store_true", help="measure the whole command `overspill pack` too")
     parser.add_argument("--alone", action="store_true", help="leave omnimalloc out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -153,10 +190,12 @@ def main() -> None:
         f"{'trace':36s} {'blocks':>8s} {'lower bound':>16s} {'gap':>9s} {'seconds':>9s} {'whole':>9s}"
         f" {'omni gap':>9s} {'omni secs':>10s} {'ratio':>7s}"
     )
-    limits = Limits(time_limit_seconds=arguments.time_limit, seed=arguments.seed)
+    limits = Limits(seed=arguments.seed, least_gain=LEAST_GAIN)
+    if arguments.time_limit is not None:
+        limits = Limits(time_limit_seconds=arguments.time_limit, seed=arguments.seed)
     rows: list[Row] = []
     for name, trace in traces(arguments):
-        rows.append(measure(name, trace, limits, alone=arguments.alone))
+        rows.append(measure(name, trace, limits, alone=arguments.alone, command=arguments.command))
         print(line(rows[-1]), flush=True)
     if arguments.json:
         record = {

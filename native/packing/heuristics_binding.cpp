@@ -2,12 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "boxes.hpp"
 #include "greedy.hpp"
 #include "skyline.hpp"
 
@@ -72,6 +74,24 @@ Offsets greedy(const Column<Bytes>& nbytes, const Column<Bytes>& alignment, cons
     return array_of(std::move(offsets));
 }
 
+// Of each merge: first, second, start, end, bytes, shift; and the share that it wastes.
+nb::tuple merges(const Column<std::int64_t>& start, const Column<std::int64_t>& end, const Column<Bytes>& nbytes,
+                 double most_waste, std::uint64_t seed) {
+    require_equal_lengths(start, end, nbytes);
+    std::vector<std::int64_t> rows;
+    std::vector<double> waste;
+    {
+        const nb::gil_scoped_release released;
+        const auto starts = vector_of<Section>(start);
+        const auto ends = vector_of<Section>(end);
+        for (const Merge& made : Boxer(starts, ends, span_of(nbytes)).merges(most_waste, seed)) {
+            rows.insert(rows.end(), {made.first, made.second, made.start, made.end, made.nbytes, made.shift});
+            waste.push_back(made.waste);
+        }
+    }
+    return nb::make_tuple(array_of(std::move(rows)), waste);
+}
+
 }  // namespace
 
 void bind_heuristics(nb::module_& module) {
@@ -86,6 +106,7 @@ void bind_heuristics(nb::module_& module) {
             },
             nb::arg("start"), nb::arg("end"), nb::arg("nbytes"), nb::arg("alignment"))
         .def("pack", &pack, nb::arg("key"), nb::arg("capacity").none(), nb::arg("limit").none());
+    module.def("merges", &merges, nb::arg("start"), nb::arg("end"), nb::arg("nbytes"), nb::arg("most_waste"), nb::arg("seed"));
     module.def("greedy", &greedy, nb::arg("nbytes"), nb::arg("alignment"), nb::arg("pinned"), nb::arg("piece_first"),
                nb::arg("piece_start"), nb::arg("piece_end"), nb::arg("order"), nb::arg("best_fit"));
 }

@@ -96,22 +96,26 @@ def pack(
     *,
     capacity: str | int | None = None,
     solver: str = "portfolio",
-    time_limit: float = 10.0,
+    time_limit: float | None = None,
     seed: int = 0,
 ) -> Solution:
     """An address for every block of a trace, or of a CSV file or memory snapshot, in as few bytes as `solver` finds.
 
-    `capacity` is a size that is enough, at which the search ends; it also ends after `time_limit` seconds. The answer has
+    `capacity` is a size that is enough, at which the search ends; it also ends after `time_limit` seconds (None: where it no longer gains
+    anything, 10 at most). The answer has
     the best layout found (its `peak_bytes` may be above the capacity), and a number of bytes that no layout is below.
     Raises RequestError.
     """
-    from .placement.packing import Limits, solver_named  # noqa: PLC0415 - needs numpy
+    from .placement.packing import LEAST_GAIN, Limits, solver_named  # noqa: PLC0415 - needs numpy
     from .placement.packing.files import read_trace  # noqa: PLC0415
 
     trace = blocks if isinstance(blocks, Trace) else read_trace(blocks).trace
-    if not 0 < time_limit < float("inf"):
+    if time_limit is not None and not 0 < time_limit < float("inf"):
         raise RequestError(f"time_limit={time_limit:g} is no time to search in; give seconds above 0")
-    limits = Limits(None if capacity is None else parse_bytes(capacity), time_limit, seed)
+    within = None if capacity is None else parse_bytes(capacity)
+    limits = Limits(within, seed=seed, least_gain=LEAST_GAIN)
+    if time_limit is not None:
+        limits = Limits(within, time_limit, seed)
     return solver_named(solver).solve(trace, limits)
 
 

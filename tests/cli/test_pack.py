@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from overspill.core import Block, Trace
 from overspill.core.registry import Registry
 from overspill.placement import ALLOCATE, FREE, Events
 from overspill.placement.packing import registry
-from overspill.placement.packing.base import Limits, Packing
+from overspill.placement.packing.base import LEAST_GAIN, Limits, Packing
 from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
 from overspill.placement.snapshot import snapshot_of
@@ -83,7 +85,12 @@ def test_a_layout_above_the_capacity_is_a_no_that_says_what_would_do(overspill: 
     answer = done.answer
     assert (answer["feasible"], answer["exit_code"], answer["error"]) == (False, 1, done.error.removeprefix("error: "))
     assert "blame" not in answer
-    assert not Path("layout.csv").exists()
+    best = read_trace("layout.csv").columns  # the best found is kept: a search may have taken long
+    assert int((best.pinned + best.nbytes).max()) == 10
+    assert (
+        "layout saved to layout.csv, which is above the capacity"
+        in overspill("pack loose.csv --capacity 7 --out layout.csv").out
+    )
     assert overspill("pack loose.csv --capacity 10 --out layout.csv").code == 0
 
 
@@ -118,7 +125,60 @@ def test_the_solver_gets_the_limits(overspill: Overspill, monkeypatch: pytest.Mo
     )
     overspill("pack blocks.csv --capacity 20000 --time-limit 0.5 --seed 7")
     overspill("pack blocks.csv")
-    assert given == [Limits(20000, 0.5, 7), Limits(None, 10.0, 0)]
+    assert given == [Limits(20000, 0.5, 7), Limits(None, 10.0, 0, LEAST_GAIN)]
+
+
+def test_standard_input_is_read_for_a_dash(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = Events.from_rows([(ALLOCATE, 0, 3 << 20, 0), (FREE, 0, 0, 0)])
+    for content, blocks in ((BLOCKS.encode(), 4), (pickle.dumps(snapshot_of(events)), 1), (b'{"blocks":[]}', 0)):
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(content)))
+        done = overspill("pack - --json")
+        assert (done.code, done.answer["blocks"], done.answer["file"]) == (0, blocks, "standard input")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"id,lower\n")))
+    assert "standard input, line 1: no column 'upper'" in overspill("pack -").error
+    monkeypatch.setattr("sys.stdin", None)
+    assert "cannot read standard input" in overspill("pack -").error
+
+
+def test_what_a_snapshot_knows_of_its_blocks_is_in_the_layout(overspill: Overspill) -> None:
+    rows = [(ALLOCATE, 0, 3 << 20, 0), (ALLOCATE, 1, 512, 1), (FREE, 0, 0, 0), (FREE, 1, 0, 0)]
+    Path("run.pickle").write_bytes(pickle.dumps(snapshot_of(Events.from_rows(rows))))
+    assert overspill("pack run.pickle --out layout.csv").code == 0
+    header, *lines = (line.split(",") for line in Path("layout.csv").read_text().splitlines())
+    blocks = [dict(zip(header, line, strict=True)) for line in lines]
+    assert {block["stream"] for block in blocks} == {"0", "1"}
+    assert len({int(block["address"]) for block in blocks}) == 2
+    assert all(int(block["offset"]) >= 0 for block in blocks)
+
+
+def test_columns_without_effect_and_numbers_that_are_too_large_are_told(overspill: Overspill) -> None:
+    Path("hints.csv").write_text("id,lower,upper,size,hint\na,0,1,8,4\n", encoding="utf-8")
+    assert "columns without effect: hint" in overspill("pack hints.csv").out
+    for size in (2**62, 2**63, 10**30):
+        Path("huge.csv").write_text(f"id,lower,upper,size\na,0,1,{size}\n", encoding="utf-8")
+        error = overspill("pack huge.csv").error
+        assert "2**62" in error
+        assert "in larger units" in error
+
+
+def test_an_interrupt_prints_and_writes_the_best_layout(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = FirstFit.pack
+
+    def interrupted(self: FirstFit, problem: Problem, limits: Limits) -> Packing:
+        return replace(pack(self, problem, limits), stopped="interrupted")
+
+    monkeypatch.setattr(FirstFit, "pack", interrupted)
+    done = overspill("pack blocks.csv --out layout.csv")
+    assert done.code == 0
+    assert "interrupted; this is the best found until then" in done.out
+    assert Path("layout.csv").exists()
+    assert overspill("pack blocks.csv --json").answer["stopped"] == "interrupted"
+
+
+def test_what_is_piped_has_no_blanks_at_the_ends_of_lines(overspill: Overspill) -> None:
+    lines = overspill("pack blocks.csv").out.splitlines()
+    assert len(lines) > 5
+    assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.parametrize("ending", ["png", "html"])

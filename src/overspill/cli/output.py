@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -117,8 +118,13 @@ def print_human(human: RenderableType) -> None:
     """Print for a reader; into a file or pipe, wide enough for the tables."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
-    Console(width=width, highlight=False).print(_Harmless(human))
+    if sys.stdout.isatty():
+        Console(highlight=False).print(_Harmless(human))
+        return
+    text = StringIO()  # a terminal needs no blanks at the ends of lines, and a file does not either
+    width = None if "COLUMNS" in os.environ else 120
+    Console(width=width, highlight=False, file=text).print(_Harmless(human))
+    sys.stdout.write("".join(f"{line.rstrip(' ')}\n" for line in text.getvalue().splitlines()))
 
 
 class _Harmless:

@@ -22,7 +22,7 @@ BlocksFile = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="Blocks as CSV (id,lower,upper,size), a saved Trace, or a PyTorch memory snapshot.",
+        help="Blocks as CSV (id,lower,upper,size), a saved Trace, or a PyTorch memory snapshot; - for standard input.",
         show_default=False,
     ),
 ]
@@ -37,7 +37,13 @@ Capacity = Annotated[
 ]
 SolverName = Annotated[str, typer.Option(metavar="NAME", help="portfolio, exact, or another that the docs list.")]
 TimeLimit = Annotated[
-    float, typer.Option(metavar="SECONDS", help="When to end the search; one layout is made however long it takes.")
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Search so long for a better layout, unless the best there can be is found; Ctrl-C ends it with the best found.  "
+        "[default: while it gains anything, 10 at most]",
+        show_default=False,
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="The same seed gives the same search.")]
 DeviceNumber = Annotated[
@@ -55,7 +61,7 @@ LayoutFile = Annotated[
     typer.Option(
         "--out",
         metavar="FILE",
-        help="Write the blocks there as CSV, each with its offset, if they fit.",
+        help="Write the blocks there as CSV, each with its offset in the best layout found.",
         show_default=False,
     ),
 ]
@@ -69,7 +75,7 @@ def pack(
     file: BlocksFile,
     capacity: Capacity = None,
     solver: SolverName = "portfolio",
-    time_limit: TimeLimit = 10.0,
+    time_limit: TimeLimit = None,
     seed: Seed = 0,
     device: DeviceNumber = None,
     out: LayoutFile = None,
@@ -78,7 +84,7 @@ def pack(
 ) -> Outcome:
     """Give every block an address, so that no two live ones overlap, in few bytes. Exit code 1: they do not fit."""
     del json  # `main` reads it from the arguments
-    from overspill.placement.packing.base import Limits
+    from overspill.placement.packing.base import LEAST_GAIN, Limits
     from overspill.placement.packing.files import read_trace, write_layout
     from overspill.placement.packing.registry import solver_named
     from overspill.placement.packing.verdict import verdict
@@ -88,27 +94,33 @@ def pack(
 
     chosen = solver_named(solver)
     capacity_bytes = parse_bytes(capacity) if capacity is not None else None
-    if not 0 < time_limit < math.inf:
+    if time_limit is not None and not 0 < time_limit < math.inf:
         raise RequestError(f"--time-limit {time_limit:g} is no time to search in; write seconds above 0, as 10")
     check_writable(out)
     check_writable(plot)
     if plot is not None:
         check_plot(plot)
+    limits = Limits(capacity_bytes, seed=seed, least_gain=LEAST_GAIN)
+    if time_limit is not None:
+        limits = Limits(capacity_bytes, time_limit, seed)
     notes = []
     with narrate("reading") as narrator:
         read = read_trace(file, device)
-        narrator.now(f"packing {len(read.trace.blocks)} blocks with {chosen.name}")
-        solution = chosen.solve(read.trace, Limits(capacity_bytes, time_limit, seed))
-        found = verdict(read.trace, solution, capacity_bytes)
-        if out is not None and solution.layout is not None and found.fits:
+        narrator.now(f"packing {len(read.columns)} blocks with {chosen.name}")
+        solution = chosen.solve(read.columns if read.known is None else read.known, limits)
+        found = verdict(read.columns, solution, capacity_bytes)
+        unfit = "" if found.fits else ", which is above the capacity"
+        if out is not None and solution.layout is not None:
             write_layout(out, read, solution.layout)
-            notes.append(f"layout saved to {out}")
+            notes.append(f"layout saved to {out}{unfit}")
         if plot is not None and solution.layout is not None:
             narrator.now(f"drawing {plot}")
-            draw_address_map(plot, read.trace, solution.layout, file.name, capacity_bytes)
+            draw_address_map(plot, read.trace, solution.layout, read.path.name, capacity_bytes)
             notes.append(f"plot saved to {plot}")
+    if unused := read.table.without_effect if read.table is not None else ():
+        notes.append(f"columns without effect: {', '.join(unused)}")
     complaint = "" if found.fits else refusal(read, solution, found, capacity_bytes)
-    answer = {"file": str(file), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
+    answer = {"file": str(read.path), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
     human = pack_report(read, chosen, solution, found, capacity_bytes, tuple(notes))
     if found.fits:
         return Outcome(answer, human)
@@ -119,14 +131,15 @@ def _answer(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes:
     layout = solution.layout
     blame = {"blame": [read.label(position) for position in found.infeasible_core]} if found.infeasible else {}
     return {
-        "blocks": len(read.trace.blocks),
+        "blocks": len(read.columns),
         "capacity_bytes": capacity_bytes,
         "peak_bytes": None if layout is None else layout.peak_bytes,
-        "lower_bound_bytes": read.trace.lower_bound_bytes,
+        "lower_bound_bytes": read.lower_bound_bytes if layout is None else layout.lower_bound_bytes,
         "bound_bytes": solution.bound_bytes,
         "gap": None if layout is None else solution.gap,
         "optimal": solution.optimal,
         "seconds": solution.seconds,
         "feasible": found.fits,
+        **({"stopped": solution.stopped} if solution.stopped else {}),
         **blame,
     }

@@ -17,7 +17,7 @@ from overspill.simulate import trace_of
 from .allocators.caching import CachingAllocator
 from .allocators.registry import ALLOCATORS
 from .events import Events
-from .packing import SOLVERS, Limits, solver_named
+from .packing import LEAST_GAIN, SOLVERS, Limits, solver_named
 from .replay import replay
 
 PLACERS = (*ALLOCATORS, *SOLVERS)
@@ -26,7 +26,7 @@ REPLANS = 8
 """How often a plan that does not lie within its budget is made again for less."""
 
 
-SEARCH = Limits(time_limit_seconds=1.0)
+SEARCH = Limits(time_limit_seconds=1.0, least_gain=LEAST_GAIN)
 """How long a solver searches where nobody says how long it may."""
 
 

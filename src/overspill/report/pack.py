@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing.base import Solution, Solver
+from overspill.placement.packing.columns import ANYWHERE
 from overspill.placement.packing.files import TraceFile
 from overspill.placement.packing.verdict import Verdict, space_peaks
 
@@ -29,16 +31,21 @@ def pack_report(
         ("blocks", _blocks(read)),
         ("solver", f"{solver.name}: {solver.summary}"),
         ("peak of the layout", "none was found" if solution.layout is None else _exact(solution.layout.peak_bytes)),
-        ("most live bytes", _exact(read.trace.lower_bound_bytes)),
+        (
+            "most live bytes",
+            _exact(read.lower_bound_bytes if solution.layout is None else solution.layout.lower_bound_bytes),
+        ),
         ("no layout is below", _exact(solution.bound_bytes)),
         ("gap", _gap(solution)),
     ]
-    if solution.layout is not None and len(read.trace.spaces) > 1:
-        peaks = space_peaks(read.trace, solution.layout.offsets)
+    if solution.layout is not None and len(read.columns.spaces) > 1:
+        peaks = space_peaks(read.columns, solution.layout.offsets)
         rows.append(("peak by space", ", ".join(f"{space}: {format_bytes(peak)}" for space, peak in peaks.items())))
     if capacity_bytes is not None:
         rows.append(("capacity", f"{_exact(capacity_bytes)}: {_fits(found)}"))
     rows.append(("time", format_seconds(solution.seconds)))
+    if solution.stopped:
+        rows.append(("ended early", f"{solution.stopped}; this is the best found until then"))
     lines = [Text(note) for note in notes]
     return Group(listing(("packing", read.path.name), rows), *([Text(""), *lines] if lines else []))
 
@@ -49,7 +56,7 @@ def refusal(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes:
     layout = solution.layout
     best = ""
     if layout is not None and capacity_bytes is not None:
-        needs = max(space_peaks(read.trace, layout.offsets).values())
+        needs = max(space_peaks(read.columns, layout.offsets).values())
         best = f"; the layout found takes {_exact(needs)}, and --capacity {needs} would do"
     if found.infeasible:
         why = f"no layout is smaller than {_exact(solution.bound_bytes)}"
@@ -73,15 +80,15 @@ def _core_text(read: TraceFile, core: tuple[int, ...]) -> str:
 
 
 def _blocks(read: TraceFile) -> str:
-    blocks = read.trace.blocks
+    columns = read.columns
     special = (
-        ("pinned", sum(block.pinned is not None for block in blocks)),
-        ("with gaps", sum(bool(block.gaps) for block in blocks)),
-        ("aligned", sum(block.alignment > 1 for block in blocks)),
+        ("pinned", int((columns.pinned != ANYWHERE).sum())),
+        ("with gaps", int((np.diff(columns.gap_first) > 0).sum())),
+        ("aligned", int((columns.alignment > 1).sum())),
     )
     parts = [f"{count} {what}" for what, count in special if count]
     what = f" ({', '.join(parts)})" if parts else ""
-    return f"{len(blocks)}{what}, from a {KIND[read.kind]}"
+    return f"{len(columns)}{what}, from a {KIND[read.kind]}"
 
 
 def _gap(solution: Solution) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,3 +82,36 @@ def optimum(trace: Trace) -> int:
     held = max((o + b.nbytes for b in every if (o := b.pinned) is not None), default=0)
     place([b for b in every if b.pinned is None], offsets, held)
     return best
+
+
+def tiling(blocks: int, draw: random.Random, side: int = 0) -> Trace:
+    """A rectangle cut at random, again and again: a layout of its parts without a byte to spare."""
+    side = side or 4 * blocks
+    parts = [(0, side, 0, side)]
+    while len(parts) < blocks:
+        start, end, low, high = parts.pop(
+            max(range(len(parts)), key=lambda i: parts[i][1] - parts[i][0] + draw.random())
+        )
+        if draw.random() < 0.5 and end - start > 1:
+            cut = draw.randint(start + 1, end - 1)
+            parts += [(start, cut, low, high), (cut, end, low, high)]
+        elif high - low > 1:
+            cut = draw.randint(low + 1, high - 1)
+            parts += [(start, end, low, cut), (start, end, cut, high)]
+        else:
+            parts.append((start, end, low, high))
+    draw.shuffle(parts)
+    return Trace(tuple(Block(i, s, e, high - low) for i, (s, e, low, high) in enumerate(parts)))
+
+
+def ragged(blocks: int, draw: random.Random) -> Trace:
+    """A tiling whose blocks have lost some of their bytes and time: no layout of it is easy to find."""
+    parts = (replace(b, start=64 * b.start, end=64 * b.end, nbytes=64 * b.nbytes) for b in tiling(blocks, draw).blocks)
+    return Trace(
+        tuple(
+            replace(
+                b, start=b.start + draw.randrange(8), end=b.end - draw.randrange(8), nbytes=b.nbytes - draw.randrange(8)
+            )
+            for b in parts
+        )
+    )

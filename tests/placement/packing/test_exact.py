@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.placement.packing.small_problems import instance, optimum, traces
+from tests.placement.packing.small_problems import instance, optimum, tiling, traces
 
 from overspill.core import Block, Trace
 from overspill.core.errors import RequestError
@@ -27,25 +27,6 @@ def solve(trace: Trace, capacity: int | None = None, *, seconds: float = 60.0) -
 
 def some(trace: Trace, positions: tuple[int, ...]) -> Trace:
     return Trace(tuple(trace.blocks[i] for i in positions))
-
-
-def tiling(blocks: int, draw: random.Random) -> Trace:
-    """A rectangle cut at random, again and again: a layout of its parts without a byte to spare."""
-    parts = [(0, 4 * blocks, 0, 4 * blocks)]
-    while len(parts) < blocks:
-        start, end, low, high = parts.pop(
-            max(range(len(parts)), key=lambda i: parts[i][1] - parts[i][0] + draw.random())
-        )
-        if draw.random() < 0.5 and end - start > 1:
-            cut = draw.randint(start + 1, end - 1)
-            parts += [(start, cut, low, high), (cut, end, low, high)]
-        elif high - low > 1:
-            cut = draw.randint(low + 1, high - 1)
-            parts += [(start, end, low, cut), (start, end, cut, high)]
-        else:
-            parts.append((start, end, low, high))
-    draw.shuffle(parts)
-    return Trace(tuple(Block(i, s, e, high - low) for i, (s, e, low, high) in enumerate(parts)))
 
 
 @settings(max_examples=150, deadline=None)

@@ -65,7 +65,7 @@ def test_restarts_find_what_the_first_runs_miss() -> None:
 
 def test_the_exact_search_ends_what_the_heuristics_leave_above_the_bound() -> None:
     trace = instance("K")
-    rough = Portfolio(exact_blocks=0).solve(trace)
+    rough = Portfolio(restarts=4, exact_blocks=0).solve(trace)
     assert not rough.optimal
     assert Portfolio().solve(trace).optimal
 

@@ -1,5 +1,6 @@
 """Offline placement: every solver takes a Trace to a Layout, with a proven bound on what any layout needs."""
 
+from .base import LEAST_GAIN as LEAST_GAIN
 from .base import Limits as Limits
 from .base import Solution as Solution
 from .base import Solver as Solver

@@ -7,23 +7,36 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
 from overspill.core import Layout, Trace
 from overspill.core.errors import RequestError
 
+from .columns import Columns, Integers
 from .pieces import refuse_clashing_pins
-from .problem import Integers, Problem
+from .problem import Problem
 
 
 @dataclass(frozen=True)
 class Limits:
     """What ends a search: a layout within `capacity_bytes` (None: within the lower bound), or `time_limit_seconds`.
 
-    `seed` is for what is drawn at random; the same seed gives the same search.
+    `seed` is for what is drawn at random; the same seed gives the same search. A solver that can better its layout uses
+    all the time that it has, unless it is to end sooner where it no longer gains `least_gain`, a share of the bound.
     """
 
     capacity_bytes: int | None = None
     time_limit_seconds: float = 10.0
     seed: int = 0
+    least_gain: float = 0.0
+
+
+LEAST_GAIN = 0.001
+"""The `least_gain` of a search for which nobody named a time."""
+
+
+class SolverFailed(RequestError):
+    """A solver of others failed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +44,14 @@ class Packing:
     """What a solver finds for one problem: `offsets[i]` for its block i (None: it found no layout).
 
     No layout has a smaller peak than `bound_bytes`. `infeasible_core` holds blocks of the problem that cannot lie together within
-    the capacity that was asked for, where that was proven.
+    the capacity that was asked for, where that was proven. `stopped` says what ended the search, if nothing in the limits
+    did.
     """
 
     offsets: Integers | None
     bound_bytes: int
     infeasible_core: tuple[int, ...] = ()
+    stopped: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,12 +59,14 @@ class Solution:
     """A layout of a trace (None: none was found), the best proven bound in bytes, and the solver's wall-clock seconds.
 
     `infeasible_core` holds positions in the trace of blocks that were proven not to fit together within the capacity.
+    `stopped` says what ended the search, if nothing in the limits did: an interrupt, or a failure.
     """
 
     layout: Layout | None
     bound_bytes: int
     seconds: float
     infeasible_core: tuple[int, ...] = ()
+    stopped: str = ""
 
     @property
     def gap(self) -> float:
@@ -82,42 +99,46 @@ class Solver(ABC):
         capacity = None if limits.capacity_bytes is None else limits.capacity_bytes // unit
         found = self._pack(problem.in_units(), replace(limits, capacity_bytes=capacity))
         offsets = None if found.offsets is None else found.offsets * unit
-        return Packing(offsets, found.bound_bytes * unit, found.infeasible_core)
+        return replace(found, offsets=offsets, bound_bytes=found.bound_bytes * unit)
 
-    def solve(self, trace: Trace, limits: Limits | None = None) -> Solution:
-        """A validated layout of `trace`; each of its spaces is packed by itself, and may take the whole capacity.
+    def solve(self, blocks: Trace | Columns, limits: Limits | None = None) -> Solution:
+        """A checked layout of `blocks`; each of their spaces is packed by itself, and may take the whole capacity.
 
-        Raises RequestError where a block cannot be placed, two pins clash, or the solver does not know pins, and InvalidLayout
-        should the solver be wrong.
+        Without `limits` a search ends where it gains little. Raises RequestError where a block cannot be placed, two pins
+        clash, or the solver does not know pins, and InvalidLayout should the solver be wrong.
         """
-        limits = limits or Limits()
+        limits = limits or Limits(least_gain=LEAST_GAIN)
         began = time.perf_counter()
-        offsets = [0] * len(trace.blocks)
-        for i, block in enumerate(trace.blocks):
-            offsets[i] = block.pinned or 0  # a block of no bytes or no time lies where it may
-        bound, found = 0, True
+        columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
+        offsets = np.maximum(columns.pinned, 0)  # a block of no bytes or no time lies where it may
+        lower_bound, bound, peak, found, stopped = 0, 0, 0, True, ""
         core: list[int] = []
-        for space in trace.spaces:
-            problem = Problem.of(trace, space)
+        for done, space in enumerate(columns.spaces):
+            problem = Problem.of(columns, space)
             self._refuse(problem)
-            packing = self.pack(problem, limits)
+            passed = time.perf_counter() - began if done else 0.0
+            left = 0.0 if stopped else max(limits.time_limit_seconds - passed, 0.0)
+            share = left / (len(columns.spaces) - done)
+            packing = self.pack(problem, replace(limits, time_limit_seconds=share))
+            stopped = stopped or packing.stopped
+            lower_bound += int(problem.load.max(initial=0))
             bound += max(packing.bound_bytes, problem.lower_bound_bytes)
-            core += [int(problem.index[b]) for b in packing.infeasible_core]
+            core += problem.index[list(packing.infeasible_core)].tolist()
             if packing.offsets is None:
                 found = False
                 continue
-            for position, offset in zip(problem.index.tolist(), packing.offsets.tolist(), strict=True):
-                offsets[position] = offset
+            offsets[problem.index] = packing.offsets
+            inside = columns.space == space
+            peak += int((offsets + columns.nbytes)[inside].max(initial=0))
         seconds = time.perf_counter() - began
         layout = None
         if found:
-            peak = sum(
-                max(o + b.nbytes for o, b in zip(offsets, trace.blocks, strict=True) if b.space == space)
-                for space in trace.spaces
-            )
-            layout = Layout(self.name, tuple(offsets), peak, trace.lower_bound_bytes)
-            layout.validate(trace)
-        return Solution(layout, bound, seconds, tuple(core))
+            layout = Layout(self.name, tuple(offsets.tolist()), peak, lower_bound)
+            if isinstance(blocks, Trace):
+                layout.validate(blocks)
+            else:
+                blocks.validate(offsets, peak, lower_bound)
+        return Solution(layout, bound, seconds, tuple(core), stopped)
 
     def _refuse(self, problem: Problem) -> None:
         refuse_clashing_pins(problem)

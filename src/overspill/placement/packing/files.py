@@ -2,76 +2,120 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from overspill.core import Layout, Trace
 from overspill.core.errors import RequestError
 from overspill.core.files import read_whole, write_whole
-from overspill.placement.snapshot import read_snapshot, trace_of
+from overspill.placement.snapshot import recorded_blocks, snapshot_in
 
+from .columns import Columns
+from .rows import Rows, plain_rows
 from .table import Table, parse_table, refuse_flaw, refuse_pinned_overlap, refuse_too_large
 
 KINDS = "a CSV of blocks (id,lower,upper,size), a saved Trace (JSON) or a PyTorch memory snapshot (pickle)"
 # Protocols from 2 on name themselves; 0 and 1 begin with the dict or list that a snapshot is.
 _PICKLES = (b"\x80", b"(d", b"(l", b"}q", b"]q")
 _JSONS = (b"{", b"[")
+STANDARD_INPUT = "-"
+_MOST_BLANK = 4096
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TraceFile:
-    """A trace that was read from `path`, and the kind of file that it is; `table` has the cells of a CSV."""
+    """The blocks that were read from `path` ("-": standard input), and the kind of file that it is.
+
+    `table` has the cells of a CSV. `addresses` are where the blocks of a snapshot lay, by position.
+    """
 
     path: Path
     kind: Literal["csv", "trace", "snapshot"]
-    trace: Trace
-    table: Table | None = None
+    columns: Columns
+    table: Table | Rows | None = None
+    known: Trace | None = None
+    addresses: tuple[int, ...] = ()
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The blocks as a trace; those of a plain CSV become one when somebody asks."""
+        if self.known is not None:
+            return self.known
+        return self.columns.trace(self.table.names if isinstance(self.table, Rows) else ())
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """The most live bytes, summed over the spaces."""
+        return self.trace.lower_bound_bytes
 
     def label(self, position: int) -> str:
-        """The id of the block at `position` of the trace, as the file has it."""
+        """The id of the block at `position` of the trace, as the file has it, and of a recorded one who asked for it."""
+        if isinstance(self.table, Rows):
+            return self.table.name(position)
         block = self.trace.blocks[position]
-        return block.name if self.kind == "csv" else str(block.id)
+        if self.kind == "csv":
+            return block.name
+        return f"{block.id}, {block.name}" if block.name else str(block.id)
 
 
 def read_trace(path: str | Path, device: int | None = None) -> TraceFile:
-    """The trace in the file at `path`, whose kind is found from what is in it.
+    """The blocks in the file at `path` ("-": on standard input), whose kind is found from what is in it.
 
     `device` chooses among the devices of a snapshot (None: the first that has events). Raises RequestError, in one line
     with the file and its line, for what is wrong.
     """
-    path = Path(path)
+    given, path = str(path), Path(path)
     try:
-        content = read_whole(path)
+        content = _standard_input() if given == STANDARD_INPUT else read_whole(path)
     except RequestError as error:
         raise RequestError(f"{error}; what can be packed is {KINDS}") from None
-    plain = content.removeprefix(_BYTE_ORDER_MARK).lstrip()
-    if not plain:
-        raise RequestError(f"{path} is empty; what can be packed is {KINDS}")
+    where = Path("standard input") if given == STANDARD_INPUT else path
+    plain = content.removeprefix(_BYTE_ORDER_MARK)
+    begins = plain[:_MOST_BLANK].lstrip() or plain.lstrip()
+    if not begins:
+        raise RequestError(f"{where} is empty; what can be packed is {KINDS}")
     if content.startswith(_PICKLES):
-        return TraceFile(path, "snapshot", _recorded_trace(path, device))
+        trace, addresses = _recorded(content, where, device)
+        return TraceFile(where, "snapshot", Columns.of(trace), None, trace, addresses)
     if device is not None:
-        raise RequestError(f"{path} is no memory snapshot; only those have devices to choose from")
-    if plain.startswith(_JSONS):
-        return TraceFile(path, "trace", _saved_trace(plain, path))
-    table, trace = parse_table(_text(content, path), path)
-    return TraceFile(path, "csv", trace, table)
+        raise RequestError(f"{where} is no memory snapshot; only those have devices to choose from")
+    if begins.startswith(_JSONS):
+        trace = _saved_trace(plain.lstrip(), where)
+        return TraceFile(where, "trace", Columns.of(trace), None, trace)
+    if (rows := plain_rows(plain, where)) is not None:
+        return TraceFile(where, "csv", rows[1], rows[0])
+    table, trace = parse_table(_text(content, where), where)
+    return TraceFile(where, "csv", Columns.of(trace), table, trace)
 
 
 def write_layout(path: str | Path, read: TraceFile, layout: Layout) -> None:
     """Write the blocks of `read` to `path` as CSV, each with its `offset`; all other columns of a CSV stay as they were.
 
-    The file is there as a whole or, where writing fails, as it was before. Raises RequestError then.
+    Of a snapshot there are the names, streams and addresses. The file is there as a whole or, where writing fails, as it was
+    before. Raises RequestError then.
     """
-    table = read.table or Table.of(read.trace)
+    if isinstance(read.table, Rows):
+        write_whole(path, read.table.with_offsets(layout.offsets))
+        return
+    table = read.table or Table.of(read.trace, read.addresses)
     write_whole(path, table.with_offsets(layout.offsets).text)
 
 
-def _recorded_trace(path: Path, device: int | None) -> Trace:
-    snapshot = read_snapshot(path)
+def _standard_input() -> bytes:
     try:
-        return trace_of(snapshot, device)
+        return sys.stdin.buffer.read()
+    except (OSError, ValueError, AttributeError) as error:  # closed, or none at all
+        raise RequestError(f"cannot read standard input: {error}") from None
+
+
+def _recorded(content: bytes, path: Path, device: int | None) -> tuple[Trace, tuple[int, ...]]:
+    snapshot = snapshot_in(content, path)
+    try:
+        return recorded_blocks(snapshot, device)
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .columns import ANYWHERE, Integers
 from .pieces import Pieces
-from .problem import ANYWHERE, Integers, Problem
+from .problem import Problem
 
 SHARE = 8
 """Each question whether fewer blocks fit may take one part in so many of the time that is left."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from .problem import Integers, Problem
+from .columns import Integers
+from .problem import Problem
 
 Floats = NDArray[np.float64]
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from overspill.core.errors import RequestError
 
-from .problem import ANYWHERE, Integers, Problem
+from .columns import ANYWHERE, Integers
+from .problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,8 @@ class Pieces:
 
 def refuse_clashing_pins(problem: Problem) -> None:
     """Raise RequestError if two blocks that are ever live together are pinned onto the same bytes."""
+    if (problem.pinned == ANYWHERE).all():
+        return
     pieces = Pieces.of(problem)
     changes: list[tuple[int, bool, tuple[int, int, int]]] = []
     for row in np.flatnonzero(problem.pinned[pieces.owner] != ANYWHERE).tolist():

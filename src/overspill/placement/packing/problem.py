@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overspill.core import Trace
-from overspill.core.errors import RequestError
 
-Integers = NDArray[np.int64]
-ANYWHERE = -1
-"""The pinned address of a block that may lie anywhere."""
+from .columns import ANYWHERE, Columns, Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,43 +38,30 @@ class Problem:
         return len(self.index)
 
     @classmethod
-    def of(cls, trace: Trace, space: int = 0) -> Problem:
-        """The problem of `space` of a trace; blocks of no bytes or no time are left out.
+    def of(cls, blocks: Trace | Columns, space: int = 0) -> Problem:
+        """The problem of `space` of some blocks; those of no bytes or no time are left out.
 
         Raises RequestError for a block that cannot be placed: of negative size, badly aligned, with gaps out of order,
         or ending before it starts.
         """
-        blocks = trace.blocks
-        chosen = [i for i, b in enumerate(blocks) if b.space == space and b.nbytes and b.end > b.start]
-        for i in (i for i, b in enumerate(blocks) if b.space == space):
-            block = blocks[i]
-            edges = [block.start, *(edge for gap in block.gaps for edge in gap), block.end]
-            pinned = block.pinned if block.pinned is not None else 0
-            if block.nbytes < 0:
-                raise RequestError(f"block {block.id} has {block.nbytes} bytes; a size cannot be negative")
-            if any(a > b for a, b in pairwise(edges)):
-                raise RequestError(f"block {block.id} lives in [{block.start}, {block.end}) with gaps {block.gaps}")
-            if block.alignment < 1 or pinned < 0 or pinned % block.alignment:
-                raise RequestError(
-                    f"block {block.id} cannot be aligned to {block.alignment} bytes"
-                    + (f" at address {block.pinned}" if block.pinned is not None else "")
-                )
-        start = _integers([blocks[i].start for i in chosen])
-        end = _integers([blocks[i].end for i in chosen])
-        gaps = [gap for i in chosen for gap in blocks[i].gaps]
-        gap_start, gap_end = _integers([g[0] for g in gaps]), _integers([g[1] for g in gaps])
-        times = np.unique(np.concatenate([start, end, gap_start, gap_end]))
+        columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
+        columns.refuse_flaws()
+        chosen = np.flatnonzero((columns.space == space) & (columns.nbytes > 0) & (columns.end > columns.start))
+        start, end = columns.start[chosen], columns.end[chosen]
+        gaps, gap_first = columns.gaps_of(chosen)
+        gap_start, gap_end = columns.gap_start[gaps], columns.gap_end[gaps]
+        start_at, end_at, gap_start_at, gap_end_at = _sections_of(start, end, gap_start, gap_end)
         return cls(
-            index=_integers(chosen),
-            start=np.searchsorted(times, start),
-            end=np.searchsorted(times, end),
-            nbytes=_integers([blocks[i].nbytes for i in chosen]),
-            alignment=_integers([blocks[i].alignment for i in chosen]),
-            pinned=_integers([ANYWHERE if (p := blocks[i].pinned) is None else p for i in chosen]),
+            index=chosen,
+            start=start_at,
+            end=end_at,
+            nbytes=columns.nbytes[chosen],
+            alignment=columns.alignment[chosen],
+            pinned=columns.pinned[chosen],
             lifetime=end - start,
-            gap_first=np.cumsum(_integers([0, *(len(blocks[i].gaps) for i in chosen)])),
-            gap_start=np.searchsorted(times, gap_start),
-            gap_end=np.searchsorted(times, gap_end),
+            gap_first=gap_first,
+            gap_start=gap_start_at,
+            gap_end=gap_end_at,
         )
 
     @cached_property
@@ -130,5 +112,15 @@ class Problem:
         return int((np.asarray(offsets, dtype=np.int64) + self.nbytes).max(initial=0))
 
 
-def _integers(values: Sequence[int]) -> Integers:
-    return np.array(values, dtype=np.int64)
+def _sections_of(*edges: Integers) -> list[Integers]:
+    """The places of all times among the different ones: those of each column, in time linear where they are dense."""
+    every = np.concatenate(edges)
+    first = int(every.min(initial=0))
+    length = int(every.max(initial=0)) - first + 1
+    if length > 4 * len(every):
+        times = np.unique(every)
+        return [np.searchsorted(times, column) for column in edges]
+    seen = np.zeros(length, dtype=np.int64)
+    seen[every - first] = 1
+    place = np.cumsum(seen) - 1
+    return [place[column - first] for column in edges]

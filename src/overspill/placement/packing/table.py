@@ -30,7 +30,8 @@ SYNONYMS = {"start": "lower", "begin": "lower", "end": "upper", "buffer": "id", 
 INCLUSIVE = "end"
 MOST = 1 << 62
 """Times and sizes are signed 64-bit numbers to the solvers, their sums too."""
-_WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_MOST_DIGITS = 19
 _GAP = re.compile(r"(-?[0-9]{1,19})-(-?[0-9]{1,19})")
 _MOST_SHOWN = 40
 
@@ -43,8 +44,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, trace: Trace) -> Table:
-        """The table of `trace`, with only those optional columns that say anything."""
+    def of(cls, trace: Trace, addresses: Sequence[int] = ()) -> Table:
+        """The table of `trace`, with only those optional columns that say anything.
+
+        `addresses` are where the blocks lay when they were recorded; where they are known there are streams too.
+        """
         blocks = trace.blocks
         columns: dict[str, list[str]] = {
             "id": [str(b.id) for b in blocks],
@@ -60,6 +64,10 @@ class Table:
             columns["space"] = [str(b.space) for b in blocks]
         if any(b.name for b in blocks):
             columns["name"] = [b.name for b in blocks]
+        if addresses or any(b.stream for b in blocks):
+            columns["stream"] = [str(b.stream) for b in blocks]
+        if addresses:
+            columns["address"] = [str(address) for address in addresses]
         return cls(tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
     def with_offsets(self, offsets: Sequence[int]) -> Table:
@@ -68,6 +76,11 @@ class Table:
         header = (*self.header[:at], "offset", *self.header[at + 1 :])
         pairs = zip(self.rows, offsets, strict=True)
         return Table(header, tuple((*row[:at], str(offset), *row[at + 1 :]) for row, offset in pairs))
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """The columns that have no meaning here."""
+        return without_effect(self.header)
 
     @property
     def text(self) -> str:
@@ -93,8 +106,7 @@ def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
     if not rows:
         raise RequestError(f"{path} is empty; a CSV of blocks begins with a line like {','.join(REQUIRED)}")
     line, header = rows[0]
-    places = _places(header, path, line)
-    inclusive = header[places["upper"]].strip().lower() == INCLUSIVE
+    places, inclusive = places_of(header, path, line)
     blocks: list[Block] = []
     lines: dict[str, int] = {}
     for line, row in rows[1:]:
@@ -112,6 +124,17 @@ def parse_table(text: str, path: str | Path) -> tuple[Table, Trace]:
     pinned = (block for block in blocks if block.pinned is not None)
     refuse_pinned_overlap((replace(block, id=lines[block.name]) for block in pinned), f"{path}, by line")
     return Table(tuple(header), tuple(tuple(row) for _, row in rows[1:])), trace
+
+
+def without_effect(header: Sequence[str]) -> tuple[str, ...]:
+    """Those columns of `header` that have no meaning here."""
+    return tuple(name.strip() for name in header if _role(name) not in (*REQUIRED, *OPTIONAL))
+
+
+def places_of(header: Sequence[str], path: str | Path, line: int) -> tuple[dict[str, int], bool]:
+    """The column of each role that the header has, and whether the last time of a block is one at which it lives."""
+    places = _places(header, path, line)
+    return places, header[places["upper"]].strip().lower() == INCLUSIVE
 
 
 def refuse_flaw(block: Block) -> None:
@@ -213,6 +236,8 @@ def _optional(column: str, cells: Mapping[str, str], default: int) -> int:
 def _whole(column: str, cell: str) -> int:
     if _WHOLE.fullmatch(cell) is None:
         raise RequestError(f"{column} is {_shown(cell)}, which is not a whole number like 1048576")
+    if len(cell.lstrip("+-0")) > _MOST_DIGITS:
+        raise RequestError(f"{column} is {_shown(cell)}, which is above 2**62; state times and sizes in larger units")
     return int(cell)
 
 

@@ -6,9 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from overspill.core import Block, Trace
 
 from .base import Solution
+from .columns import Columns
 
 
 @dataclass(frozen=True)
@@ -23,24 +26,24 @@ class Verdict:
     infeasible_core: tuple[int, ...] = ()
 
 
-def verdict(trace: Trace, solution: Solution, capacity_bytes: int | None) -> Verdict:
+def verdict(blocks: Trace | Columns, solution: Solution, capacity_bytes: int | None) -> Verdict:
     """The verdict on `capacity_bytes`, which every space may take (None: unlimited)."""
     if solution.layout is not None:
-        tops = space_peaks(trace, solution.layout.offsets).values()
+        tops = space_peaks(blocks, solution.layout.offsets).values() if capacity_bytes is not None else ()
         if capacity_bytes is None or max(tops, default=0) <= capacity_bytes:
             return Verdict(fits=True, infeasible=False)
+    trace = blocks if isinstance(blocks, Trace) else blocks.trace()
     crowd = crowd_above(trace, capacity_bytes) if capacity_bytes is not None else ()
     core = min((found for found in (solution.infeasible_core, crowd) if found), key=len, default=())
     above = capacity_bytes is not None and len(trace.spaces) == 1 and solution.bound_bytes > capacity_bytes
     return Verdict(fits=False, infeasible=bool(core) or above, infeasible_core=core)
 
 
-def space_peaks(trace: Trace, offsets: Sequence[int]) -> dict[int, int]:
-    """The highest end of a block in each space, in bytes, when block i of the trace lies at `offsets[i]`."""
-    peaks = dict.fromkeys(trace.spaces, 0)
-    for offset, block in zip(offsets, trace.blocks, strict=True):
-        peaks[block.space] = max(peaks[block.space], offset + block.nbytes)
-    return peaks
+def space_peaks(blocks: Trace | Columns, offsets: Sequence[int]) -> dict[int, int]:
+    """The highest end of a block in each space, in bytes, when block i lies at `offsets[i]`."""
+    columns = Columns.of(blocks) if isinstance(blocks, Trace) else blocks
+    tops = np.array(offsets, dtype=np.int64) + columns.nbytes
+    return {space: max(int(tops[columns.space == space].max()), 0) for space in columns.spaces}
 
 
 def crowd_above(trace: Trace, capacity_bytes: int) -> tuple[int, ...]:

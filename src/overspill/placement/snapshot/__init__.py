@@ -9,9 +9,11 @@ from .read import Entry as Entry
 from .read import Segment as Segment
 from .read import Snapshot as Snapshot
 from .read import read_snapshot as read_snapshot
+from .read import snapshot_in as snapshot_in
 from .result import SnapshotReplay as SnapshotReplay
 from .settings import config_of as config_of
 from .start import events_of as events_of
+from .trace import recorded_blocks as recorded_blocks
 from .trace import trace_of as trace_of
 from .write import Origin as Origin
 from .write import Span as Span

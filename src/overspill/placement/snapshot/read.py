@@ -126,7 +126,11 @@ class Snapshot:
 
 def read_snapshot(path: str | Path) -> Snapshot:
     """The snapshot in the file at `path`. Raises RequestError for anything that is not one, and runs nothing in it."""
-    pickled = read_whole(path)
+    return snapshot_in(read_whole(path), path)
+
+
+def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
+    """The snapshot in the bytes of the file at `path`. Raises RequestError as `read_snapshot` does."""
     try:
         content = load_plain(pickled)
     except ForbiddenError as error:

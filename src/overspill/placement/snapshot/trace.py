@@ -10,8 +10,8 @@ from .read import Snapshot
 from .settings import config_of
 from .start import live_at, start_of
 
-Open = tuple[int, int, int, str]
-"""A block that is not yet freed: where it starts, the bytes that were asked for, its stream, and who asked."""
+Open = tuple[int, int, int, str, int]
+"""A block that is not yet freed: where it starts, the bytes that were asked for, its stream, who asked, its address."""
 
 
 def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
@@ -22,23 +22,29 @@ def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
     asked for it. Allocations that ran out of memory are left out. Raises RequestError where the snapshot has no events
     of the device, or where they do not belong to its segments.
     """
+    return recorded_blocks(snapshot, device)[0]
+
+
+def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> tuple[Trace, tuple[int, ...]]:
+    """The blocks of `trace_of`, and the address at which each lay. Raises RequestError as that does."""
     device = next(iter(snapshot.devices), 0) if device is None else device
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
     events = recording.trace[recording.first :]
     start, _ = start_of(recording, config_of(snapshot)[0])
-    live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "") for at, nbytes, stream in live_at(start)}
+    live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "", at) for at, nbytes, stream in live_at(start)}
     closed: list[tuple[Open, int]] = []
     for position, entry in enumerate(events, start=1):
         if entry.action == "alloc":
-            live[entry.address] = (position, entry.nbytes, numbers[entry.stream], entry.place)
+            live[entry.address] = (position, entry.nbytes, numbers[entry.stream], entry.place, entry.address)
         elif entry.action == "free_completed":
             closed.append((live.pop(entry.address), position))
     closed += ((block, len(events) + 1) for block in live.values())
-    return Trace(tuple(_block(i, block, end) for i, (block, end) in enumerate(sorted(closed))))
+    closed.sort()
+    return Trace(tuple(_block(i, *lived) for i, lived in enumerate(closed))), tuple(block[4] for block, _ in closed)
 
 
 def _block(number: int, block: Open, end: int) -> Block:
-    start, nbytes, stream, name = block
+    start, nbytes, stream, name, _ = block
     size = max(-(-nbytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
     return Block(number, start, end, size, name, stream, alignment=MIN_BLOCK_BYTES)

@@ -9,8 +9,10 @@ import numpy as np
 
 from overspill.core.errors import RequestError
 from overspill.placement.packing.base import Limits, Packing, Solver
+from overspill.placement.packing.columns import ANYWHERE, Integers
+from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.pieces import Pieces
-from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 from . import cp_sat_process
 from .greedy import largest_first
@@ -34,23 +36,23 @@ class CpSat(Solver):
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         if find_spec("ortools") is None:
             raise RequestError("the solver 'cp-sat' needs OR-Tools: pip install overspill[cp-sat]")
-        deadline = time.perf_counter() + limits.time_limit_seconds
-        bound = problem.lower_bound_bytes
-        incumbent, capacity = largest_first(problem), limits.capacity_bytes
-        target = bound if capacity is None else capacity
-        if problem.peak_bytes(incumbent) <= target or target < bound:
-            return Packing(incumbent, bound)
-        left = deadline - time.perf_counter()
-        request = self._request(problem, limits, incumbent, left)
-        answer: cp_sat_process.Answer | None = None
-        if left > 0:
-            answer = ask(cp_sat_process.__file__, "OR-Tools", request, left + GRACE_SECONDS)
-        if answer is None:
-            return Packing(incumbent, bound)
-        bound = max(bound, answer["bound"])
-        if answer["offsets"] is None:
-            return Packing(incumbent, bound)
-        return Packing(np.array(answer["offsets"], dtype=np.int64), bound)
+        bound, capacity = problem.lower_bound_bytes, limits.capacity_bytes
+        best = Incumbent(problem, limits, bound, capacity)
+        best.offer(largest_first(problem))
+        left = best.deadline - time.perf_counter()
+        if best.done or best.target < bound or left <= 0:
+            return best.packing
+        assert best.offsets is not None
+        with best.kept():
+            request = self._request(problem, limits, best.offsets, left)
+            answer: cp_sat_process.Answer | None = ask(
+                cp_sat_process.__file__, "OR-Tools", request, left + GRACE_SECONDS
+            )
+            if answer is not None:
+                best.prove(answer["bound"])
+                if answer["offsets"] is not None:
+                    best.offer(np.array(answer["offsets"], dtype=np.int64))
+        return best.packing
 
     def _request(self, problem: Problem, limits: Limits, incumbent: Integers, seconds: float) -> cp_sat_process.Request:
         pieces = Pieces.of(problem)

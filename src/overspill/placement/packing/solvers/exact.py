@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, cycle
 
 import numpy as np
@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from overspill.core.errors import RequestError
 from overspill.placement.packing._packing import ExactSearch
 from overspill.placement.packing.base import Limits, Packing, Solver
+from overspill.placement.packing.columns import Integers
+from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.infeasible_core import infeasible_core
 from overspill.placement.packing.pieces import Pieces
-from overspill.placement.packing.problem import Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 from .exact_model import ExactModel
 from .greedy import largest_first
@@ -117,27 +119,53 @@ class Decider:
             return Decided(True, np.array(offsets, dtype=np.int64) * self.model.unit)
         return Decided(False if outcome == _INFEASIBLE else None)
 
-    def minimise(self, incumbent: Integers, bound_bytes: int) -> tuple[Integers, int]:
-        """The best offsets found, `incumbent` or better, and the best bound proven, `bound_bytes` or more.
+    def minimise(self, best: Incumbent) -> Iterator[int]:
+        """Lower `best` and prove better bounds, until it is done; yields the nodes of every turn.
 
-        Attempts come in turns of a round robin, and each turn is made at several capacities: at the bound, which it may
-        meet or raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
+        Each turn is made at several capacities: at the bound, where it takes twice as many nodes, and which it may meet or
+        raise; half of the way from there to the best peak; and, as long as that fails, half of the rest.
         """
         step, draw = self.model.step_bytes, np.random.default_rng(self.seed)
-        best, bound = incumbent, _up(bound_bytes, step)
+        best.prove(_up(best.bound_bytes, step))
         for number in count():
-            capacity = bound
-            while bound <= capacity < self.problem.peak_bytes(best) and not self.late:
-                decision = self._turn(number, capacity, draw)
+            before = self.nodes
+            capacity = best.bound_bytes
+            while best.bound_bytes <= capacity < best.peak and not self.late:
+                decision = self._turn(number + (capacity == best.bound_bytes), capacity, draw)
                 if decision.fits is False:
-                    bound = capacity = capacity + step
+                    best.prove(capacity + step)
+                    capacity += step
                     continue
                 if decision.offsets is not None:
-                    best, capacity = decision.offsets, bound
-                capacity += _up(self.problem.peak_bytes(best) - capacity, 2 * step) // 2
-            if self.problem.peak_bytes(best) <= bound or self.late:
-                break
-        return best, bound
+                    best.offer(decision.offsets)
+                    capacity = best.bound_bytes
+                capacity += _up(best.peak - capacity, 2 * step) // 2
+            if best.done:
+                return
+            yield self.nodes - before
+
+    def reach(self, best: Incumbent) -> Iterator[int]:
+        """Look for a layout within the target of `best`, until it is done; yields the nodes of every turn."""
+        draw = np.random.default_rng(self.seed)
+        for number in count():
+            before = self.nodes
+            decision = self._turn(number, best.target, draw)
+            best.offer(decision.offsets)
+            if best.done or decision.fits is False:
+                return
+            yield self.nodes - before
+
+    def descend(self, best: Incumbent) -> Iterator[int]:
+        """Look for a layout within the target of `best` with a step back in four, until it is done; yields its nodes."""
+        draw = np.random.default_rng(self.seed)
+        blocks = len(self.problem)
+        for number in count():
+            for run in turn(number, blocks, draw):
+                before = self.nodes
+                best.offer(self.attempt(best.target, replace(run, node_limit=blocks + blocks // 4)).offsets)
+                if best.done:
+                    return
+                yield self.nodes - before
 
     def _turn(self, number: int, capacity_bytes: int, draw: np.random.Generator) -> Decided:
         for attempt in turn(number, len(self.problem), draw):
@@ -166,20 +194,25 @@ class Exact(Solver):
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         deadline = time.perf_counter() + limits.time_limit_seconds
         _refuse_large(problem)
-        decider = Decider(problem, deadline, seed=limits.seed)
-        bound = problem.lower_bound_bytes
-        if limits.capacity_bytes is None:
-            return Packing(*decider.minimise(largest_first(problem), bound))
-        if limits.capacity_bytes >= bound:
-            decision = decider.decide(limits.capacity_bytes)
-            if decision.offsets is not None:
-                return Packing(decision.offsets, bound)
-            if decision.fits is None:
-                return Packing(largest_first(problem), bound)
-            step = decider.model.step_bytes
-            bound = limits.capacity_bytes // step * step + step
-        found = infeasible_core(problem, limits.capacity_bytes, self._infeasible(limits), deadline)
-        return Packing(largest_first(problem), bound, found)
+        bound, capacity = problem.lower_bound_bytes, limits.capacity_bytes
+        best = Incumbent(problem, limits, bound, None if capacity is None else max(capacity, bound))
+        best.offer(largest_first(problem))
+        core: tuple[int, ...] = ()
+        with best.kept():
+            decider = Decider(problem, deadline, seed=limits.seed)
+            if capacity is None:
+                for _ in decider.minimise(best):
+                    pass
+                return best.packing
+            if capacity >= bound:
+                decision = decider.decide(capacity)
+                best.offer(decision.offsets)
+                if decision.fits is not False:
+                    return best.packing
+                step = decider.model.step_bytes
+                best.prove(capacity // step * step + step)
+            core = infeasible_core(problem, capacity, self._infeasible(limits), deadline)
+        return replace(best.packing, infeasible_core=core)
 
     def _infeasible(self, limits: Limits) -> Callable[[Problem, int, float], bool]:
         def proven(problem: Problem, capacity_bytes: int, deadline: float) -> bool:
@@ -189,12 +222,17 @@ class Exact(Solver):
         return proven
 
 
-def _refuse_large(problem: Problem) -> None:
-    """Raise RequestError for a problem whose sections and pairs of neighbours would not fit in memory."""
+def pairs(problem: Problem) -> int:
+    """How many numbers the search keeps: of blocks and their sections, or of blocks that live together."""
     pieces = Pieces.of(problem)
     starts = np.sort(pieces.start)
-    pairs = np.searchsorted(starts, pieces.end) - np.searchsorted(starts, pieces.start)
-    if int(max((pieces.end - pieces.start).sum(), 2 * pairs.sum())) > PAIR_LIMIT:
+    together = np.searchsorted(starts, pieces.end) - np.searchsorted(starts, pieces.start)
+    return int(max((pieces.end - pieces.start).sum(), 2 * together.sum()))
+
+
+def _refuse_large(problem: Problem) -> None:
+    """Raise RequestError for a problem whose sections and pairs of neighbours would not fit in memory."""
+    if pairs(problem) > PAIR_LIMIT:
         raise RequestError(
             f"{len(problem)} blocks are too many for the solver 'exact': more than {PAIR_LIMIT} pairs of blocks live "
             "together; 'portfolio' takes them"

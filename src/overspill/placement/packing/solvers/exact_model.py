@@ -8,8 +8,9 @@ from math import gcd
 
 import numpy as np
 
+from overspill.placement.packing.columns import ANYWHERE, Integers
 from overspill.placement.packing.pieces import Pieces
-from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,10 @@ from overspill.core.errors import RequestError
 from overspill.placement.packing._packing import greedy
 from overspill.placement.packing.base import Limits, Packing, Solver
 from overspill.placement.packing.bound import bound_bytes
+from overspill.placement.packing.columns import Integers
 from overspill.placement.packing.keys import KEYS, order_by
 from overspill.placement.packing.pieces import Pieces
-from overspill.placement.packing.problem import Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 Fit = Literal["first", "best"]
 

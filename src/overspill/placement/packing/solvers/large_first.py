@@ -12,9 +12,10 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from overspill.placement.packing.columns import ANYWHERE, Integers
 from overspill.placement.packing.infeasible_core import subproblem
 from overspill.placement.packing.keys import KEYS, order_by
-from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 from .exact import Decider, SearchRun
 from .greedy import place

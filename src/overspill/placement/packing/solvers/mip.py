@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
 
 from overspill.core.errors import RequestError
 from overspill.placement.packing.base import Limits, Packing, Solver
+from overspill.placement.packing.columns import ANYWHERE, Integers
+from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.pieces import Pieces
-from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 from . import mip_process
 from .portfolio import Portfolio
@@ -40,40 +43,44 @@ class Mip(Solver):
     source = "Sekiyama et al., Profile-guided memory optimization for deep neural networks, 2018, section 3.1"
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
-        deadline = time.perf_counter() + limits.time_limit_seconds
+        began = time.perf_counter()
         pairs = Pieces.of(problem).pairs()
         if len(pairs) > PAIR_LIMIT:
             raise RequestError(
                 f"{len(pairs)} pairs of blocks live together, and the solver 'mip' takes {PAIR_LIMIT}; 'portfolio' takes more"
             )
-        incumbent = Portfolio(RESTARTS, exact_blocks=0)._pack(problem, limits).offsets
-        assert incumbent is not None
+        start = Portfolio(RESTARTS, exact_blocks=0)._pack(problem, limits)
+        assert start.offsets is not None
         bound = problem.lower_bound_bytes
-        target = bound if limits.capacity_bytes is None else limits.capacity_bytes
-        left = deadline - time.perf_counter()
-        if problem.peak_bytes(incumbent) <= target or left <= 0:
-            return Packing(incumbent, bound)
+        best = Incumbent(problem, limits, bound, limits.capacity_bytes)
+        best.offer(start.offsets)
+        left = limits.time_limit_seconds - (time.perf_counter() - began)
+        if start.stopped or best.done or left <= 0:
+            return replace(best.packing, stopped=start.stopped)
         request: mip_process.Request = {
             "size": problem.nbytes.tolist(),
             "alignment": problem.alignment.tolist(),
             "pinned": [None if pin == ANYWHERE else pin for pin in problem.pinned.tolist()],
             "pairs": pairs,
-            "incumbent": incumbent.tolist(),
+            "incumbent": start.offsets.tolist(),
             "lower_bound": bound,
-            "target": target,
+            "target": best.target,
             "seconds": left,
             "seed": limits.seed,
         }
-        answer: mip_process.Answer | None = ask(mip_process.__file__, "HiGHS", request, left + GRACE_SECONDS)
-        if answer is None:
-            return Packing(incumbent, bound)
-        offsets = incumbent
-        if answer["places"] is not None:
-            found = _let_down(problem, pairs, answer["places"])
-            if _apart(problem, pairs, found):  # or HiGHS, whose numbers are not exact, took too little room for enough
-                offsets = min(offsets, found, key=problem.peak_bytes)
-        proven = answer["bound"] - max(UNIT_TOLERANCE, TOLERANCE * answer["bound"])
-        return Packing(offsets, max(bound, min(ceil(proven), problem.peak_bytes(offsets))))
+        with best.kept():
+            answer: mip_process.Answer | None = ask(mip_process.__file__, "HiGHS", request, left + GRACE_SECONDS)
+            if answer is None:
+                return best.packing
+            if answer["places"] is not None:
+                found = _let_down(problem, pairs, answer["places"])
+                if _apart(
+                    problem, pairs, found
+                ):  # or HiGHS, whose numbers are not exact, took too little room for enough
+                    best.offer(found)
+            proven = answer["bound"] - max(UNIT_TOLERANCE, TOLERANCE * answer["bound"])
+            best.prove(min(ceil(proven), best.peak))
+        return best.packing
 
 
 def _let_down(problem: Problem, pairs: Sequence[tuple[int, int]], places: Sequence[float]) -> Integers:

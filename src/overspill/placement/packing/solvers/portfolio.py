@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -12,10 +12,13 @@ import numpy as np
 
 from overspill.placement.packing.base import Limits, Packing, Solver
 from overspill.placement.packing.bound import bound_bytes, rounded
+from overspill.placement.packing.columns import ANYWHERE, Integers
+from overspill.placement.packing.incumbent import Incumbent
 from overspill.placement.packing.keys import KEYS, Floats, order_by
-from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+from overspill.placement.packing.problem import Problem
 
-from .exact import Decider
+from .boxes import boxed_layouts
+from .exact import PAIR_LIMIT, Decider, pairs
 from .greedy import Fit, place
 from .large_first import layouts, tight
 from .skyline import packer_of, solid
@@ -35,8 +38,18 @@ BLOCKS_OF_A_RESTART = 100
 """A restart takes as long as the placing of so many blocks, beside its own."""
 EXACT_BLOCKS = 1000
 """Up to so many blocks, or large blocks, the exact search takes over where the heuristics end above the bound."""
+DESCENT_BLOCKS = 5000
+"""Up to so many blocks the exact search descends with hardly a step back: above `EXACT_BLOCKS` a node takes long."""
+BOXED_BLOCKS = 5000
+"""Up to so many blocks boxes are looked for, which takes time with the square of them."""
 SEARCHED_BLOCKS = 10_000
 """Up to so many blocks their large ones are asked for a better bound."""
+LOCAL = 0.7
+"""How many of the restarts change blocks around one that is too high, and not all over."""
+MARGINS, LOCAL_SHARES = (0.02, 0.05, 0.1), (0.05, 0.2, 0.5)
+"""How far from its life, as a share of all time, and which share of the blocks that live there."""
+NODES_OF_A_RESTART = 40
+"""A restart takes about as long as so many nodes of the exact search of the same blocks."""
 GREEDY_KEYS = ("size", "area", "lifetime", "load", "conflict")
 
 Heuristic = Callable[[Floats, int | None], Integers | None]
@@ -69,7 +82,10 @@ class Rule:
         weights = self.weights.copy()
         high = np.flatnonzero(self.offsets + self.problem.nbytes > target)
         weights[high[random.random(high.size) < 1 / 3]] *= 1 + random.random() / 2
-        changed = random.integers(len(weights), size=random.integers(1, 2 + len(weights) // 20))
+        if high.size and random.random() < LOCAL:
+            changed = self._near(int(random.choice(high)), random)
+        else:
+            changed = random.integers(len(weights), size=random.integers(1, 2 + len(weights) // 20))
         weights[changed] *= np.exp(random.normal(scale=0.4, size=changed.size))
         limit = peak + int(temperature * peak * random.exponential()) + 1
         offsets = self.attempt(self.key * weights, limit)
@@ -77,51 +93,34 @@ class Rule:
             self.weights, self.offsets = weights, offsets
         return offsets
 
-
-class Incumbent:
-    """The best layout so far, and whether it is time to stop."""
-
-    def __init__(self, problem: Problem, target: int, seconds: float) -> None:
-        self._problem, self.target = problem, target
-        self.deadline = time.perf_counter() + seconds
-        self.offsets: Integers | None = None
-        self.peak = 0
-
-    def offer(self, offsets: Integers | None) -> None:
-        if offsets is None:
-            return
-        peak = self._problem.peak_bytes(offsets)
-        if self.offsets is None or peak < self.peak:
-            self.offsets, self.peak = offsets, peak
-
-    def offer_all(self, layouts: Iterable[Integers]) -> None:
-        """Offer one after the other, until done."""
-        for offsets in layouts:
-            self.offer(offsets)
-            if self.done:
-                return
-
-    @property
-    def done(self) -> bool:
-        return self.offsets is not None and (self.peak <= self.target or time.perf_counter() > self.deadline)
+    def _near(self, block: int, random: np.random.Generator) -> Integers:
+        """Some of the blocks that live with `block` or shortly before or after: a window of time to be packed anew."""
+        problem = self.problem
+        margin = max(1, int(problem.sections * random.choice(MARGINS)))
+        around = np.flatnonzero(
+            (problem.start < problem.end[block] + margin) & (problem.end > problem.start[block] - margin)
+        )
+        return around[random.random(around.size) < random.choice(LOCAL_SHARES)]
 
 
 class Portfolio(Solver):
-    """The guarded skyline by several keys, greedy placement where there are pins or gaps; then restarts.
+    """The guarded skyline by several keys, greedy placement where there are pins or gaps; then restarts and searches.
 
     It stops as soon as a peak is within the capacity asked for, by default the lower bound. Where the first run by each
-    key ends above it, large blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if
-    there were no others (not if `exact_blocks` is 0). Where that does not reach it, and there are at most
-    `SEARCHED_BLOCKS` blocks, the bound may be raised (see `window_bound`). A restart perturbs the key of one rule: blocks above the target weigh up
-    to half as much again, a twentieth of all blocks are changed at random; a layout with a higher peak is accepted less
-    and less. `restarts`: how many; by default a few, fewer for more blocks, or, where a capacity is asked for that the
-    lower bound allows, as many as the time limit allows. Where these end above the bound and there are at most
-    `exact_blocks` blocks, the exact search has the time that is left. But for the time limit the
-    search is a function of the problem, the capacity and the seed.
+    key ends above it, blocks are put in boxes (`BOXED_BLOCKS`; not if `exact_blocks` is 0, nor what follows), then large
+    blocks are packed first, by the exact search if they are at most `exact_blocks`, or as if there were no others. Where
+    that does not reach it, and there are at most `SEARCHED_BLOCKS` blocks, the bound may be raised (see `window_bound`).
+
+    Then rounds have the time that is left: restarts, boxes put together in another order, and a turn of the exact search if it takes the blocks. A restart
+    perturbs the key of one rule: blocks above the target weigh up to half as much again, and some blocks are changed at
+    random, mostly some that live around one that is too high: a neighbourhood in time is packed anew. A layout with a higher
+    peak is accepted less and less. `restarts`: how many there are, before the exact search has the time that is left; None:
+    in rounds. But for when it ends, the search is a function of the problem, the capacity and the seed, so that more time
+    never gives a higher peak.
     """
 
     name = "portfolio"
-    summary = "guarded skylines by several keys, large blocks first, restarts, and for few blocks the exact search"
+    summary = "guarded skylines by several keys, boxes, large blocks first; then restarts in turn with the exact search"
     source = "Overspill's own, on the skyline of Sekiyama et al. (2018), section 3.2"
 
     def __init__(self, restarts: int | None = None, *, exact_blocks: int = EXACT_BLOCKS) -> None:
@@ -129,58 +128,88 @@ class Portfolio(Solver):
 
     def _pack(self, problem: Problem, limits: Limits) -> Packing:
         bound = bound_bytes(problem)
-        target = rounded(problem).lower_bound_bytes if limits.capacity_bytes is None else limits.capacity_bytes
-        best = Incumbent(problem, target, limits.time_limit_seconds)
+        target = None if limits.capacity_bytes is None else max(limits.capacity_bytes, bound)
+        best = Incumbent(problem, limits, bound, target)
+        if target is None:
+            best.target = rounded(problem).lower_bound_bytes
+        with best.kept():
+            self._search(best)
+        return best.packing
+
+    def _search(self, best: Incumbent) -> None:
+        problem = best.problem
         rules: list[Rule] = []
-        exact_blocks = self.exact_blocks
-        best.offer_all(self._starts(problem, target, rules))
-        if exact_blocks and not best.done:
-            bound = self._large_first(problem, bound, best, limits.seed)
+        best.offer_all(self._starts(problem, best.target, rules))
+        if self.exact_blocks and not best.done:
+            if len(problem) <= BOXED_BLOCKS:
+                best.offer_all(boxed_layouts(problem))
+            if not best.done:
+                self._large_first(best)
         if best.done:
-            return Packing(best.offsets, bound)
-        random = np.random.default_rng(limits.seed)
-        restarts = self.restarts
-        exact = len(problem) <= exact_blocks
-        if restarts is None and (exact or limits.capacity_bytes is None or limits.capacity_bytes < bound):
-            restarts = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(problem)))
-        for k in count() if restarts is None else range(restarts):
+            return
+        random = np.random.default_rng(best.limits.seed)
+        turns = self._turns(best)
+        fewest = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(problem)))
+        batch, boxed, seeds = fewest, self.exact_blocks and len(problem) <= BOXED_BLOCKS, count(1)
+        while not best.done:
+            self._restart(best, rules, batch if self.restarts is None else self.restarts, random)
+            if self.restarts is not None:
+                for _ in turns:
+                    pass
+                return
+            if boxed and not best.done:
+                best.offer_all(boxed_layouts(problem, next(seeds)))
+            nodes = 0 if best.done else next(turns, 0)
+            batch = max(fewest, nodes // NODES_OF_A_RESTART)  # as long as the turn took: neither waits for the other
+
+    def _restart(self, best: Incumbent, rules: list[Rule], restarts: int, random: np.random.Generator) -> None:
+        for k in range(restarts):
             if best.done:
-                break
-            temperature = 0.002 * np.exp(-5 * (k / restarts if restarts else 1 / 2))
+                return
+            temperature = 0.002 * np.exp(-5 * k / restarts)
             best.offer(rules[k % len(rules)].restart(best.target, temperature, random))
-        if best.done or best.offsets is None or not exact:
-            return Packing(best.offsets, bound)
-        decider = Decider(problem, best.deadline, seed=limits.seed)
-        if limits.capacity_bytes is None or limits.capacity_bytes < bound:
-            return Packing(*decider.minimise(best.offsets, bound))
-        best.offer(decider.decide(limits.capacity_bytes).offsets)
-        return Packing(best.offsets, bound)
+
+    def _turns(self, best: Incumbent) -> Iterator[int]:
+        """The nodes of turns of the exact search, single descents above `exact_blocks`, and none if it does not take the blocks."""
+        exact = self._exact(best.problem)
+        if not exact and (
+            not self.exact_blocks or len(best.problem) > DESCENT_BLOCKS or pairs(best.problem) > PAIR_LIMIT
+        ):
+            return
+        decider = Decider(best.problem, best.deadline, seed=best.limits.seed)
+        if not exact:
+            yield from decider.descend(best)
+        else:
+            yield from decider.minimise(best) if best.minimises else decider.reach(best)
+
+    def _exact(self, problem: Problem) -> bool:
+        return len(problem) <= self.exact_blocks
 
     def _starts(self, problem: Problem, target: int, rules: list[Rule]) -> Iterator[Integers]:
         for rule in self._rules(problem, target):
             rules.append(rule)
             yield rule.start()
 
-    def _large_first(self, problem: Problem, bound: int, best: Incumbent, seed: int) -> int:
-        """Offer layouts that begin with the large blocks; the bound, which may be better."""
-        searched = len(problem) <= SEARCHED_BLOCKS
-        restarts = FEWEST_RESTARTS if searched else None
-        best.offer_all(layouts(problem, partial(self._pack_large, restarts, best.deadline, seed)))
-        if best.done or not searched:
-            return bound
-        bound = window_bound(problem, bound, best.deadline)
-        best.target = max(best.target, bound)
-        return bound
+    def _large_first(self, best: Incumbent) -> None:
+        """Offer layouts that begin with the large blocks; the bound may be raised."""
+        searched = len(best.problem) <= SEARCHED_BLOCKS
+        best.offer_all(layouts(best.problem, partial(self._pack_large, best)))
+        if searched and not best.done:
+            best.prove(window_bound(best.problem, best.bound_bytes, best.deadline))
 
-    def _pack_large(self, restarts: int | None, deadline: float, seed: int, large: Problem) -> Iterator[Integers]:
-        found = False
+    def _pack_large(self, best: Incumbent, large: Problem) -> Iterator[Integers]:
+        found, seed = False, best.limits.seed
         if len(large) <= self.exact_blocks:
-            for offsets in tight(large, deadline, seed):
+            for offsets in tight(large, best.deadline, seed):
                 found = True
                 yield offsets
         if not found:
-            seconds = max(deadline - time.perf_counter(), 0)
-            packing = Portfolio(restarts, exact_blocks=0)._pack(large, Limits(None, seconds, seed))
+            seconds = max(best.deadline - time.perf_counter(), 0)
+            limits = Limits(None, seconds, seed)
+            restarts = max(FEWEST_RESTARTS, RESTARTED_BLOCKS // (BLOCKS_OF_A_RESTART + len(large)))
+            packing = Portfolio(
+                FEWEST_RESTARTS if len(best.problem) <= SEARCHED_BLOCKS else restarts, exact_blocks=0
+            )._pack(large, limits)
             if packing.offsets is not None:
                 yield packing.offsets
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from overspill.core.errors import RequestError
+from overspill.placement.packing.base import SolverFailed
 
 GRACE_SECONDS = 0.5
 """How long a solver may be late before it is ended, with all that it has found."""
@@ -17,7 +17,7 @@ GRACE_SECONDS = 0.5
 def ask(program: str, solver: str, request: Mapping[str, Any], seconds: float) -> Any:
     """What the Python file `program` answers to `request`, both as JSON; None where it does not within `seconds`.
 
-    Raises RequestError where it fails, which names the `solver`.
+    Raises SolverFailed where it fails, which names the `solver`.
     """
     command = [sys.executable, "-P", program]
     try:
@@ -27,5 +27,5 @@ def ask(program: str, solver: str, request: Mapping[str, Any], seconds: float) -
     except subprocess.TimeoutExpired:
         return None
     if done.returncode:
-        raise RequestError(f"{solver} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise SolverFailed(f"{solver} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     return json.loads(done.stdout)

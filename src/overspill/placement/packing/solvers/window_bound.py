@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from overspill.placement.packing.columns import ANYWHERE, Integers
 from overspill.placement.packing.infeasible_core import subproblem
 from overspill.placement.packing.keys import maximal_sections
 from overspill.placement.packing.pieces import Pieces
-from overspill.placement.packing.problem import ANYWHERE, Integers, Problem
+from overspill.placement.packing.problem import Problem
 
 from .exact import PREORDERS, Decided, Decider, SearchRun
 
