@@ -85,6 +85,7 @@ def test_a_trace_that_begins_in_the_middle_replays_equal(random_case: Case, tmp_
         check(replay_snapshot(reread(content, tmp_path), config=config))
 
 
+@pytest.mark.long
 @relaxed
 @given(seed=st.integers(0, 10**9), share=st.floats(0, 1))
 def test_the_events_of_a_snapshot_are_those_that_were_written(

@@ -79,6 +79,7 @@ def test_what_is_no_pickle_is_refused(tmp_path: Path) -> None:
         assert "is not a whole pickle" in refusal(path)
 
 
+@pytest.mark.long
 def test_a_truncated_snapshot_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     whole = saved(snapshot_of(EVENTS), tmp_path / "whole").read_bytes()
     path = tmp_path / "part"

@@ -73,7 +73,9 @@ class _Caught(Exception):
 class _CaptureOnly(Session):
     """Stops torch.compile once the step is captured."""
 
-    def plan(self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame) -> Any:
+    def plan(
+        self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame, *_how: Any
+    ) -> Any:
         raise _Caught(capture(joint, inputs, Surroundings()), list(examples))
 
 

@@ -64,6 +64,7 @@ def check_all(found: list[dict[str, Any]]) -> None:
     assert not kills or sum(one["code"] == -9 for one in kills) > 0.8 * len(kills)
 
 
+@pytest.mark.long
 def test_a_training_that_is_stopped_at_some_system_calls_is_not_lost() -> None:
     check_all(
         results(
