@@ -194,7 +194,7 @@ def test_an_error_that_only_a_real_step_meets_is_the_models_too(overspill: Overs
 def test_memory_that_runs_out_is_an_outside_failure(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def run_out(*_: object) -> NoReturn:
+    def run_out(*_: object, **__: object) -> NoReturn:
         raise error
 
     monkeypatch.setattr(training, "_train", run_out)
@@ -207,7 +207,7 @@ def test_memory_that_runs_out_is_an_outside_failure(
 def test_a_reference_that_does_not_fit_in_memory_is_told_from_the_managed_run(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> NoReturn:
+    def run_out(*_: object, **__: object) -> NoReturn:
         raise MemoryError
 
     monkeypatch.setattr(training, "train_plain", run_out)
@@ -234,7 +234,7 @@ def test_debug_mode_shows_the_traceback(overspill: Overspill, monkeypatch: pytes
 def test_an_interrupt_ends_in_one_line_with_exit_code_130(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> NoReturn:
+    def interrupt(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training, "_train", interrupt)
