@@ -40,3 +40,9 @@ def test_other_errors_are_not_of_memory(text: str) -> None:
 def test_an_error_passes_from_one_process_to_another(error: OverspillError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
+def test_what_dynamo_adds_to_an_error_does_not_pass_with_it() -> None:
+    error = InfeasibleBudget("too small", budget_bytes=1, floor_bytes=2, cause="an op")
+    error.real_stack = object()  # type: ignore[attr-defined]
+    assert vars(pickle.loads(pickle.dumps(error))) == {"budget_bytes": 1, "floor_bytes": 2, "cause": "an op"}

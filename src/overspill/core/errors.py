@@ -46,7 +46,7 @@ class InfeasibleBudget(OverspillError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that pass it on: arguments by keyword are not pickled by themselves."""
-        return _rebuilt, (type(self), str(self), self.__dict__)
+        return _rebuilt, (type(self), str(self), _given(self))
 
 
 class UnplannedError(OverspillError):
@@ -82,7 +82,12 @@ class OutOfMemory(OverspillError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As of InfeasibleBudget."""
-        return _rebuilt, (type(self), str(self), self.__dict__)
+        return _rebuilt, (type(self), str(self), _given(self))
+
+
+def _given(error: OverspillError) -> dict[str, Any]:
+    """What the error was made with; Dynamo adds to errors that pass through it."""
+    return {name: value for name, value in vars(error).items() if name in type(error).__init__.__annotations__}
 
 
 def _rebuilt(kind: type[OverspillError], message: str, fields: dict[str, Any]) -> OverspillError:
