@@ -36,6 +36,7 @@ from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
+from .halves import crossing, split
 from .transfer import ops
 
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -47,7 +48,7 @@ OP_ID = "overspill_op"
 
 def lower(captured: Captured, schedule: Schedule, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`."""
-    forward_part, backward_part = _split(captured, schedule)
+    forward_part, backward_part = split(captured.graph, schedule)
     forward = _Emitter(captured, engine, backward=False)
     for node in captured.joint.primals:
         forward.add_placeholder(node)
@@ -90,45 +91,21 @@ def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.Gr
     return emitter.finish_step(returned, [n for n in captured.joint.primals if captured.moves(n)], stored)
 
 
-def _split(captured: Captured, schedule: Schedule) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
-    """The instructions of the forward graph and of the backward graph; what follows backward is not the graphs' affair."""
-    instructions = schedule.instructions
-    graph = captured.graph
-    last = max(
-        (i for i, x in enumerate(instructions) if x.verb is Verb.RUN and graph.ops[x.target].phase is Phase.FORWARD),
-        default=-1,
-    )
-    cut = last + 1
-    while cut < len(instructions) and instructions[cut].verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE):
-        cut += 1
-    return instructions[:cut], instructions[cut:]
-
-
 def _crossing(
     captured: Captured, backward: Iterable[Instruction], forward: _Emitter
 ) -> tuple[list[fx.Node], list[int]]:
     """What backward takes over: the roots of tensors on the device, and the tensors whose handles it needs."""
-    graph, joint = captured.graph, captured.joint
-    read: dict[int, None] = {}
-    prefetched: dict[int, None] = {}
-    for instruction in backward:
-        target = instruction.target
-        if instruction.verb is Verb.RECOMPUTE:
-            read.update(dict.fromkeys(graph.ops[target].recompute_reads))
-        elif instruction.verb is Verb.RUN and target in captured.nodes:
-            read.update(dict.fromkeys(graph.ops[target].reads))
-        elif instruction.verb in (Verb.FREE, Verb.OFFLOAD) and not graph.tensors[target].persistent:
-            read.setdefault(target)
-        elif instruction.verb is Verb.PREFETCH and target in forward.handles:
-            prefetched.setdefault(target)
-    for node in joint.backward_outputs:
-        if isinstance(node, fx.Node):
-            read.update(dict.fromkeys(captured.tensor_of[key] for key in storages(node)))
+    read, prefetched = crossing(captured.graph, captured.nodes, backward)
+    outputs = [node for node in captured.joint.backward_outputs if isinstance(node, fx.Node)]
+    needed = dict.fromkeys([*read, *(captured.tensor_of[key] for node in outputs for key in storages(node))])
     saved = [
-        root for tensor in read for root in forward.roots_of(tensor) if root in forward.values and root.op != "get_attr"
+        root
+        for tensor in needed
+        for root in forward.roots_of(tensor)
+        if root in forward.values and root.op != "get_attr"
     ]
     saved.sort(key=lambda root: bool(root.meta.get(NO_VERSION_CHECK, False)))
-    return saved, list(prefetched)
+    return saved, [tensor for tensor in prefetched if tensor in forward.handles]
 
 
 class _Emitter:

@@ -27,6 +27,7 @@ from overspill.core import Instruction, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 
 from .arena import Arena, Places, storage_at, tensor_at
+from .halves import crossing, split
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
@@ -46,7 +47,7 @@ def lower_programs(
     text.bound.update(programs.forward.inputs)
     if places.offsets:
         text.line("arena = take_arena()")
-    forward_part, backward_part = _split(captured, schedule.instructions)
+    forward_part, backward_part = split(captured.graph, schedule)
     text.emit(forward_part, 0)
     saved, handles, loose = _crossing(text, backward_part, unchecked)
     outputs = [
@@ -114,36 +115,12 @@ def _unpacked(names: Sequence[str]) -> str:
     return f"({', '.join(names)},)"
 
 
-def _split(
-    captured: CapturedPrograms, instructions: Sequence[Instruction]
-) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
-    """The instructions of the forward function and of the backward function."""
-    ops = captured.graph.ops
-    runs = [i for i, x in enumerate(instructions) if x.verb is Verb.RUN and ops[x.target].phase is Phase.FORWARD]
-    cut = runs[-1] + 1 if runs else 0
-    while cut < len(instructions) and instructions[cut].verb in (Verb.OFFLOAD, Verb.AWAIT_OFFLOAD, Verb.FREE):
-        cut += 1
-    return instructions[:cut], instructions[cut:]
-
-
 def _crossing(text: _Text, backward: Iterable[Instruction], unchecked: int) -> tuple[list[str], list[str], list[str]]:
     """What forward hands over: variables, handles, and variables that autograd does not check for changes."""
     captured, programs = text.captured, text.captured.programs
     if programs.backward is None:
         return [], [], []
-    graph = captured.graph
-    read: dict[int, None] = {}
-    handles: dict[str, None] = {}
-    for instruction in backward:
-        target = instruction.target
-        if instruction.verb is Verb.RECOMPUTE:
-            read.update(dict.fromkeys(graph.ops[target].recompute_reads))
-        elif instruction.verb is Verb.RUN and target in captured.calls:
-            read.update(dict.fromkeys(graph.ops[target].reads))
-        elif instruction.verb in (Verb.FREE, Verb.OFFLOAD) and not graph.tensors[target].persistent:
-            read.setdefault(target)
-        elif instruction.verb is Verb.PREFETCH and text.handle(target) in text.bound:
-            handles.setdefault(text.handle(target))
+    read, prefetched = crossing(captured.graph, captured.calls, backward)
     keys = {captured.key_of[t]: None for t in read if t in captured.key_of}
     keys |= {
         k: None for e in programs.backward.outputs for n in programs.backward.uses_of(e) if (k := programs.key_of(n))
@@ -154,7 +131,13 @@ def _crossing(text: _Text, backward: Iterable[Instruction], unchecked: int) -> t
     loose = [n for n in names if programs.key_of(n) in changing]
     if len(loose) > unchecked:
         raise InvalidSchedule(f"{len(loose)} tensors that change cross to backward, for {unchecked} places")
-    return [n for n in names if n not in loose], list(handles), [_NOTHING] * (unchecked - len(loose)) + loose
+    handles = [handle for handle in map(_handle, prefetched) if handle in text.bound]
+    return [n for n in names if n not in loose], handles, [_NOTHING] * (unchecked - len(loose)) + loose
+
+
+def _handle(tensor: int) -> str:
+    """The variable of the handle of what is in the store."""
+    return f"handle_{tensor}"
 
 
 class _Text:
@@ -168,7 +151,6 @@ class _Text:
         self.returned: dict[int, str] = {}
         self.gradients: dict[int, str] = {}
         self._lines: list[str] = []
-        self._views: dict[int, set[str]] = {}
         self._tensor_of = {key: tensor for tensor, key in captured.key_of.items()}
 
     def begin(self, bound: Iterable[str]) -> None:
@@ -184,10 +166,6 @@ class _Text:
     def line(self, text: str) -> None:
         """One more line."""
         self._lines.append(text)
-
-    def handle(self, tensor: int) -> str:
-        """The variable of the handle of what is in the store."""
-        return f"handle_{tensor}"
 
     def emit(self, instructions: Iterable[Instruction], first: int) -> None:
         """Emit what belongs to this function, from position `first` of the schedule on; gradients are handed out when they are complete, so what follows is dropped."""
@@ -274,7 +252,7 @@ class _Text:
 
     def _transfer(self, verb: Verb, tensor: int, position: int) -> None:
         (root,) = self.programs.roots[self.captured.key_of[tensor]]
-        handle = self.handle(tensor)
+        handle = _handle(tensor)
         if verb is Verb.OFFLOAD:
             self.line(f"{handle} = offload({root})")
             self.bound.add(handle)
