@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
+from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.batch_norm import (
     call_without_statistics,
@@ -222,7 +222,6 @@ class _Emitter:
             handle = self._call(ops.OFFLOAD, (self.values[root], self.engine), f"handle_{root.name}")
             with self.fake_mode:
                 handle.meta["val"] = ops.fake_handle()
-            handle.meta["tensor_meta"] = extract_tensor_metadata(handle.meta["val"])
             self.handles[target] = handle
             self._touch(target)
         elif verb is Verb.AWAIT_OFFLOAD:
@@ -230,22 +229,16 @@ class _Emitter:
             self._call(ops.AWAIT_OFFLOAD, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
             self._touch(target)
         elif verb is Verb.PREFETCH:
-            self._prefetch(target)
+            root = self._only_root(target)
+            arriving = self._call(ops.PREFETCH, (self.handles[target], self.engine), f"arriving_{root.name}")
+            arriving.meta["val"] = root.meta["val"]
+            self.arriving[target] = arriving
         else:
             root = self._only_root(target)
             arrived = self._call(ops.AWAIT_PREFETCH, (self.arriving.pop(target), self.engine), root.name)
             arrived.meta["val"] = root.meta["val"]
             self.values[root] = arrived
             self._touch(target)
-
-    def _prefetch(self, tensor: int) -> None:
-        root = self._only_root(tensor)
-        value = root.meta["val"]
-        args = (self.handles[tensor], list(value.shape), list(value.stride()), value.dtype, value.device, self.engine)
-        arriving = self._call(ops.PREFETCH, args, f"arriving_{root.name}")
-        arriving.meta["val"] = value
-        arriving.meta["tensor_meta"] = extract_tensor_metadata(value)
-        self.arriving[tensor] = arriving
 
     def _run(self, op: Op) -> None:
         node = self.captured.nodes.get(op.id)

@@ -85,10 +85,10 @@ def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[
     if programs.backward is not None:
         found |= programs.backward.namespace
     found |= {
-        "offload": lambda source: ops.engine_number(engine).offload(source),
-        "await_offload": lambda handle, source: ops.engine_number(engine).await_offload(handle, source),
-        "prefetch": lambda handle, into=None: ops.engine_number(engine).prefetch(handle, into),
-        "await_prefetch": lambda arriving: ops.engine_number(engine).await_prefetch(arriving),
+        "offload": lambda source: ops.engine_numbered(engine).offload(source),
+        "await_offload": lambda handle, source: ops.engine_numbered(engine).await_offload(handle, source),
+        "prefetch": lambda handle, into=None: ops.engine_numbered(engine).prefetch(handle, into),
+        "await_prefetch": lambda arriving: ops.engine_numbered(engine).await_prefetch(arriving),
         _NOTHING: torch.empty(0),
         "take_arena": Arena(places.arena_bytes, _device_of(captured)).take,
         "storage_at": storage_at,

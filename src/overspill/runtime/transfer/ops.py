@@ -1,14 +1,12 @@
-"""The transfer ops that lowered graphs call, registered with torch so that eager FX and Inductor both can.
+"""The transfer ops that lowered graphs call, registered with torch so that a dispatch mode sees what they make.
 
-`await_offload` takes the source as an argument: whoever manages memory (Python's reference counts, Inductor's buffer
-reuse) then keeps it until the copy is done. `await_prefetch` returns its argument as an alias and consumers read that;
-a variant that mutates instead is silently reordered by Inductor (2.11 to 2.13).
+`await_offload` takes the source as an argument: whoever manages memory by reference counts then keeps it until the copy is
+done. `await_prefetch` returns its argument as an alias, and consumers read that.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,7 +28,7 @@ def register_engine(engine: TransferEngine) -> int:
     return number
 
 
-def engine_number(number: int) -> TransferEngine:
+def engine_numbered(number: int) -> TransferEngine:
     """The engine of that number. Raises OverspillError where it has been closed."""
     try:
         return _ENGINES[number]
@@ -39,33 +37,28 @@ def engine_number(number: int) -> TransferEngine:
 
 
 def _offload(source: Tensor, engine: int) -> Tensor:
-    return engine_number(engine).offload(source)
+    return engine_numbered(engine).offload(source)
 
 
 def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
-    engine_number(engine).await_offload(handle, source)
+    engine_numbered(engine).await_offload(handle, source)
 
 
-def _prefetch(handle: Tensor, *_seen_and_engine: Any) -> Tensor:
-    # Size, strides, dtype and device are for the compiler; the engine restores what it saw when the tensor left.
-    return engine_number(_seen_and_engine[-1]).prefetch(handle)
+def _prefetch(handle: Tensor, engine: int) -> Tensor:
+    return engine_numbered(engine).prefetch(handle)
 
 
 def _await_prefetch(arriving: Tensor, engine: int) -> Tensor:
-    engine_number(engine).await_prefetch(arriving)
+    engine_numbered(engine).await_prefetch(arriving)
     return arriving
 
 
 _library = torch.library.Library("overspill", "DEF")
-_tags = (torch.Tag.needs_exact_strides,)
-_library.define("offload(Tensor source, int engine) -> Tensor", tags=_tags)
-_library.define("await_offload(Tensor handle, Tensor source, int engine) -> ()", tags=_tags)
-_library.define(
-    "prefetch(Tensor handle, int[] size, int[] stride, ScalarType dtype, Device device, int engine) -> Tensor",
-    tags=_tags,
-)
-_library.define("await_prefetch(Tensor(a) arriving, int engine) -> Tensor(a)", tags=_tags)
-_library.define("hold(Tensor held) -> ()", tags=_tags)
+_library.define("offload(Tensor source, int engine) -> Tensor")
+_library.define("await_offload(Tensor handle, Tensor source, int engine) -> ()")
+_library.define("prefetch(Tensor handle, int engine) -> Tensor")
+_library.define("await_prefetch(Tensor(a) arriving, int engine) -> Tensor(a)")
+_library.define("hold(Tensor held) -> ()")
 for _name, _call in (
     ("offload", _offload),
     ("await_offload", _await_offload),
@@ -80,16 +73,6 @@ def fake_handle() -> Tensor:
     """A fake handle, made inside the caller's fake mode."""
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
-
-torch.library.register_fake("overspill::offload", lambda source, engine: fake_handle(), lib=_library)  # noqa: ARG005
-torch.library.register_fake("overspill::await_offload", lambda handle, source, engine: None, lib=_library)  # noqa: ARG005
-torch.library.register_fake(
-    "overspill::prefetch",
-    lambda handle, size, stride, dtype, device, engine: torch.empty_strided(size, stride, dtype=dtype, device=device),  # noqa: ARG005
-    lib=_library,
-)
-torch.library.register_fake("overspill::await_prefetch", lambda arriving, engine: arriving, lib=_library)  # noqa: ARG005
-torch.library.register_fake("overspill::hold", lambda held: None, lib=_library)  # noqa: ARG005
 
 OFFLOAD = torch.ops.overspill.offload.default
 AWAIT_OFFLOAD = torch.ops.overspill.await_offload.default
