@@ -12,23 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 from torch import Tensor
 
 from overspill.capture.programs.graph import CapturedPrograms
+from overspill.capture.programs.storages import storage_key
 from overspill.core import Block, Schedule, Trace, Verb
-from overspill.core.errors import InfeasibleBudget, UnsupportedError
+from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.core.units import format_apart
 from overspill.placement.packing import Limits, Solver
+from overspill.placement.place import REPLANS
 from overspill.plans.plan import Plan
 from overspill.simulate import trace_of
 
 ALIGNMENT = 64
-"""Bytes that addresses are multiples of, as those of PyTorch's CPU allocator."""
-REPLANS = 8
-"""How often a plan that does not lie within its budget is made again for less."""
+"""Bytes that addresses are multiples of, as those that PyTorch's allocators give are."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ NOWHERE = Places({}, 0, 0)
 
 
 def places_of(captured: CapturedPrograms, schedule: Schedule, solver: Solver, limits: Limits) -> Places:
-    """The places of the program's buffers under `schedule`; the solver's layout is checked before it is used."""
+    """The places of the program's buffers under `schedule`; the solver's layout is checked before it is used. Raises RequestError where it has none."""
     wanted = {
         (captured.graph.tensors[tensor].name, at): (tensor, at) for tensor, at in _allocations(captured, schedule)
     }
@@ -61,24 +60,22 @@ def places_of(captured: CapturedPrograms, schedule: Schedule, solver: Solver, li
     keys: list[tuple[int, int]] = []
     for block in trace_of(captured.graph, schedule).blocks:
         if (key := wanted.get((block.name, block.start))) is None:
-            outside.append(block)
+            outside.append(replace(block, id=len(outside)))
         else:
             inside.append(replace(block, id=len(inside), alignment=ALIGNMENT))
             keys.append(key)
-    beside = Trace(tuple(replace(b, id=i) for i, b in zip(count(), outside))).lower_bound_bytes
-    solution = solver.solve(Trace(tuple(inside)), limits)
-    if solution.layout is None:
-        return Places({}, 0, beside)
-    return Places(dict(zip(keys, solution.layout.offsets, strict=True)), solution.layout.peak_bytes, beside)
+    layout = solver.solve(Trace(tuple(inside)), limits).layout
+    if layout is None:
+        raise RequestError(f"the solver {solver.name!r} found no layout within its time")
+    beside = Trace(tuple(outside)).lower_bound_bytes
+    return Places(dict(zip(keys, layout.offsets, strict=True)), layout.peak_bytes, beside)
 
 
 def _allocations(captured: CapturedPrograms, schedule: Schedule) -> list[tuple[int, int]]:
     """Each time that a buffer of the program comes to the device: the tensor, and the position in the schedule."""
     graph, programs = captured.graph, captured.programs
-    leaving = {captured.key_of.get(t) for t in graph.outputs}
-    for value in (*programs.outputs[0][: programs.num_forward_outputs], *programs.outputs[1]):
-        if isinstance(value, Tensor):
-            leaving.add(int(value.untyped_storage()._cdata))
+    outputs = (*programs.outputs[0][: programs.num_forward_outputs], *programs.outputs[1])
+    leaving = {storage_key(value) for value in outputs if isinstance(value, Tensor)}
     own = {
         tensor for tensor, key in captured.key_of.items()
         if key not in leaving and not graph.tensors[tensor].persistent and len(programs.roots[key]) == 1
@@ -109,20 +106,17 @@ def plan_in_arena(
     """
     asked, least = budget_bytes, None
     for _ in range(REPLANS):
-        least_is_tried = False
         try:
-            plan = make(max(1, asked))
+            plan, is_least = make(max(1, asked)), False
         except InfeasibleBudget as error:
-            least_is_tried = True
-            plan = make(error.floor_bytes)
+            plan, is_least = make(error.floor_bytes), True
         places = places_of(captured, plan.schedule, solver, limits)
         if places.total_bytes <= budget_bytes:
             return replace(plan, budget_bytes=budget_bytes), places
         least = min(places.total_bytes, least or places.total_bytes)
-        less = min(asked, plan.peak_bytes) - (places.total_bytes - budget_bytes)
-        if least_is_tried:
+        if is_least:
             break
-        asked = less
+        asked = min(asked, plan.peak_bytes) - (places.total_bytes - budget_bytes)
     assert least is not None
     budget, taken = format_apart(budget_bytes, least)
     raise InfeasibleBudget(
@@ -151,7 +145,7 @@ class Arena:
         Raises UnsupportedError where another call has it.
         """
         if self._memory is None:
-            self._memory = torch.empty(self.nbytes + ALIGNMENT, dtype=torch.uint8, device=self.device)
+            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OURS:
             raise UnsupportedError(
                 "the model is called while another call of it waits for its backward, and planned addresses are there once; "
@@ -161,10 +155,9 @@ class Arena:
 
 
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage of its own for the bytes at `offset` of the arena, whoever uses it keeps the arena."""
-    start = arena.data_ptr()
-    start += -start % ALIGNMENT
-    found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(start + offset, arena.device, nbytes)
+    """A storage of its own for the bytes at `offset` of the arena, which whoever uses it keeps."""
+    at = arena.data_ptr() + offset
+    found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(at, arena.device, nbytes)
     return found
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.trace import trace
+from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph, Phase
 from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
@@ -23,7 +24,6 @@ from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 
 from . import batches
-from .allocated import AllocatedBytes
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .live.allocator import serving
@@ -217,10 +217,11 @@ def _train(
         @contextmanager
         def counted() -> Iterator[None]:
             optimizer.zero_grad(set_to_none=True)
-            allocated = AllocatedBytes([*there, *tree_leaves(list(optimizer.state.values()))])
-            with allocated.counting():
+            begun = LiveBytes(torch.device(training.device))
+            begun.add([*there, *tree_leaves(list(optimizer.state.values()))])
+            with allocations() as found:
                 yield
-            run.measured_peak_bytes = allocated.peak_bytes
+            run.measured_peak_bytes = begun.live_bytes + peak_of(found.changes)[0]
 
         _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
     run.state = _final_state(step) if training.keep_state else {}

@@ -8,10 +8,9 @@ forward's outputs, by position.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +52,20 @@ class Call:
     made: list[str] = field(default_factory=list)
 
 
+class Effects(NamedTuple):
+    """What a call does besides reading: `written` are the variables that it may change, and how.
+
+    `repeatable`: with the same inputs it gives the same bits again. `is_kernel`: Inductor compiled it, so it only
+    writes to its arguments.
+    """
+
+    name: str
+    written: Mapping[str, Access]
+    random: bool = False
+    repeatable: bool = True
+    is_kernel: bool = False
+
+
 @dataclass
 class Storages:
     """What the variables of `forward`, and of `backward` where there is one, are.
@@ -68,8 +81,8 @@ class Storages:
     aliases: dict[str, ast.expr] = field(default_factory=dict)
     allocations: dict[str, ast.stmt] = field(default_factory=dict)
     roots: dict[StorageKey, list[str]] = field(default_factory=dict)
-    calls: tuple[list[Call], list[Call]] = ([], [])
-    outputs: tuple[list[Any], list[Any]] = ([], [])
+    calls: tuple[list[Call], list[Call]] = field(default_factory=lambda: ([], []))
+    outputs: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def key_of(self, variable: str) -> StorageKey | None:
@@ -97,7 +110,7 @@ def follow(
     mode: FakeTensorMode,
 ) -> Storages:
     """The storages of a step whose inputs are the fake `primals` and `tangents`. Raises UnsupportedError."""
-    found = Storages(forward, backward, num_forward_outputs, calls=([], []), outputs=([], []))
+    found = Storages(forward, backward, num_forward_outputs)
     follower = _Follower(found, mode)
     follower.enter(forward, primals)
     follower.run(forward, 0)
@@ -197,7 +210,7 @@ class _Follower:
     def _call(self, program: Program, statement: Statement, part: int) -> None:
         node = statement.value
         assert isinstance(node, ast.Call)
-        name, written, random, repeatable = self._effects(program, node, statement.target is not None, statement)
+        name, written, random, repeatable, is_kernel = self._effects(program, node, statement)
         keys = {n: k for n in statement.uses if (k := self.found.key_of(n)) is not None}
         reads = dict.fromkeys(k for n, k in keys.items() if written.get(n) is not Access.WRITE or k in self.written)
         writes = dict.fromkeys(keys[n] for n, access in written.items() if n in keys and access is not Access.READ)
@@ -223,14 +236,12 @@ class _Follower:
         self.found.calls[part].append(call)
         tensors = [self.found.values[n] for n in statement.uses] + tree_leaves(result)
         call.moved_bytes = sum(_nbytes(t) for t in tensors if isinstance(t, Tensor))
-        call.flops = self._flops(program, node, result)
-        if not name.startswith(("cpp_", "triton_")):
+        if not is_kernel:
+            call.flops = self._flops(program, name, node, result)
             self.libraries.append((program, call, node, statement.uses))
 
-    def _effects(
-        self, program: Program, call: ast.Call, returns: bool, statement: Statement
-    ) -> tuple[str, dict[str, Access], bool, bool]:
-        """A call's name, what it does with the variables that it may change, whether it is random, and may be repeated."""
+    def _effects(self, program: Program, call: ast.Call, statement: Statement) -> Effects:
+        """Raises UnsupportedError for a call of which nothing tells what it changes."""
         function = call.func
         if isinstance(function, ast.Attribute) and function.attr == "run":
             function = function.value
@@ -240,7 +251,7 @@ class _Follower:
             if len(given) != len(accesses):
                 raise not_understood(statement.node)
             written = {n: access for names, access in zip(given, accesses, strict=True) for n in names}
-            return function.id[2:], written, False, function.id not in program.atomic
+            return Effects(function.id[2:], written, repeatable=function.id not in program.atomic, is_kernel=True)
         target = self._plain(program, function)
         written = {n: Access.WRITE for k in call.keywords if k.arg == "out" for n in program.uses_of(k.value)}
         name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
@@ -249,10 +260,10 @@ class _Follower:
             if target._schema.is_mutable and not written:
                 written = self._mutated(program, target, call)
             random = torch.Tag.nondeterministic_seeded in tags
-            return name, written, random, not (random or torch.Tag.nondeterministic_bitwise in tags)
-        if not (written or returns) or not name.startswith(("extern_kernels.", "aten.")) or name.endswith("_"):
+            return Effects(name, written, random, not (random or torch.Tag.nondeterministic_bitwise in tags))
+        if not (written or statement.target) or not name.startswith(("extern_kernels.", "aten.")) or name.endswith("_"):
             raise not_understood(statement.node)
-        return name, written, False, True
+        return Effects(name, written)
 
     def _mutated(self, program: Program, target: Any, call: ast.Call) -> dict[str, Access]:
         given = dict(zip((a.name for a in target._schema.arguments), call.args, strict=False))
@@ -287,16 +298,15 @@ class _Follower:
         code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<Inductor's program>", "eval")
         return eval(code, {**program.namespace, **_FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
 
-    def _flops(self, program: Program, call: ast.Call, result: Any) -> int:
-        """By torch's own formulas, of library calls."""
-        name = re.sub(r"^(torch\.ops\.aten|extern_kernels)\.|\.\w+$", "", ast.unparse(call.func))
-        name = ast.unparse(call.func).rsplit(".", 1)[-1] if name.startswith(("torch", "extern")) else name
-        formula = flop_registry.get(getattr(torch.ops.aten, name.split(".")[0], None))
+    def _flops(self, program: Program, name: str, call: ast.Call, result: Any) -> int:
+        """Of a library call, `aten.op` or `extern_kernels.op`, by torch's own formulas."""
+        op = name.split(".")[1]
+        formula = flop_registry.get(getattr(torch.ops.aten, op, None))
         if formula is None:
             return 0
         out = next((k.value for k in call.keywords if k.arg == "out"), None)
         value = result if out is None else self._plain(program, out)
-        if name == "convolution" and call.keywords:
+        if op == "convolution" and call.keywords:
             shapes = [tuple(self._plain(program, a).shape) for a in call.args[:2]]
             transposed = any(k.arg == "transposed" and ast.unparse(k.value) == "True" for k in call.keywords)
             return _convolution_flops(shapes[0], shapes[1], tuple(value.shape), transposed=transposed)

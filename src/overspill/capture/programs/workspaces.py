@@ -2,25 +2,22 @@
 
 A convolution may copy its inputs into another layout, and no text says so. So each library call of a program is run once on
 zeros of its inputs' shapes, alone, before a plan is made; of equal calls one. Compiled kernels allocate nothing.
-
-Relies on the profiler's memory events (2.11 to 2.13), which come from PyTorch's allocator.
 """
 
 from __future__ import annotations
 
 import ast
-import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on standard error that it starts and ends
-_MARK = "overspill: "
+from .allocations import allocations, peak_of
+
 _known: dict[str, int] = {}
 """Workspaces in bytes by the signature of a call, for all programs of this process."""
 
@@ -48,44 +45,23 @@ def workspace_bytes(
 
 def _signature(call: ast.expr, uses: Sequence[str], values: Mapping[str, Any]) -> str:
     names = {name: f"v{i}" for i, name in enumerate(uses)}
-    text = "".join(names.get(word, word) for word in _words(ast.unparse(call)))
+    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), ast.unparse(call))
     shapes = [(v.shape, v.stride(), v.dtype, v.device) for n in uses if isinstance(v := values[n], Tensor)]
     return f"{torch.get_num_threads()} {text} {shapes}"
-
-
-def _words(text: str) -> list[str]:
-    found, word = [], ""
-    for letter in text:
-        if letter.isidentifier() or letter.isdigit():
-            word += letter
-        else:
-            found += [word, letter]
-            word = ""
-    return [*found, word]
 
 
 def _measured(
     calls: Sequence[tuple[ast.expr, Sequence[str]]], namespace: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[int]:
-    with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
-        for index, (call, uses) in enumerate(calls):
+    with allocations() as found:
+        for call, uses in calls:
             given = {name: _zeros(values[name]) for name in uses}
             code = compile(ast.fix_missing_locations(ast.Expression(call)), "<a library call>", "eval")
-            with record_function(f"{_MARK}{index}"):
+            with found.part():
                 result = eval(code, dict(namespace), given)  # noqa: S307 - the user's own compiled program
             del given, result
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    spans = [(e.start_ns(), e.end_ns()) for e in events if e.name().startswith(_MARK)]
-    return [_beyond_results([n for at, n in sizes if begin <= at <= end]) for begin, end in spans]
-
-
-def _beyond_results(changes: Sequence[int]) -> int:
-    now = most = 0
-    for change in changes:
-        now += change
-        most = max(most, now)
-    return most - max(now, 0)
+    peaks = map(peak_of, found.by_part)
+    return [most - max(results, 0) for most, results in peaks]
 
 
 def _zeros(value: Any) -> Any:
