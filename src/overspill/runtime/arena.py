@@ -105,7 +105,7 @@ def plan_in_arena(
     Raises InfeasibleBudget, with the least that was found.
     """
     asked, least = budget_bytes, None
-    for _ in range(REPLANS):
+    for left in reversed(range(REPLANS)):
         try:
             plan, is_least = make(max(1, asked)), False
         except InfeasibleBudget as error:
@@ -116,7 +116,8 @@ def plan_in_arena(
         least = min(places.total_bytes, least or places.total_bytes)
         if is_least:
             break
-        asked = min(asked, plan.peak_bytes) - (places.total_bytes - budget_bytes)
+        less = min(asked, plan.peak_bytes) - (places.total_bytes - budget_bytes)
+        asked = less if left > 1 else 1  # the last to try is what has the least live bytes
     assert least is not None
     budget, taken = format_apart(budget_bytes, least)
     raise InfeasibleBudget(
