@@ -51,6 +51,7 @@ MEASURED = tuple(
         rf"(planning took +){_TIME}",
         rf"^(step ){_TIME}(?= \(simulated )",  # of `train`
         rf"(; plain ){_TIME}",
+        rf"(; first step ){_TIME}",
         rf"^(time +){_TIME}",  # of `pack`
         rf"(no layout was found.* in ){_TIME}",
         r'("(?:plan_|reference_step_)?seconds": ?)[\d.e-]+',

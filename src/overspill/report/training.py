@@ -154,7 +154,8 @@ def _times(trained: Trained) -> str:
     """The usual step time: compilation falls into the first step (and the second, which may plan anew)."""
     measured = f"step {format_seconds(_usual(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(_usual(trained.reference))}" if trained.reference is not None else ""
-    return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}"
+    first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
+    return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}"
 
 
 def _usual(run: Run) -> float:

@@ -435,3 +435,16 @@ def test_modules_read_as_ever_after_watching() -> None:
     with pytest.raises(OverspillError, match="changes"), watching():
         counts(model, model(batch()[0]))
     assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_an_op_of_torch_may_look_its_overload_up_in_the_step() -> None:
+    library = torch.library.Library("overspill_tests", "DEF")
+    library.define("halved(Tensor x) -> Tensor")
+    library.impl("halved", lambda x: x / 2, "CompositeImplicitAutograd")
+    model, optimizer = made(lambda model, y: model.op(y))  # type: ignore[operator]
+    model.op = torch.ops.overspill_tests.halved
+    before = set(vars(model.op))
+    loss = step_of(model, optimizer)(*batch())
+    assert set(vars(model.op)) != before  # or there is nothing to forgive
+    plain, _ = made(lambda _, y: y / 2)
+    assert same_bits(loss, F.cross_entropy(plain(batch()[0]), batch()[1]).detach())

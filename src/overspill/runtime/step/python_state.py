@@ -13,7 +13,7 @@ random numbers. What a model sets at its first call is no such change if it come
 Not noticed: what functions of installed packages read besides the attributes of modules, and clocks, files and the like.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): the instance dictionaries `_modules`, `_parameters` and
-`_buffers` of modules, and the tables of hooks of all modules.
+`_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OperatorBase, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as torch_module
@@ -64,8 +65,11 @@ _ATOMS = (
     torch.device,
     torch.layout,
 )
-_BY_IDENTITY = (nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader)
-"""What modules hold is noted when it is read; the rest is no part of forward or loss, though it may be found near by."""
+_BY_IDENTITY = (
+    nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader, OperatorBase, OpOverloadPacket
+)  # fmt: skip
+"""What modules hold is noted when it is read; torch's ops look their overloads up when they are first called; the rest is no
+part of forward or loss, though it may be found near by."""
 _NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
 """What they hold is compared as the model's structure (`structure.py`); the last two are lists of a recurrent layer's parameters."""
 _GLOBAL_HOOKS = tuple(
