@@ -7,9 +7,11 @@ behind for the other, and times would be off by a third.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,10 +78,11 @@ class Stepper:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Step times of both sides, their losses' equality, and the plan of the managed side."""
+    """Step times of both sides, those of their first steps (plain, managed), whether losses are equal, and the managed plan."""
 
     plain_seconds: list[float]
     managed_seconds: list[float]
+    first_seconds: tuple[float, float]
     losses_identical: bool
     plan: Plan
 
@@ -96,6 +99,8 @@ class Pairs:
             "plan_seconds": plan.plan_seconds,
             "plain_step_seconds": self.plain_seconds,
             "managed_step_seconds": self.managed_seconds,
+            "plain_first_step_seconds": self.first_seconds[0],
+            "managed_first_step_seconds": self.first_seconds[1],
             "measured_ratio_median": statistics.median(ratios),
             "measured_ratio_min": min(ratios),
             "measured_ratio_max": max(ratios),
@@ -119,25 +124,34 @@ def compare(case: Case, options: Options, device: torch.device, pairs: int, warm
 def compiled_ratios(case: Case, device: torch.device, pairs: int, warmup: int = 1) -> list[float]:
     """Step times under `torch.compile` over those of eager PyTorch, pair by pair."""
     with _Side(case, None, device) as eager, _Side(case, None, device, compiled=True) as compiled:
-        one, other, _ = _in_turns(eager, compiled, pairs, warmup)
+        one, other, *_ = _in_turns(eager, compiled, pairs, warmup)
         return [b / a for a, b in zip(one, other, strict=True)]
 
 
-def _in_turns(one: _Side, other: _Side, pairs: int, warmup: int) -> tuple[list[float], list[float], bool]:
-    """The seconds of the steps that count, and whether all losses are equal; neither runs beside the other's step."""
+def _in_turns(
+    one: _Side, other: _Side, pairs: int, warmup: int
+) -> tuple[list[float], list[float], tuple[float, float], bool]:
+    """The seconds of the steps that count, those of both first ones, and whether all losses are equal.
+
+    Neither runs beside the other's step.
+    """
     steps = [(one.step(index), other.step(index)) for index in range(warmup + pairs)]
     counted = steps[warmup:]
     identical = all(a[1] == b[1] for a, b in steps)
-    return [a[0] for a, _ in counted], [b[0] for _, b in counted], identical
+    first = steps[0][0][0], steps[0][1][0]
+    return [a[0] for a, _ in counted], [b[0] for _, b in counted], first, identical
 
 
 class _Side:
-    """One copy of a job in a process of its own."""
+    """One copy of a job in a process of its own, which finds nothing that another has compiled."""
 
     def __init__(self, case: Case, options: Options | None, device: torch.device, *, compiled: bool = False) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, case, options, str(device), compiled), daemon=True)
+        self.cache = tempfile.TemporaryDirectory(prefix="overspill-bench-")
+        self.process = context.Process(
+            target=_serve, args=(theirs, case, options, str(device), compiled, self.cache.name), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -147,6 +161,7 @@ class _Side:
     def __exit__(self, *_: object) -> None:
         self.connection.close()  # at which the process ends
         self.process.join()
+        self.cache.cleanup()
 
     def step(self, seed: int) -> tuple[float, float]:
         """Seconds and loss of one step."""
@@ -166,8 +181,11 @@ class _Side:
         return answer
 
 
-def _serve(connection: Connection, case: Case, options: Options | None, device: str, compiled: bool) -> None:
+def _serve(
+    connection: Connection, case: Case, options: Options | None, device: str, compiled: bool, cache: str
+) -> None:
     """Take a step for each seed that comes, tell the plan where None comes, and end with the connection."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     session = None if options is None else Session(options)
     try:
         stepper = Stepper(case, torch.device(device), session, compiled=compiled)
