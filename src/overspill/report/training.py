@@ -155,7 +155,13 @@ def _times(trained: Trained) -> str:
     measured = f"step {format_seconds(_usual(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(_usual(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
-    return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}"
+    return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
+
+
+def _partition(run: Run) -> str:
+    """That forward and backward are parted otherwise than usual."""
+    usual = run.memory_budget in (None, 1.0)
+    return "" if usual else f", parted as by activation_memory_budget={run.memory_budget:g}"
 
 
 def _usual(run: Run) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -89,7 +90,10 @@ class Training:
 
 @dataclass
 class Run:
-    """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers."""
+    """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers.
+
+    `memory_budget` is the `activation_memory_budget` that Inductor's programs were parted by.
+    """
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -98,6 +102,7 @@ class Run:
     reserved_peak_bytes: int | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = None
+    memory_budget: float | None = None
     offloaded_bytes: int = 0
     times: MeasuredTimes | None = None
 
@@ -161,6 +166,7 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
+        run.memory_budget = session.memory_budgets[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
         run.times = session.measured_times
         return run
@@ -169,14 +175,21 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some sessions
 
 
-def train_plain(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
+def train_plain(
+    training: Training,
+    options: Options,
+    on_step: Callable[[int, float], None] | None = None,
+    memory_budget: float | None = None,
+) -> Run:
     """The same steps without Overspill: the reference that a managed run must equal.
 
-    That is eager PyTorch, or `torch.compile` where the managed run has its kernels.
+    That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `memory_budget`.
     """
     training.check(options)
+    parted = {} if memory_budget is None else {"activation_memory_budget": memory_budget}
     try:
-        return _train(training, None, on_step, compiled=options.backend == "inductor")
+        with torch._functorch.config.patch(parted):
+            return _train(training, None, on_step, compiled=options.backend == "inductor")
     finally:
         torch._dynamo.reset()
 

@@ -22,7 +22,8 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.session import Frame, Session
+from overspill.runtime.compiled.planned import Frame
+from overspill.runtime.compiled.session import Session
 from overspill.runtime.lower import lower
 from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes

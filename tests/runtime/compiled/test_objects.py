@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import overspill
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
 from overspill.core.units import format_apart
+from overspill.runtime.compiled.backend import backend_of
 from overspill.runtime.training import same_bits
 
 
@@ -401,3 +402,17 @@ def test_the_arguments_of_a_compiled_model_can_be_looked_up() -> None:
     model = Model(2, 2)
     assert list(inspect.signature(overspill.compile(model).forward).parameters) == ["inputs", "labels"]
     assert list(inspect.signature(overspill.compile(model.forward)).parameters) == ["inputs", "labels"]
+
+
+def test_how_a_model_was_compiled_can_be_copied_and_pickled() -> None:  # Lightning leaves that in every model
+    session = overspill.Session(budget="1GiB", policy="vdnn-all", store="host")
+    backend = backend_of(session)
+    assert copy.deepcopy(backend) is backend
+    anew = pickle.loads(pickle.dumps(backend))
+    plain, model = made(), made()
+    compiled = torch.compile(model, backend=anew, dynamic=False)
+    torch.manual_seed(1)
+    expected = F.cross_entropy(plain(batch()[0]), batch()[1])
+    torch.manual_seed(1)
+    assert same_bits(F.cross_entropy(compiled(batch()[0]), batch()[1]).detach(), expected.detach())
+    assert not session.plans

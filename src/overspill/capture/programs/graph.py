@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
 
@@ -17,20 +17,31 @@ from .storages import Call, Storages, storage_key
 
 @dataclass(frozen=True)
 class CapturedPrograms:
-    """A Graph and the programs behind it: `calls` by op id, `key_of` the storage of each tensor."""
+    """A Graph and the programs behind it: `calls` by op id, `key_of` the storage of each tensor.
+
+    `memory_budget` is the `activation_memory_budget` by which forward and backward were parted.
+    """
 
     graph: Graph
     joint: JointGraph
     programs: Storages
     calls: dict[int, Call] = field(repr=False)
     key_of: dict[int, StorageKey] = field(repr=False)
+    memory_budget: float = 1.0
 
 
 def capture_programs(
-    programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step"
+    programs: Storages,
+    joint: JointGraph,
+    inputs: list[InputInfo],
+    surroundings: Surroundings,
+    name: str = "step",
+    *,
+    memory_budget: float = 1.0,
 ) -> CapturedPrograms:
-    """The Graph of the step around `programs`, which Inductor made from `joint`."""
-    return _CaptureOfPrograms(programs, joint, inputs, surroundings, name).captured()
+    """The Graph of the step around `programs`, which Inductor made from `joint`, parted for `memory_budget`."""
+    found = _CaptureOfPrograms(programs, joint, inputs, surroundings, name).captured()
+    return replace(found, memory_budget=memory_budget)
 
 
 class _CaptureOfPrograms(CaptureOfStep):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ from overspill.runtime.profile import OpTimer
 
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
-from .session import Frame, Planned, Session, plan_captured, torch_device
+from .partitions import Partitioned
+from .planned import Frame, Planned
+from .session import Session, plan_captured, torch_device
 
 Compiled = Callable[..., Any]
 
@@ -178,27 +181,32 @@ class _GraphCompiler:
         self.session.watch_calls.graphs_run += 1
 
     def _plan_programs(
-        self, joint: JointGraph, how: Callable[..., CapturedPrograms]
+        self, joint: JointGraph, how: Callable[..., Partitioned]
     ) -> tuple[CapturedPrograms, Schedule, Places, int]:
         """What `compile_with_inductor` asks for once it knows forward and backward."""
         placed: list[tuple[Plan, Places]] = []
 
-        def make(options: Options, captured: CapturedPrograms, device: Device, budget_bytes: int) -> Plan:
-            if options.placement != PLANNED:
-                return plan_captured(options, captured, device, budget_bytes)
-            live = replace(options, placement=None)
-            found = plan_in_arena(
-                captured,
-                lambda nbytes: plan_captured(live, captured, device, nbytes),
-                budget_bytes,
-                solver_named(),
-                SEARCH,
-            )
-            placed.append(found)
-            return found[0]
+        def make(options: Options, partitioned: Partitioned, device: Device, budget_bytes: int) -> Plan:
+            def planned(captured: CapturedPrograms) -> Plan:
+                if options.placement != PLANNED:
+                    return plan_captured(options, captured, device, budget_bytes)
+                live = replace(options, placement=None)
+                found = plan_in_arena(
+                    captured,
+                    lambda nbytes: plan_captured(live, captured, device, nbytes),
+                    budget_bytes,
+                    solver_named(),
+                    SEARCH,
+                )
+                placed.append(found)
+                return found[0]
 
-        captured, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
+            return partitioned.best_plan(planned)
+
+        partitioned, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
         plan = self.planned.plan
+        captured = partitioned.of(plan.graph)
+        self.planned.memory_budget = captured.memory_budget
         engine = self.session.engine_for(plan, torch_device(self.examples))
         places = next((places for made, places in placed if made is plan), NOWHERE)
         return captured, plan.schedule, places, engine
@@ -303,17 +311,33 @@ def _forget(key: int, session: weakref.ref[Session]) -> None:
 
 def backend_of(session: Session) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
     """The backend of a model compiled in `session`, which it does not keep: Dynamo keeps all backends that it has seen."""
-    held = weakref.ref(session)
+    return _Backend(session)
 
-    def session_now() -> Session:
-        session = held()
+
+class _Backend:
+    """Its copy is itself. Pickled, it is the backend of a new session: Lightning leaves in a model how it was compiled."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._options = session.options
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+        return compile_graph(module, examples, self._session_now)
+
+    def __deepcopy__(self, memo: Any) -> _Backend:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _backend_with, ({f.name: getattr(self._options, f.name) for f in fields(Options) if f.init},)
+
+    def _session_now(self) -> Session:
+        session = self._session()
         assert session is not None  # the compiled model, which has called this, or the call's autograd node keeps it
         return session
 
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
-        return compile_graph(module, examples, session_now)
 
-    return backend
+def _backend_with(options: Mapping[str, Any]) -> Callable[..., Compiled]:
+    return partial(overspill_backend, options=options)
 
 
 def _frame(module: fx.GraphModule) -> Frame:

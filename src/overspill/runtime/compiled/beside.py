@@ -140,6 +140,8 @@ def room_beside(
     problems: Mapping[Kind, Problem[Any]],
     keeps: Mapping[Kind, int],
     keep: int | None = None,
+    *,
+    sums: bool,
 ) -> Room:
     """What a call of `kind` has to leave to `others`, which keep what `keeps` says.
 
@@ -151,8 +153,16 @@ def room_beside(
         + sum(count * problems[other].around_bytes for other, count in alike.items()),
         sum(count * problems[other].loss_bytes for other, count in alike.items()),
         keep,
-        sums=bool(alike),
+        sums,
     )
+
+
+def is_summed(kind: Kind, beside: Mapping[Kind, Counter[Kind]]) -> bool:
+    """Whether a call of `kind` may come to its backward when one of the same part that was pending with it has had its own.
+
+    Which of them comes first autograd decides: the one that ran last, where both begin at once.
+    """
+    return any(kind in (one, other) and one.part == other.part for one, others in beside.items() for other in others)
 
 
 class Settlement:
@@ -221,11 +231,12 @@ class Settlement:
         )
 
     def _room(self, kind: Kind, keeps: Mapping[Kind, int], keep: int | None) -> Room:
-        return room_beside(kind, self.beside.get(kind, Counter()), self.problems, keeps, keep)
+        others = self.beside.get(kind, Counter())
+        return room_beside(kind, others, self.problems, keeps, keep, sums=is_summed(kind, self.beside))
 
     def _keeps(self, kind: Kind, room: Room, budget: int) -> int:
-        captured, plan = self.problems[kind].planned(room, budget)
-        return retained_bytes(captured.graph, plan.schedule) - room.pending_bytes
+        _, plan = self.problems[kind].planned(room, budget)
+        return retained_bytes(plan.graph, plan.schedule) - room.pending_bytes
 
     def _tried(self, keeps: Mapping[Kind, int], caps: Mapping[Kind, int], budget: int) -> dict[Kind, Room] | None:
         """The rooms with which each kind of call has a plan that keeps no more than `keeps`; None where there are none."""

@@ -5,53 +5,82 @@ Inductor compiles a graph as `torch.compile` has it, partition and kernels alike
 then the text that carries it out (`runtime/lower_programs.py`).
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
-with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition`, the node
-metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
+with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the setting
+`activation_memory_budget` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
 from overspill.capture.programs.program import Program
-from overspill.capture.programs.storages import BACKWARD, FORWARD, follow
+from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core import Schedule
 from overspill.core.errors import UnsupportedError
 from overspill.runtime.arena import Places
 from overspill.runtime.lower import NO_VERSION_CHECK
 from overspill.runtime.lower_programs import Lowered, lower_programs
 
-Plan = Callable[[JointGraph, Callable[..., CapturedPrograms]], tuple[CapturedPrograms, Schedule, Places, int]]
-"""Given a joint graph, and how to make a Graph of it: the graph, the schedule, the places of buffers, the number of the engine."""
+from .partitions import PARTITIONS, Partitioned
+
+Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned]
+Plan = Callable[[JointGraph, Capture], tuple[CapturedPrograms, Schedule, Places, int]]
+"""Given a joint graph, and how to make a Graph of it: the programs' graph, the schedule, the places of buffers, the number of the engine."""
 
 
 def compile_with_inductor(
     module: fx.GraphModule, examples: Sequence[Any], plan: Plan, ran: Callable[[], None]
 ) -> Callable[..., Any]:
     """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; `ran` is called by each graph that runs."""
-    compiler = _Compiler(plan, ran)
-    settings = {
-        "custom_partitioner_fn": _Partitioner(compiler),
-        # A buffer that is used again for other contents would be one tensor with a hole in its life.
-        "allow_buffer_reuse": False,
-    }
-    # Its cache of whole graphs knows nothing of plans; that of compiled programs, which is slow to fill, stays in use.
-    functorch = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
-    with torch._functorch.config.patch(functorch):
-        return compile_fx(module, examples, inner_compile=compiler.compile, config_patches=settings)
+    usual = _Compiler(ran, set(), None)
+    compiled = {usual: usual.compiled(module, examples)}
+    if usual.programs is None:  # no ops
+        return compiled[usual]
+
+    @cache
+    def other(memory_budget: float) -> _Compiler | None:
+        compiler = _Compiler(ran, usual.seen, memory_budget)
+        try:
+            compiled[compiler] = compiler.compiled(module, examples)
+        except UnsupportedError as error:
+            warnings.warn(
+                f"the partition for activation_memory_budget={memory_budget} is left out: {error}", stacklevel=2
+            )
+        except BackendCompilerFailed as failure:
+            if not isinstance(failure.inner_exception, _SeenBefore):
+                raise
+        return compiler if compiler.programs is not None else None
+
+    def others() -> Iterator[_Compiler]:
+        """Those that save less, where there is a backward to recompute in, and the user has not chosen one."""
+        if usual.joint is not None and usual.joint.tangents and usual.memory_budget == PARTITIONS[0]:
+            yield from filter(None, map(other, PARTITIONS[1:]))
+
+    def capture(_: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
+        return Partitioned(c.captured(inputs, surroundings) for c in chain([usual], others()))
+
+    assert usual.joint is not None
+    captured, schedule, places, engine = plan(usual.joint, capture)
+    chosen = next(c for c in compiled if c.programs is captured.programs)
+    chosen.lower(captured, schedule, places, engine)
+    return compiled[chosen]
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -63,39 +92,76 @@ class _Partitioner(CustomPartitionerFn):
     def __call__(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._compiler.joint = _copied(module, options["num_fwd_outputs"])
+        self._compiler.joint = JointGraph(_copied(module), options["num_fwd_outputs"])
         options.setdefault("compiler", "inductor")
-        return min_cut_rematerialization_partition(module, inputs, **options)
+        parts = min_cut_rematerialization_partition(module, inputs, **options)
+        self._compiler.see(parts)
+        return parts
 
     def __deepcopy__(self, memo: Any) -> _Partitioner:
         """Itself: Inductor copies its configuration, and our session must stay one."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its identity: Inductor's cache pickles the configuration, to find programs by it."""
+        return str, (self.uuid(),)
+
     def uuid(self) -> str:
-        """The identity of the usual partition, under which programs are found in a cache."""
+        """The identity of the usual partition."""
         return "overspill: min-cut"
 
 
-def _copied(module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
-    """The joint graph as it is before it is partitioned, for us alone."""
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph: compilation changes the one that it is given."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(module.graph, {}))
     output.meta = dict(module.graph.find_nodes(op="output")[0].meta)
-    return JointGraph(fx.GraphModule(module, graph), num_forward_outputs)
+    return fx.GraphModule(module, graph)
+
+
+class _SeenBefore(Exception):
+    """This partition has been compiled already."""
 
 
 class _Compiler:
-    """Compiles the graphs of one call of `compile_fx`, and plans when the last of them is there."""
+    """Compiles by one partition, for `memory_budget` (None: for what the user has set), and keeps the programs; `seen` are partitions."""
 
-    def __init__(self, plan: Plan, ran: Callable[[], None]) -> None:
-        self._plan = plan
+    def __init__(self, ran: Callable[[], None], seen: set[Any], memory_budget: float | None) -> None:
         self._ran = ran
+        self.seen = seen
+        set_now: float = torch._functorch.config.activation_memory_budget
+        self.memory_budget = set_now if memory_budget is None else memory_budget
         self.joint: JointGraph | None = None
+        self.programs: Storages | None = None
         self._forward: Program | None = None
         self._unchecked = 0
         self._lowered: tuple[Lowered | None, Lowered | None] = (None, None)
 
-    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def compiled(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's `module`, which stays as it is; it runs once there is a plan."""
+        settings = {
+            "custom_partitioner_fn": _Partitioner(self),
+            # A buffer that is used again for other contents would be one tensor with a hole in its life.
+            "allow_buffer_reuse": False,
+        }
+        # Its cache of whole graphs knows nothing of plans; that of compiled programs, which is slow to fill, stays in use.
+        functorch = {
+            "enable_autograd_cache": False,
+            "force_non_lazy_backward_lowering": True,
+            "donated_buffer": False,
+            "activation_memory_budget": self.memory_budget,
+        }
+        with torch._functorch.config.patch(functorch):
+            return compile_fx(_copied(module), examples, inner_compile=self._compile, config_patches=settings)
+
+    def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
+        """Raises _SeenBefore for a partition like one before."""
+        partition = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
+        if partition in self.seen:
+            raise _SeenBefore
+        self.seen.add(partition)
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """What PyTorch calls for each graph: Inductor's result, which runs by the plan."""
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
@@ -105,33 +171,40 @@ class _Compiler:
             assert self._forward is not None
             if (context := TracingContext.try_get()) is not None and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []  # None would be taken for some, and retain_graph=True refused
-            self._finish(self._forward, program)
+            self._follow(self._forward, program)
         else:
             self._forward = program
             self._unchecked = sum(bool(n.meta.get(NO_VERSION_CHECK)) for n in outputs)
             if is_inference:
                 self.joint = JointGraph(module, len(program.outputs))
-                self._finish(program, None)
+                self._follow(program, None)
         part = int(is_backward)
 
         def run(args: list[Any]) -> Any:
             self._ran()
             lowered = self._lowered[part]
-            assert lowered is not None  # both programs are compiled before the first call
+            assert lowered is not None  # both programs are planned before the first call
             return lowered(args)
 
         compiled.current_callable = run
         return compiled
 
-    def _finish(self, forward: Program, backward: Program | None) -> None:
+    def _follow(self, forward: Program, backward: Program | None) -> None:
         joint = self.joint
         assert joint is not None
         values = [n.meta["val"] for n in (*joint.primals, *joint.tangents)]
         mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
         primals, tangents = values[: len(joint.primals)], values[len(joint.primals) :]
-        outputs = len(joint.forward_outputs)
-        programs = follow(forward, backward, primals, tangents, outputs, mode)
-        captured, schedule, places, engine = self._plan(joint, partial(capture_programs, programs))
+        self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
+
+    def captured(self, inputs: list[InputInfo], surroundings: Surroundings) -> CapturedPrograms:
+        """The programs' Graph."""
+        assert self.programs is not None
+        assert self.joint is not None
+        return capture_programs(self.programs, self.joint, inputs, surroundings, memory_budget=self.memory_budget)
+
+    def lower(self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int) -> None:
+        """From now on it runs by this plan."""
         self._lowered = lower_programs(captured, schedule, places, engine, self._unchecked)
 
 

@@ -6,8 +6,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,11 @@ from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import economise
 
-from .beside import ALONE, C, HasGraph, Problem, Room, Settlement, room_beside
+from .beside import ALONE, C, HasGraph, Problem, Room, Settlement, is_summed, room_beside
 from .bystanders import Bystanders
 from .in_force import Watch
 from .pending import Kind, Part, PendingCalls
+from .planned import Frame, Planned, Step
 
 MOST_ROUNDS = 4
 """How often plans are made anew because several parts keep more at once than was known."""
@@ -55,48 +56,6 @@ MOST_WAITING = 1024
 """So many calls plans that are out of date stay in use while any call waits for its backward."""
 TOGETHER = "keeps what several models need for backward at once"
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-class Step(Protocol):
-    """What a session asks of a train step."""
-
-    def join(self, beside: Callable[[], int]) -> None:
-        """Leave room for what `beside` gives."""
-
-    def kept_bytes(self) -> int:
-        """Bytes between two steps."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Which graph of the model is planned: Dynamo's frame, and whether a graph break follows it."""
-
-    id: int
-    broken: bool
-
-
-@dataclass
-class Planned:
-    """One plan, of one graph of a part of the models: each input shape, and evaluation, has its own.
-
-    Between its forward and its backward it leaves `retained_bytes` on the device; it has `room` for what others leave.
-    """
-
-    frame: Frame
-    kind: Kind
-    plan: Plan
-    retained_bytes: int
-    room: Room
-    parameters: tuple[int, ...] = ()
-    given: tuple[int, ...] = ()
-    """At which positions the caller passes inputs."""
-    beside: Counter[Kind] = field(default_factory=Counter)
-    """Calls that are known to be pending when it runs."""
-
-    @property
-    def part(self) -> Part:
-        """The part of the job that it is for."""
-        return self.kind.part
 
 
 def plan_captured(options: Options, captured: HasGraph, device: Device, budget_bytes: int) -> Plan:
@@ -213,6 +172,11 @@ class Session:
         return [planned.plan for planned in self._planned]
 
     @property
+    def memory_budgets(self) -> list[float | None]:
+        """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
+        return [planned.memory_budget for planned in self._planned]
+
+    @property
     def engine(self) -> TransferEngine | None:
         """The transfer engine, once a plan has needed one."""
         return self._engine
@@ -321,8 +285,8 @@ class Session:
                 self.pending.learn(kind, beside)
                 self._plan_anew(TOGETHER)
         planned = Planned(
-            frame, kind, plan, retained_bytes(captured.graph, plan.schedule) - room.pending_bytes, room,
-            tuple(id(p) for p in here), tuple(given), beside,
+            frame, kind, plan, retained_bytes(plan.graph, plan.schedule) - room.pending_bytes, room,
+            tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
         )  # fmt: skip
         self._planned.append(planned)
         self._check_whole(budget, here, frame)
@@ -362,7 +326,10 @@ class Session:
         if any(isinstance(args[i], Tensor) and args[i] not in self._bystanders for i in planned.given if args):
             self._late.add(planned.kind)
         self.pending.learn(planned.kind, planned.beside)
-        if planned.beside.keys() <= self._problems.keys() and self._needs(planned) > planned.plan.budget_bytes:
+        together = [planned, *(p for p in self._planned if p.kind in beside)]
+        if planned.beside.keys() <= self._problems.keys() and any(
+            self._needs(p) > p.plan.budget_bytes for p in together
+        ):
             several = len({kind.part[0] for kind in planned.beside} | {planned.part[0]}) > 1
             calls = f"calls a model {planned.beside.total() + 1} times before their backwards"
             self._plan_anew(TOGETHER if several else calls)
@@ -370,11 +337,12 @@ class Session:
     def _needs(self, planned: Planned) -> int:
         """The peak of a plan beside all that is now known to be pending when it runs."""
         room, problem = planned.room, self._problems.get(planned.kind)
-        needed = room_beside(planned.kind, planned.beside, self._problems, self._keeps)
+        sums = is_summed(planned.kind, self.pending.beside)
+        needed = room_beside(planned.kind, planned.beside, self._problems, self._keeps, sums=sums)
         more = needed.pending_bytes - room.pending_bytes + max(0, needed.loss_bytes - room.loss_bytes)
         if needed.sums and not room.sums and problem is not None:
             more += problem.gradient_bytes
-        return planned.plan.peak_bytes + more
+        return planned.least_peak_bytes + more
 
     def settle(self) -> bool:
         """Settle what calls leave to one another that are pending at once; whether there is anything new in that.

@@ -1,0 +1,74 @@
+"""The best plan over several partitions of one joint graph into forward and backward.
+
+What forward saves for backward, and what backward computes again within its own kernels, is decided before there are
+kernels: by PyTorch's min-cut partitioner, which saves less where `activation_memory_budget` says so. So each partition
+gives programs of its own, and a plan of its own. Making programs takes as long as compiling does: others than the usual
+one are made only where its plan is clearly slower than the step unmanaged, or there is none, and then only as long as
+saving less is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from overspill.capture.programs.graph import CapturedPrograms
+from overspill.core import Graph
+from overspill.core.errors import InfeasibleBudget
+from overspill.plans.plan import Plan
+
+PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Values of `activation_memory_budget`; the first is PyTorch's own."""
+SLOWER = 1.1
+"""A plan that takes so many times the unmanaged step, at most, is good enough."""
+
+
+class Partitioned:
+    """The programs of a step by each partition, the usual one first; the others are made when they are first asked for."""
+
+    def __init__(self, captured: Iterable[CapturedPrograms]) -> None:
+        self._rest = iter(captured)
+        self._found = [next(self._rest)]
+
+    def __iter__(self) -> Iterator[CapturedPrograms]:
+        position = 0
+        while position < len(self._found):
+            yield self._found[position]
+            position += 1
+            if position == len(self._found) and (another := next(self._rest, None)) is not None:
+                self._found.append(another)
+
+    @property
+    def graph(self) -> Graph:
+        """The step by the usual partition, which is what stock torch.compile runs: shares of a budget are of this."""
+        return self._found[0].graph
+
+    def of(self, graph: Graph) -> CapturedPrograms:
+        """The programs that `graph` is of."""
+        return next(captured for captured in self._found if captured.graph is graph)
+
+    def best_plan(self, plan: Callable[[CapturedPrograms], Plan]) -> Plan:
+        """The fastest of the plans that `plan` makes, by simulation; one that is good enough ends the search.
+
+        Raises InfeasibleBudget where no partition has a plan, with the least floor.
+        """
+        best: Plan | None = None
+        refusal: InfeasibleBudget | None = None
+        enough = 0.0
+        for captured in self:
+            try:
+                found = plan(captured)
+            except InfeasibleBudget as error:
+                if refusal is None or error.floor_bytes < refusal.floor_bytes:
+                    refusal = error
+                continue
+            if captured is self._found[0]:
+                enough = SLOWER * found.in_core_seconds
+            if best is not None and found.step_seconds >= best.step_seconds:
+                break
+            best = found
+            if best.step_seconds <= enough:
+                break
+        if best is None:
+            assert refusal is not None
+            raise refusal
+        return best
