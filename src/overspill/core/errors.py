@@ -94,9 +94,10 @@ def _rebuilt(kind: type[OverspillError], message: str, fields: dict[str, Any]) -
     return kind(message, **fields)
 
 
-# Of a tensor (torch), of a kernel's code and scratch memory (oneDNN), of C++'s own objects, of a thread's stack.
+# Of a tensor (torch), of a kernel's code and scratch memory (oneDNN), of C++'s own objects, of a thread's stack, of Dynamo.
 _MEMORY_RAN_OUT = re.compile(
-    "can't allocate memory|could not create a primitive(?! descriptor)|std::bad_alloc|can't start new thread"
+    "can't allocate memory|could not create a primitive(?! descriptor)|std::bad_alloc|can't start new thread|^MemoryError",
+    re.MULTILINE,
 )
 
 

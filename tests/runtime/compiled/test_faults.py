@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import torch
 
+import overspill
 from overspill.core.errors import StoreError
 from overspill.models import load
 from overspill.runtime.options import Options
@@ -113,3 +114,25 @@ def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
         module.make_store = original
     assert len(set(sizes)) == 1
     assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["overspill.runtime.compiled.session.Session.plan", "torch._dynamo.symbolic_convert.InstructionTranslator.run"],
+)
+def test_memory_that_runs_out_while_a_model_is_compiled_is_pythons_own_error(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    compiled = overspill.compile(model, budget="1MiB")
+    x = torch.randn(2, 4)
+
+    def nothing_left(*_args: object, **_named: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, nothing_left)
+        with pytest.raises(MemoryError, match="call it again"):
+            compiled(x)
+    assert torch.equal(compiled(x), model(x))
+    assert compiled.overspill.plans

@@ -6,7 +6,7 @@ of the result, in which they have nodes of their own. What these keep for backwa
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._dynamo.config` and its `recompile_limit`,
 `accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn` and `skip_nnmodule_hook_guards`,
-`torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, and the name of AOTAutograd's node in the autograd graph.
+`torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, `TorchDynamoException`, and the name of AOTAutograd's node in the autograd graph.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from overspill.core.errors import UnplannedError
+from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
 
 MOST_PLANS = 512
@@ -47,7 +47,10 @@ anew once a module has other hooks."""
 
 @contextmanager
 def plans_needed() -> Iterator[None]:
-    """While this lasts Dynamo compiles what it can. Raises UnplannedError where there are more kinds of inputs than plans."""
+    """While this lasts Dynamo compiles what it can. Raises UnplannedError where there are more kinds of inputs than plans.
+
+    Where this machine's memory runs out meanwhile, that is a MemoryError as anywhere, not one of Dynamo's.
+    """
     config = torch._dynamo.config
     before = {name: getattr(config, name) for name in SETTINGS}
     for name, value in SETTINGS.items():  # not config.patch, which takes longer; this is around every call of a model
@@ -56,6 +59,12 @@ def plans_needed() -> Iterator[None]:
         yield
     except FailOnRecompileLimitHit:
         raise too_many_kinds() from None
+    except TorchDynamoException as failure:
+        if not is_out_of_memory(failure):
+            raise
+        raise MemoryError(
+            "no memory was left on this machine to compile the model; call it again once there is"
+        ) from None
     finally:
         for name, value in before.items():
             setattr(config, name, value)
