@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import overspill
-from overspill.core import Verb
+from overspill.capture.programs.graph import CapturedPrograms
+from overspill.core import Graph, Verb
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.models import load, names, optimizer_named
+from overspill.plans.plan import Plan
+from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits, train, train_plain
 
@@ -160,6 +170,113 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
     with pytest.raises(RequestError, match="measured on the eager backend"):
         Options(profile=True, backend="inductor")
     assert issubclass(UnsupportedError, OverspillError)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [({"cpp_wrapper": True}, "no Python program"), ({"cpp.cxx": ("no-such-compiler",)}, "cannot compile")],
+)
+def test_what_inductor_cannot_do_runs_on_the_eager_backend_if_that_is_wanted(
+    setting: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(32, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torch._inductor.config.patch(setting):
+        with pytest.raises(UnsupportedError, match=said):
+            planned(model, optimizer)(x)
+        call = overspill.compile(model, budget="1MiB", backend="inductor", on_unplanned="warn", store="host")
+        with pytest.warns(UserWarning, match=f"{said}.*runs on the eager backend"):
+            loss = call(x).sum()
+    assert same_bits(loss, model(x).sum())
+    (plan,) = call.overspill.plans
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert call.overspill.memory_budgets == [None]
+
+
+SECOND = """
+import torch, overspill
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+overspill.compile(model, budget="1MiB", backend="inductor", store="host")(torch.randn(16, 8)).sum().backward()
+print({k: v for k, v in counters["inductor"].items() if k.startswith("fxgraph_cache")})
+"""
+
+
+@pytest.mark.long
+def test_a_second_process_finds_everything_compiled(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run = partial(
+        subprocess.run, [sys.executable, "-c", SECOND], env=environment, text=True, capture_output=True, check=True
+    )
+    assert run().stdout == "{'fxgraph_cache_miss': 2}\n"
+    assert run().stdout == "{'fxgraph_cache_hit': 2}\n"
+
+
+# --- Partitions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["gpt2", "resnet18"])
+def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(model: str) -> None:
+    job = training(model, "momentum")
+    run = train(job, Options("smallest", store="host", backend="inductor"))
+    assert run.memory_budget is not None
+    assert run.plan is not None
+    assert run.identical_to(train_plain(job, Options(backend="inductor"), memory_budget=run.memory_budget))
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        floor = smallest.__wrapped__(model, "momentum", "auto")
+        mine = train(job, Options(floor, store="host", backend="inductor"))
+    assert mine.memory_budget == 0.5, "what the user has set is what is used"
+    assert run.plan.budget_bytes <= floor
+
+
+def captured(memory_budget: float) -> CapturedPrograms:
+    graph = Graph("step", (), ())
+    return cast("CapturedPrograms", SimpleNamespace(graph=graph, memory_budget=memory_budget))
+
+
+def fake_plan(seconds: float, unmanaged: float = 1.0) -> Plan:
+    return cast("Plan", SimpleNamespace(step_seconds=seconds, in_core_seconds=unmanaged))
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen", "made"),
+    [
+        ([1.05, 0.5], 1.05, 1),  # good enough
+        ([1.5, 1.2, 1.3, 0.1], 1.2, 3),  # as long as it gets faster
+        ([None, None, 3.0, 2.0, 2.5], 2.0, 5),
+        ([None, 2.0], 2.0, 2),
+    ],
+)
+def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None], chosen: float, made: int) -> None:
+    begun = []
+
+    def programs() -> Iterator[CapturedPrograms]:
+        for number in range(len(times)):
+            begun.append(number)
+            yield captured(float(number))
+
+    def plan(of: CapturedPrograms) -> Plan:
+        seconds = times[int(of.memory_budget)]
+        if seconds is None:
+            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.memory_budget), cause="")
+        return fake_plan(seconds)
+
+    assert Partitioned(programs()).best_plan(plan).step_seconds == chosen
+    assert len(begun) == made
+
+
+def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
+    def plan(of: CapturedPrograms) -> Plan:
+        raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.memory_budget), cause="")
+
+    with pytest.raises(InfeasibleBudget) as found:
+        Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(plan)
+    assert found.value.floor_bytes == 3
 
 
 # --- Planned addresses ------------------------------------------------------------------------------------------------

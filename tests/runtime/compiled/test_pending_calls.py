@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import InfeasibleBudget
-from overspill.runtime.compiled.pending import PendingCalls
+from overspill.runtime.compiled.pending import Kind, PendingCalls
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
@@ -385,3 +385,30 @@ def test_a_loss_outside_of_the_model_fits_with_its_targets(name: str) -> None:
         states.append([v.clone() for v in net.state_dict().values()])
     assert all(map(same_bits, *states))
     assert max(peaks[-2:]) <= session.plans[0].budget_bytes
+
+
+def test_a_call_may_be_dropped_while_calls_are_counted() -> None:
+    class Same(torch.autograd.Function):
+        """As a compiled call, it has a node of Python."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    calls, outputs = PendingCalls(), [Same.apply(torch.ones(1, requires_grad=True)) for _ in range(3)]
+
+    class Dropping(tuple[Any, ...]):
+        """What it is hashed for drops the calls."""
+
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            outputs.clear()
+            return 0
+
+    for output in outputs:
+        assert output.grad_fn is not None
+        calls.begin(output.grad_fn, cast("Kind", Dropping()), lambda _: None)
+    del output
+    assert calls.others(None).total() == 3
+    assert len(calls) == 0

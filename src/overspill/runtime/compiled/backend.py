@@ -7,6 +7,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Device, Schedule
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 from overspill.placement.packing import solver_named
 from overspill.placement.place import SEARCH
 from overspill.plans.plan import Plan
@@ -76,10 +77,6 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Call
         return _compile(module, examples, session, _frame(module))
     except OverspillError as error:
         raise _Refused(error) from None
-    except BackendCompilerFailed as failure:  # Inductor wraps what its partitioner raises
-        if isinstance(failure.inner_exception, OverspillError):
-            raise _Refused(failure.inner_exception) from None
-        raise
 
 
 def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame) -> Compiled:
@@ -166,9 +163,12 @@ class _GraphCompiler:
         # user who calls it outside of autocast's region.
         with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
-                from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
-
-                return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran)
+                try:
+                    return self._by_inductor()
+                except UnsupportedError as error:
+                    if self.session.options.on_unplanned != "warn":
+                        raise
+                    warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
             with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
                 return aot_autograd(
                     fw_compiler=self._boxed,
@@ -176,6 +176,22 @@ class _GraphCompiler:
                     inference_compiler=self._infer,
                     partition_fn=self.partition,
                 )(self.module, self.examples)
+
+    def _by_inductor(self) -> Compiled:
+        from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
+
+        try:
+            return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran)
+        except BackendCompilerFailed as failure:  # Inductor wraps what our hooks raise, and what it raises itself
+            inner = failure.inner_exception
+            if isinstance(inner, OverspillError):
+                raise inner from None
+            if is_out_of_memory(inner):
+                raise
+            line = str(inner).strip().splitlines()[:1]
+            raise UnsupportedError(
+                f'Inductor cannot compile this model ({": ".join([type(inner).__name__, *line])}); use backend="eager"'
+            ) from failure
 
     def _ran(self) -> None:
         self.session.watch_calls.graphs_run += 1

@@ -40,7 +40,7 @@ class Bystanders:
     def sizes(self, besides: Iterable[Tensor]) -> list[int]:
         """Bytes of each that is still there, `besides` those of these tensors."""
         known = {t.untyped_storage()._cdata for t in besides}
-        alive = ((key, ref()) for key, ref in list(self._seen.items()))
+        alive = ((key, ref()) for key, ref in self._seen.copy().items())  # any may be dropped at any moment
         return [storage.nbytes() for key, storage in alive if storage is not None and key not in known]
 
     def __contains__(self, tensor: Tensor) -> bool:

@@ -63,7 +63,9 @@ def compile_with_inductor(
             warnings.warn(
                 f"the partition for activation_memory_budget={memory_budget} is left out: {error}", stacklevel=2
             )
-        except BackendCompilerFailed as failure:
+        except _SeenBefore:
+            pass
+        except BackendCompilerFailed as failure:  # in which Inductor may wrap it
             if not isinstance(failure.inner_exception, _SeenBefore):
                 raise
         return compiler if compiler.programs is not None else None

@@ -52,7 +52,8 @@ class PendingCalls:
 
     def others(self, call: weakref.ref[Node] | None) -> Counter[Kind]:
         """The pending calls besides `call`, by their kinds."""
-        return Counter(kind for ref, kind in self._alive.items() if ref is not call)
+        alive = self._alive.copy()  # a node may be dropped at any moment
+        return Counter(kind for ref, kind in alive.items() if ref is not call)
 
     def learn(self, kind: Kind, others: Counter[Kind]) -> None:
         """Calls `others` were there when one of `kind` ran."""
