@@ -5,7 +5,8 @@ is to be compared: tensors, and modules with their parameters, gradients and buf
 which alone the runs differ: `memory.compile(model)` is the model itself, or `overspill.compile(model, budget=…)`.
 
 Live bytes are counted by a dispatch mode around the whole program, so that the loss, the optimizer and what the program
-holds itself are in the peak; it knows nothing of plans.
+holds itself are in the peak; it knows nothing of plans. What Inductor's kernels allocate no mode sees: there it is what
+PyTorch's allocator gives and gets back, in the steps in which nothing is compiled.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import warnings
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,15 +23,17 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.optim import Optimizer
 
 import overspill
+from overspill.capture.programs.allocations import Allocations, allocations, peak_of
 from overspill.core.units import format_bytes
 from overspill.errors import InfeasibleBudget, OverspillError
 from overspill.plans.plan import Plan
 from overspill.runtime.tracker import LiveBytes
 
-COMPILE, TRAIN_STEP = "compile", "train_step"
+COMPILE, TRAIN_STEP, INDUCTOR = "compile", "train_step", "inductor"
 SHARE = 0.5
 """Where the budget is, between the smallest that works (0) and what plain training takes (1)."""
 SCOUTED, MOST_TRIED = 3, 12
@@ -46,6 +49,7 @@ class Memory:
     """What a program asks for where it may be planned; this one is plain PyTorch."""
 
     trains_by_step = False
+    has_inductor = False
 
     def compile(self, model: Any, *, beside: Iterable[Tensor] = ()) -> Any:
         """The model to call; what the program itself keeps `beside` it all the time leaves so much less of a budget."""
@@ -78,6 +82,19 @@ class Memory:
         """Give the stores back."""
 
 
+class Stock(Memory):
+    """Plain `torch.compile`."""
+
+    has_inductor = True
+
+    def compile(self, model: Any, *, beside: Iterable[Tensor] = ()) -> Any:
+        del beside
+        return torch.compile(model, dynamic=False)
+
+    def together(self, *models: nn.Module) -> tuple[Any, ...]:
+        return tuple(map(self.compile, models))
+
+
 class Budgeted(Memory):
     """The same under a budget, by `overspill.compile` or, where a program asks for a step, by `overspill.train_step`."""
 
@@ -85,16 +102,18 @@ class Budgeted(Memory):
         self.budget = budget
         self.beside_bytes = 0
         self.trains_by_step = way == TRAIN_STEP
+        self.has_inductor = way == INDUCTOR
+        self._backend = "inductor" if way == INDUCTOR else "eager"
         self._planned: list[Any] = []
 
     def compile(self, model: Any, *, beside: Iterable[Tensor] = ()) -> Any:
         self.beside_bytes = sum(t.nbytes for t in beside)
-        made = overspill.compile(model, budget=max(1, self.budget - self.beside_bytes))
+        made = overspill.compile(model, budget=max(1, self.budget - self.beside_bytes), backend=self._backend)
         self._planned.append(made.overspill)
         return made
 
     def together(self, *models: nn.Module) -> tuple[Any, ...]:
-        session = overspill.Session(budget=self.budget)
+        session = overspill.Session(budget=self.budget, backend=self._backend)
         self._planned.append(session)
         return tuple(overspill.compile(model, session=session) for model in models)
 
@@ -165,7 +184,7 @@ class Ran:
     @property
     def peak_bytes(self) -> int:
         """The largest peak of a step that was not warned of."""
-        return max(peak for peak, told in zip(self.peaks, self.told, strict=True) if not told)
+        return max((peak for peak, told in zip(self.peaks, self.told, strict=True) if not told), default=0)
 
 
 @dataclass(frozen=True)
@@ -189,13 +208,13 @@ class Outcome:
 
 def judge(chosen: Program, way: str) -> Outcome:
     """Train `chosen` plainly, and within a budget between the smallest that works and the plain peak."""
-    plain = run(chosen, Memory())
+    plain = run(chosen, Stock() if way == INDUCTOR else Memory())
     budget = peak = made = 0
     try:
         budget = _between(chosen, way, plain.peak_bytes)
         ran = run(chosen, Budgeted(budget, way))
         peak, made = ran.peak_bytes, len(ran.plans)
-        outcome = _wrong(plain, ran, budget, gradients=way == COMPILE) or IDENTICAL
+        outcome = _wrong(plain, ran, budget, gradients=way != TRAIN_STEP) or IDENTICAL
     except OverspillError as error:
         outcome = f"{REFUSED}{error}" if "\n" not in str(error) else f"an error of several lines: {error}"
     return Outcome(chosen.name, chosen.about, way, plain.peak_bytes, budget, peak, made, outcome)
@@ -244,25 +263,45 @@ def _wrong(plain: Ran, ran: Ran, budget_bytes: int, *, gradients: bool) -> str:
 
 def run(chosen: Program, memory: Memory, steps: int | None = None) -> Ran:
     """Run the program, or its first `steps`, with all that it computes counted."""
+    if memory.has_inductor and steps is None:
+        with allocations() as found:
+            ran = _run(chosen, memory, steps, found.part)
+        ran.peaks = list(_peaks(found))[: len(ran.numbers)]  # the last part had no step
+        return ran
+    return _run(chosen, memory, steps, nullcontext)
+
+
+def _run(chosen: Program, memory: Memory, steps: int | None, around: Callable[[], AbstractContextManager[None]]) -> Ran:
     ran, tracker = Ran(), WholeProgram(torch.device("cpu"))
     with _fresh(memory):
         made = chosen.make(memory)
         for _ in islice(iter(int, 1), steps):
             tracker.peak_bytes = tracker.live_bytes
+            compiled = counters["stats"]["unique_graphs"]
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                with tracker:
-                    try:
-                        found = next(made)
-                    except StopIteration:
-                        break
+                with around(), nullcontext() if memory.has_inductor else tracker:
+                    found = next(made, None)
+            if found is None:
+                break
             ran.peaks.append(tracker.peak_bytes)
-            ran.told.append(any(TOLD in str(warning.message) for warning in caught))
+            told = any(TOLD in str(warning.message) for warning in caught)
+            ran.told.append(told or (memory.has_inductor and counters["stats"]["unique_graphs"] > compiled))
             ran.numbers.append(_digests(found if isinstance(found, tuple) else (found,)))
             del found
         ran.plans = memory.plans
         made.close()
     return ran
+
+
+def _peaks(found: Allocations) -> Iterator[int]:
+    """The peak of each step, from what the allocator did in it and before."""
+    live = 0
+    for before, changes in zip(found.between_parts, found.by_part, strict=False):
+        live += sum(before)
+        peak, after = peak_of(changes)
+        yield live + peak
+        live += after
 
 
 @contextmanager

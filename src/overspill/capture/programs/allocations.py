@@ -18,11 +18,15 @@ _MARK = "overspill: "
 
 
 class Allocations:
-    """`changes` are the bytes that the allocator gave (positive) or got back, in order; those of each `part` by its number."""
+    """`changes` are the bytes that the allocator gave (positive) or got back, in order.
+
+    `by_part` has those of each `part`, by its number, and `between_parts` those since the part before.
+    """
 
     def __init__(self) -> None:
         self.changes: list[int] = []
         self.by_part: list[list[int]] = []
+        self.between_parts: list[list[int]] = []
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -40,9 +44,12 @@ def allocations() -> Iterator[Allocations]:
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     found.changes = [nbytes for _, nbytes in changes]
+    last = 0
     for part in (event for event in events if event.name() == _MARK):
         begin, end = part.start_ns(), part.end_ns()
         found.by_part.append([nbytes for at, nbytes in changes if begin <= at <= end])
+        found.between_parts.append([nbytes for at, nbytes in changes if last < at < begin])
+        last = end
 
 
 def peak_of(changes: Iterable[int]) -> tuple[int, int]:
