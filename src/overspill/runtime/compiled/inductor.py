@@ -70,9 +70,16 @@ def compile_with_inductor(
                 raise
         return compiler if compiler.programs is not None else None
 
+    planning = True
+
     def others() -> Iterator[_Compiler]:
-        """Those that save less, where there is a backward to recompute in, and the user has not chosen one."""
-        if usual.joint is not None and usual.joint.tangents and usual.memory_budget == PARTITIONS[0]:
+        """Those that save less, where there is a backward to recompute in, and the user has not chosen one.
+
+        Once this graph is planned only those that are there: the examples, real tensors, are not kept for more.
+        """
+        if not planning:
+            yield from (c for c in compiled if c is not usual)
+        elif usual.joint is not None and usual.joint.tangents and usual.memory_budget == PARTITIONS[0]:
             yield from filter(None, map(other, PARTITIONS[1:]))
 
     def capture(_: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
@@ -80,6 +87,7 @@ def compile_with_inductor(
 
     assert usual.joint is not None
     captured, schedule, places, engine = plan(usual.joint, capture)
+    planning = False
     chosen = next(c for c in compiled if c.programs is captured.programs)
     chosen.lower(captured, schedule, places, engine)
     return compiled[chosen]
