@@ -405,3 +405,12 @@ def test_by_name_other_models_their_hooks_and_train_step_are_left_alone() -> Non
     step = overspill.train_step(last, nn.MSELoss(), optimizer, budget="1GiB", store="host")
     assert step(torch.ones(2, 8), torch.ones(2, 4)) > 0
     assert not hasattr(idle, "overspill")
+
+
+def test_the_log_says_whose_kernels_run_by_which_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    with caplog.at_level("INFO", logger="overspill"):
+        overspill.compile(model, budget="1MiB")(torch.randn(2, 4))
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "overspill"]
+    assert said.startswith("training graph with eager's kernels, planned and compiled in ")
+    assert " of 1.0 MiB, unmanaged " in said

@@ -7,6 +7,8 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 import weakref
 from collections import deque
@@ -33,6 +35,7 @@ from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Device, Schedule
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
+from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing import solver_named
 from overspill.placement.place import SEARCH
 from overspill.plans.plan import Plan
@@ -50,6 +53,7 @@ from .planned import Frame, Planned
 from .session import Session, plan_captured, torch_device
 
 Compiled = Callable[..., Any]
+_LOG = logging.getLogger("overspill")
 
 
 class _Refused(BackendCompilerFailed):
@@ -81,8 +85,11 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Call
 
 def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session], frame: Frame) -> Compiled:
     compiler = _GraphCompiler(module, examples, session, frame)
+    begun = time.perf_counter()
     try:
-        return compiler.watched(compiler.compile())
+        compiled = compiler.watched(compiler.compile())
+        compiler.tell(time.perf_counter() - begun)
+        return compiled
     finally:
         compiler.examples.clear()  # what is compiled keeps the compiler, which would keep the first batch
 
@@ -157,6 +164,19 @@ class _GraphCompiler:
             return outputs
 
         return run
+
+    def tell(self, seconds: float) -> None:
+        """Whose kernels run by which plan, and how long that took, in the log."""
+        if self.planned is not None:
+            plan, parted = self.planned.plan, self.planned.memory_budget
+            _LOG.info(
+                "%s graph with %s kernels%s, planned and compiled in %s: peak %s of %s, unmanaged %s",
+                "training" if self.planned.kind.inputs[0] else "evaluation",
+                "eager's" if parted is None else "Inductor's",
+                "" if parted in (None, 1.0) else f" (activation_memory_budget={parted:g})",
+                format_seconds(seconds),
+                *map(format_bytes, (plan.peak_bytes, plan.budget_bytes, plan.unmanaged_peak_bytes)),
+            )
 
     def compile(self) -> Compiled:
         # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a

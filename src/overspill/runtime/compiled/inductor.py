@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -49,48 +47,66 @@ def compile_with_inductor(
     module: fx.GraphModule, examples: Sequence[Any], plan: Plan, ran: Callable[[], None]
 ) -> Callable[..., Any]:
     """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; `ran` is called by each graph that runs."""
-    usual = _Compiler(ran, set(), None)
-    compiled = {usual: usual.compiled(module, examples)}
-    if usual.programs is None:  # no ops
-        return compiled[usual]
+    by_partition = _ByPartition(module, examples, ran)
+    usual = by_partition.usual
+    if usual.joint is None:  # no ops
+        return by_partition.compiled[usual]
+    captured, schedule, places, engine = plan(usual.joint, by_partition.capture)
+    return by_partition.lowered(captured, schedule, places, engine)
 
-    @cache
-    def other(memory_budget: float) -> _Compiler | None:
-        compiler = _Compiler(ran, usual.seen, memory_budget)
+
+class _ByPartition:
+    """Dynamo's `module` compiled by the usual partition, and by others when they are asked for."""
+
+    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], ran: Callable[[], None]) -> None:
+        self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(module, examples)
+        self._ran = ran
+        self._tried: set[float] = set()
+        self.usual = _Compiler(ran, set(), None)
+        self.compiled = {self.usual: self._compile(self.usual)}
+
+    def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
+        """The Graphs of its programs, each made when it is asked for."""
+        return Partitioned(c.captured(inputs, surroundings) for c in self._all())
+
+    def lowered(
+        self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int
+    ) -> Callable[..., Any]:
+        """What runs by this plan. From now on no other partition is made, for which the examples, real tensors, had to be kept."""
+        self._compile = None
+        chosen = next(c for c in self.compiled if c.programs is captured.programs)
+        chosen.lower(captured, schedule, places, engine)
+        return self.compiled[chosen]
+
+    def _all(self) -> Iterator[_Compiler]:
+        """All that there are; then those that save less, where a backward can compute again, and the user has not chosen."""
+        yield from list(self.compiled)
+        assert self.usual.joint is not None
+        if self.usual.joint.tangents and self.usual.memory_budget == PARTITIONS[0]:
+            for memory_budget in PARTITIONS[1:]:
+                if self._compile is not None and (made := self._made(self._compile, memory_budget)) is not None:
+                    yield made
+
+    def _made(self, compile_by: Callable[[_Compiler], Callable[..., Any]], memory_budget: float) -> _Compiler | None:
+        """The compiler for one more partition; None where it is one that there is, or nothing that can be planned."""
+        if memory_budget in self._tried:
+            return None
+        self._tried.add(memory_budget)
+        compiler = _Compiler(self._ran, self.usual.seen, memory_budget)
         try:
-            compiled[compiler] = compiler.compiled(module, examples)
+            self.compiled[compiler] = compile_by(compiler)
         except UnsupportedError as error:
             warnings.warn(
                 f"the partition for activation_memory_budget={memory_budget} is left out: {error}", stacklevel=2
             )
+            return None
         except _SeenBefore:
-            pass
+            return None
         except BackendCompilerFailed as failure:  # in which Inductor may wrap it
             if not isinstance(failure.inner_exception, _SeenBefore):
                 raise
-        return compiler if compiler.programs is not None else None
-
-    planning = True
-
-    def others() -> Iterator[_Compiler]:
-        """Those that save less, where there is a backward to recompute in, and the user has not chosen one.
-
-        Once this graph is planned only those that are there: the examples, real tensors, are not kept for more.
-        """
-        if not planning:
-            yield from (c for c in compiled if c is not usual)
-        elif usual.joint is not None and usual.joint.tangents and usual.memory_budget == PARTITIONS[0]:
-            yield from filter(None, map(other, PARTITIONS[1:]))
-
-    def capture(_: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
-        return Partitioned(c.captured(inputs, surroundings) for c in chain([usual], others()))
-
-    assert usual.joint is not None
-    captured, schedule, places, engine = plan(usual.joint, capture)
-    planning = False
-    chosen = next(c for c in compiled if c.programs is captured.programs)
-    chosen.lower(captured, schedule, places, engine)
-    return compiled[chosen]
+            return None
+        return compiler
 
 
 class _Partitioner(CustomPartitionerFn):

@@ -3,7 +3,7 @@
 What forward saves for backward, and what backward computes again within its own kernels, is decided before there are
 kernels: by PyTorch's min-cut partitioner, which saves less where `activation_memory_budget` says so. So each partition
 gives programs of its own, and a plan of its own. Making programs takes as long as compiling does: others than the usual
-one are made only where its plan is clearly slower than the step unmanaged, or there is none, and then only as long as
+one are made only where its plan is slower than the step unmanaged, or there is none, and then only as long as
 saving less is faster.
 """
 
@@ -18,7 +18,7 @@ from overspill.plans.plan import Plan
 
 PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Values of `activation_memory_budget`; the first is PyTorch's own."""
-SLOWER = 1.1
+SLOWER = 1.02
 """A plan that takes so many times the unmanaged step, at most, is good enough."""
 
 
