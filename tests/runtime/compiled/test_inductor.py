@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import overspill
+from overspill.capture.compiled.joint import copied
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Graph, Verb
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
@@ -193,6 +194,23 @@ def test_what_inductor_cannot_do_runs_on_the_eager_backend_if_that_is_wanted(
     (plan,) = call.overspill.plans
     assert plan.peak_bytes <= plan.budget_bytes
     assert call.overspill.memory_budgets == [None]
+
+
+def test_a_copied_graph_still_says_where_its_inputs_come_from() -> None:  # by which partitioners know parameters
+    seen = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        again = copied(module)
+        for one in (module, again):
+            inputs = one.graph.find_nodes(op="placeholder")
+            seen.append((one.meta, one._param_name_to_source, [getattr(n, "_dynamo_source", None) for n in inputs]))
+        return again.forward
+
+    model = Net()
+    x = torch.randn(4, 16)
+    assert torch.equal(torch.compile(model, backend=backend)(x), model(x))
+    assert seen[0] == seen[1]
+    assert any(seen[0][2])
 
 
 SECOND = """

@@ -1,7 +1,7 @@
 """The joint forward-backward graph of AOTAutograd, read as storages: what each node makes, reads, aliases and mutates.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): the node metadata `val`, `desc` and
-`partitioner_tag`, and the descriptors' class names.
+`partitioner_tag`, the descriptors' class names, and `SOURCES`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from overspill.core.errors import UnsupportedError
 from .effects import EFFECT
 from .formulas import put_right
 
+SOURCES = ("_param_name_to_source", "_dynamo_source")
+"""What Dynamo keeps on a module and on its inputs: where they come from."""
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
@@ -246,3 +248,18 @@ def _refuse_dynamic_shapes(graph: fx.Graph) -> None:
                 "the graph has dynamic shapes, for which no byte budget can be promised; "
                 "pass dynamic=False to torch.compile, or use overspill.compile (each shape then gets its own plan)"
             )
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph for another compilation, which changes what it is given; with what Dynamo says of where inputs come from."""
+    graph = fx.Graph()
+    output = graph.output(graph.graph_copy(module.graph, {}))
+    output.meta = dict(module.graph.find_nodes(op="output")[0].meta)
+    found = fx.GraphModule(module, graph)
+    found.meta = dict(module.meta)
+    inputs = (m.graph.find_nodes(op="placeholder") for m in (module, found))
+    for here, there in ((module, found), *zip(*inputs, strict=True)):
+        for name in SOURCES:
+            if hasattr(here, name):
+                setattr(there, name, getattr(here, name))
+    return found

@@ -29,7 +29,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.graph import capture
-from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
@@ -183,12 +183,14 @@ class _GraphCompiler:
         # user who calls it outside of autocast's region.
         with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
+                unchanged = copied(self.module)
                 try:
                     return self._by_inductor()
                 except UnsupportedError as error:
                     if self.session.options.on_unplanned != "warn":
                         raise
                     warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
+                    self.module = unchanged
             with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
                 return aot_autograd(
                     fw_compiler=self._boxed,

@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
-from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
 from overspill.capture.programs.program import Program
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
@@ -59,11 +59,12 @@ class _ByPartition:
     """Dynamo's `module` compiled by the usual partition, and by others when they are asked for."""
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Any], ran: Callable[[], None]) -> None:
-        self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(module, examples)
+        spare = copied(module)
+        self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
         self._ran = ran
         self._tried: set[float] = set()
         self.usual = _Compiler(ran, set(), None)
-        self.compiled = {self.usual: self._compile(self.usual)}
+        self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
         """The Graphs of its programs, each made when it is asked for."""
@@ -118,7 +119,7 @@ class _Partitioner(CustomPartitionerFn):
     def __call__(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._compiler.joint = JointGraph(_copied(module), options["num_fwd_outputs"])
+        self._compiler.joint = JointGraph(copied(module), options["num_fwd_outputs"])
         options.setdefault("compiler", "inductor")
         parts = min_cut_rematerialization_partition(module, inputs, **options)
         self._compiler.see(parts)
@@ -135,14 +136,6 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """The identity of the usual partition."""
         return "overspill: min-cut"
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph: compilation changes the one that it is given."""
-    graph = fx.Graph()
-    output = graph.output(graph.graph_copy(module.graph, {}))
-    output.meta = dict(module.graph.find_nodes(op="output")[0].meta)
-    return fx.GraphModule(module, graph)
 
 
 class _SeenBefore(Exception):
@@ -164,7 +157,7 @@ class _Compiler:
         self._lowered: tuple[Lowered | None, Lowered | None] = (None, None)
 
     def compiled(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's `module`, which stays as it is; it runs once there is a plan."""
+        """Dynamo's `module`, which it changes; it runs once there is a plan."""
         settings = {
             "custom_partitioner_fn": _Partitioner(self),
             # A buffer that is used again for other contents would be one tensor with a hole in its life.
@@ -178,7 +171,7 @@ class _Compiler:
             "activation_memory_budget": self.memory_budget,
         }
         with torch._functorch.config.patch(functorch):
-            return compile_fx(_copied(module), examples, inner_compile=self._compile, config_patches=settings)
+            return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
         """Raises _SeenBefore for a partition like one before."""
