@@ -78,6 +78,11 @@ class Memory:
         """The plans that were made."""
         return []
 
+    @property
+    def parted_anew(self) -> bool:
+        """Whether Inductor's forward saves less for backward than it usually does."""
+        return False
+
     def close(self) -> None:
         """Give the stores back."""
 
@@ -127,6 +132,10 @@ class Budgeted(Memory):
     @property
     def plans(self) -> list[Plan]:
         return [plan for one in self._planned for plan in one.plans]
+
+    @property
+    def parted_anew(self) -> bool:
+        return self.has_inductor and any(b not in (None, 1.0) for one in self._planned for b in one.memory_budgets)
 
     def close(self) -> None:
         for one in self._planned:
@@ -180,6 +189,7 @@ class Ran:
     peaks: list[int] = field(default_factory=list)
     told: list[bool] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
+    parted_anew: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -256,7 +266,7 @@ def _wrong(plain: Ran, ran: Ran, budget_bytes: int, *, gradients: bool) -> str:
         return "no plan was made"
     if ran.peak_bytes > budget_bytes:
         return f"{format_bytes(ran.peak_bytes - budget_bytes)} over the budget"
-    if all(plan.offloaded_bytes + plan.recomputed_ops == 0 for plan in ran.plans):
+    if all(plan.offloaded_bytes + plan.recomputed_ops == 0 for plan in ran.plans) and not ran.parted_anew:
         return "nothing had to be moved or computed again"
     return ""
 
@@ -289,7 +299,7 @@ def _run(chosen: Program, memory: Memory, steps: int | None, around: Callable[[]
             ran.told.append(told or (memory.has_inductor and counters["stats"]["unique_graphs"] > compiled))
             ran.numbers.append(_digests(found if isinstance(found, tuple) else (found,)))
             del found
-        ran.plans = memory.plans
+        ran.plans, ran.parted_anew = memory.plans, memory.parted_anew
         made.close()
     return ran
 
