@@ -14,6 +14,7 @@ from overspill.core.errors import RequestError
 from overspill.models import Job
 from overspill.models.step import loss_in
 
+from .compiled import compiled_step
 from .parallel import Parallel
 from .wrappers import data_parallel
 
@@ -40,15 +41,19 @@ def training(
     iterations: int = ITERATIONS,
     accumulate: int = 1,
     parallel: Parallel | None = None,
+    compiled: bool = False,
 ) -> Program:
     """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`.
 
     `amp` is `torch.autocast` in float16 with a GradScaler. With `accumulate`, that many micro-batches make a step.
-    With `parallel`, it is the loop of one of several GPUs.
+    With `parallel`, it is the loop of one of several GPUs. With `compiled`, `torch.compile` has compiled `loss`.
     """
     plain = _checked_dtype(dtype)
+    if compiled:
+        step_of = compiled_step(build, make_inputs, loss, plain)
 
     def program(recorder: Recorder) -> None:
+        loss_of_step = step_of(recorder) if compiled else loss
         if parallel is None:
             module = build().to("cuda", plain).train()
         else:
@@ -64,7 +69,7 @@ def training(
             for _ in range(accumulate):
                 inputs = _batch(recorder, make_inputs, plain)
                 with _autocast(dtype):
-                    value = loss(module, inputs)
+                    value = loss_of_step(module, inputs)
                 if scaler is not None:
                     value = scaler.scale(value)
                 (value / accumulate if accumulate > 1 else value).backward()
@@ -111,6 +116,7 @@ def of_job(
     dtype: str,
     iterations: int = ITERATIONS,
     parallel: Parallel | None = None,
+    compiled: bool = False,
 ) -> Program:
     """The loop that trains a job at a batch size (of each GPU); without an optimizer, that which only runs its model.
 
@@ -146,7 +152,8 @@ def of_job(
     if make_optimizer is None:
         return inference(build, make_inputs, forward, dtype=dtype, iterations=iterations)
     return training(
-        build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel
+        build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
+        compiled=compiled,
     )  # fmt: skip
 
 

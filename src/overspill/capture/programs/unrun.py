@@ -1,0 +1,198 @@
+"""Inductor's programs of a step, written on fake tensors: no kernel is compiled, nothing is computed or allocated.
+
+Inductor writes the text of a program first and has the kernels in it compiled while it imports the text as a module. In
+place of that import stands one in which every `async_compile.…(…)` is a kernel that does nothing. What the step allocates
+and when it frees it is in the program itself, so running it on fake tensors shows it (`StepPrograms.step`).
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `PyCodeCache.load_by_key_path` of Inductor's code cache,
+through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the processor;
+`compile_fx` with its `inner_compile`; of AOTAutograd `force_non_lazy_backward_lowering` and, in its metadata,
+`num_forward_returns` and `mutated_inp_runtime_indices`; a placeholder's `grapharg` (`describe_inputs`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from overspill.core.errors import UnsupportedError
+
+from .storages import FAKES
+
+_COMPILES = "async_compile."
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class _Stop(BaseException):
+    """Everything that was wanted is there; nothing must catch it on its way."""
+
+
+class UnrunKernel:
+    """A kernel that nobody compiled: called (or `run`, as Triton's are), it does nothing."""
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing: a kernel writes to its arguments, and fake ones have no values."""
+
+    run = __call__
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """While this lasts, Inductor writes programs and compiles none of their kernels; its caches are left alone.
+
+    What is replaced is replaced for the whole process.
+    """
+    settings = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp.vec_isa_ok": True}
+    with (
+        patch.object(PyCodeCache, "load_by_key_path", _load),
+        torch._inductor.config.patch(settings),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+def _load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> ModuleType:
+    """The program at `path` as a module, which is kept nowhere; its constants are `attrs`."""
+    text = ast.parse(Path(path).read_text(encoding="utf-8"))
+    text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
+    module = ModuleType(f"overspill.unrun.{key}")
+    module.__file__ = path
+    module.__dict__.update(attrs or {}, UnrunKernel=UnrunKernel, key=key)
+    exec(compile(ast.fix_missing_locations(text), path, "exec"), module.__dict__)  # noqa: S102 - what Inductor wrote
+    return module
+
+
+def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
+    if isinstance(statement, (ast.Assign, ast.Expr)) and isinstance(statement.value, ast.Call):
+        if ast.unparse(statement.value.func).startswith(_COMPILES):
+            if isinstance(statement, ast.Expr):  # waits for the compiler
+                return None
+            statement.value = ast.Call(ast.Name("UnrunKernel", ast.Load()), [], [])
+    return statement
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The programs of one step: `forward`, and `backward` unless nothing is differentiated, both as `call(args)`.
+
+    `results` is how many of forward's outputs are for the caller; the others are saved for backward. The first of them are
+    new values of the inputs at `updated`. `given` says of each input what it is: the name of a parameter or buffer, the
+    position of a tensor in the batch, or a tensor of Dynamo's own.
+    """
+
+    given: Sequence[str | int | Tensor]
+    forward: Callable[[list[Any]], Sequence[Any]]
+    backward: Callable[[list[Any]], Sequence[Any]] | None
+    results: int
+    updated: Sequence[int] = ()
+
+    def step(self, module: nn.Module, batch: Sequence[Tensor], around: Around = nullcontext) -> Any:
+        """What the compiled step returns, of `module` and a `batch` like those that it was written for, all fake.
+
+        Memory is taken and given back in their mode as the programs do it; `around` is entered while one of them runs.
+        """
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        inputs = [named[g] if isinstance(g, str) else batch[g] if isinstance(g, int) else g for g in self.given]
+        if self.backward is None:
+            found, _ = self._forward(inputs, around)
+        else:
+            found = _Step.apply(self, around, *inputs)
+        return found[0] if len(found) == 1 else found
+
+    def _forward(self, inputs: Sequence[Any], around: Around) -> tuple[tuple[Any, ...], list[Any]]:
+        """The caller's results, and what is saved."""
+        with around():
+            outputs = list(self.forward(list(inputs)))
+            for position, value in zip(self.updated, outputs, strict=False):
+                inputs[position].detach().copy_(value)
+        saved = [v.detach() if isinstance(v, Tensor) else v for v in outputs[self.results :]]
+        return tuple(outputs[len(self.updated) : self.results]), saved
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward as AOTAutograd runs them: what is saved goes to backward in a list that it empties."""
+
+    @staticmethod
+    def forward(ctx: Any, programs: StepPrograms, around: Around, *inputs: Any) -> tuple[Any, ...]:
+        results, ctx.saved = programs._forward(inputs, around)
+        ctx.programs, ctx.around = programs, around
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        args = [*ctx.saved, *tangents]
+        del ctx.saved, tangents
+        with ctx.around():
+            return None, None, *ctx.programs.backward(args)
+
+
+def write_programs(step: Callable[..., Any], module: nn.Module, batch: Sequence[Any]) -> StepPrograms:
+    """The programs that stock `torch.compile` runs for `step(*batch)`, on fake tensors in their mode, which is on.
+
+    `step` calls `module` and returns one tensor, the loss where gradients are on. Raises UnsupportedError where the step
+    is not one graph or cannot be compiled.
+    """
+    writer = _Writer(module, batch)
+    try:
+        with nothing_compiled(), torch._dynamo.config.patch(allow_rnn=True):
+            torch.compile(step, backend=writer.compile, dynamic=False, fullgraph=True)(*batch)
+    except _Stop:
+        pass
+    finally:
+        torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+    return writer.found()
+
+
+class _Writer:
+    def __init__(self, module: nn.Module, batch: Sequence[Any]) -> None:
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._known: dict[int, str | int] = {id(v): i for i, v in enumerate(batch)} | {id(v): n for n, v in named}
+        self._given: list[str | int | Tensor] = []
+        self._calls: list[Callable[..., Any]] = []
+        self._results: int | None = None
+        self._updated: Sequence[int] = ()
+
+    def compile(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend."""
+        self._given = [self._known.get(id(e), e) for e in examples]
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            compile_fx(module, examples, inner_compile=self._compile_inner)
+
+        def stop(*_: Any) -> Any:
+            raise _Stop
+
+        return stop
+
+    def _compile_inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        compiled = compile_fx_inner(module, inputs, **options)
+        namespace = getattr(getattr(compiled.current_callable, "__func__", compiled.current_callable), "__globals__", {})
+        if "UnrunKernel" not in namespace:
+            raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, or CUDA graphs, perhaps)")
+        namespace.update(FAKES)
+        self._calls.append(namespace["call"])
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None and not options.get("is_backward"):
+            self._results = context.fw_metadata.num_forward_returns
+            self._updated = context.fw_metadata.mutated_inp_runtime_indices
+        return compiled
+
+    def found(self) -> StepPrograms:
+        """What was written. Raises UnsupportedError where that is not one graph."""
+        if not self._calls or self._results is None:
+            raise UnsupportedError("torch.compile found nothing to compile in the step")
+        forward, backward = (*self._calls, None)[:2]
+        return StepPrograms(self._given, forward, backward, self._results, self._updated)

@@ -1,0 +1,54 @@
+"""The step of a job as `torch.compile` has it, to be recorded in place of the eager one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from overspill.capture.recording.recorder import Recorder
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def compiled_step(
+    build: Callable[[], nn.Module], make_inputs: Callable[[], Any], loss: Loss, dtype: torch.dtype | None
+) -> Callable[[Recorder], Loss]:
+    """`loss(module, inputs)`, compiled, for any recorder's GPU. Raises what `write_programs` raises."""
+    from overspill.capture.programs.unrun import write_programs  # noqa: PLC0415 - Inductor takes seconds to import
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = build().train()
+        inputs = make_inputs()
+        if dtype is not None:
+            _convert(module, dtype)
+            inputs = tree_map_only(Tensor, partial(_cast, dtype=dtype), inputs)
+        batch, spec = tree_flatten(inputs)
+        written = write_programs(lambda *leaves: loss(module, tree_unflatten(leaves, spec)), module, batch)
+
+    def on(recorder: Recorder) -> Loss:
+        around = partial(recorder.placing, on_device=True)
+        return lambda module, inputs: written.step(module, tree_leaves(inputs), around)
+
+    return on
+
+
+def _convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """`module.to(dtype)`, which torch does to real tensors only; what is shared stays shared."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for of in (part._parameters, part._buffers):
+            for name, value in of.items():
+                if value is not None and id(value) not in made:
+                    cast = _cast(value.detach(), dtype)
+                    made[id(value)] = nn.Parameter(cast, value.requires_grad) if of is part._parameters else cast
+                of[name] = None if value is None else made[id(value)]
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
