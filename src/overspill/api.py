@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -157,27 +156,13 @@ def _job(build: Any, given: Any, loss: Callable[..., Tensor] | None) -> Job:
     from torch import nn  # noqa: PLC0415
 
     from .models.job import Job  # noqa: PLC0415
-    from .models.step import loss_on  # noqa: PLC0415
+    from .models.step import loss_on, without_memory  # noqa: PLC0415
 
     def make_batch(size: int) -> tuple[Any, ...]:
         made = given.at(size)
         return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 
-    module = _without_memory(build) if isinstance(build, nn.Module) else build()
+    module = without_memory(build) if isinstance(build, nn.Module) else build()
     if not isinstance(module, nn.Module):
         raise RequestError(f"build returned {type(module).__name__}, not a module")
     return Job(type(module).__name__, module, make_batch, lambda model, *batch: loss_on(model, loss, batch))
-
-
-def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose parameters and buffers are made here, in a fake mode without any memory."""
-    import torch  # noqa: PLC0415
-    from torch import nn  # noqa: PLC0415
-
-    copies: dict[int, Any] = {}
-    for parameter in module.parameters():
-        blank = torch.empty(parameter.shape, dtype=parameter.dtype)
-        copies[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
-    for buffer in module.buffers():
-        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(module, copies)

@@ -12,28 +12,48 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from overspill.capture.recording.recorder import Recorder
+from overspill.core import TensorKind
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Call = Callable[[nn.Module, Any], Any]
 
 
 def compiled_step(
-    build: Callable[[], nn.Module], make_inputs: Callable[[], Any], loss: Loss, dtype: torch.dtype | None
-) -> Callable[[Recorder], Loss]:
-    """`loss(module, inputs)`, compiled, for any recorder's GPU. Raises what `write_programs` raises."""
+    build: Callable[[], nn.Module],
+    make_inputs: Callable[[], Any],
+    call: Call,
+    dtype: torch.dtype | None,
+    *,
+    trains: bool = True,
+    arguments: Call = lambda _, inputs: inputs,
+) -> Callable[[Recorder], Call]:
+    """`call(module, inputs)` as stock `torch.compile` runs it, for any recorder's GPU.
+
+    `arguments` makes of a batch what `call` is given in its place. Raises as `write` does.
+    """
     from overspill.capture.programs.unrun import write_programs  # noqa: PLC0415 - Inductor takes seconds to import
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        module = build().train()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
+        module = build().train(trains)
         inputs = make_inputs()
         if dtype is not None:
             _convert(module, dtype)
             inputs = tree_map_only(Tensor, partial(_cast, dtype=dtype), inputs)
-        batch, spec = tree_flatten(inputs)
-        written = write_programs(lambda *leaves: loss(module, tree_unflatten(leaves, spec)), module, batch)
+        batch, spec = tree_flatten(arguments(module, inputs))
+        written = write_programs(lambda *leaves: call(module, tree_unflatten(leaves, spec)), module, batch)
 
-    def on(recorder: Recorder) -> Loss:
-        around = partial(recorder.placing, on_device=True)
-        return lambda module, inputs: written.step(module, tree_leaves(inputs), around)
+    def on(recorder: Recorder) -> Call:
+        def run(module: nn.Module, inputs: Any) -> Any:
+            batch = tree_leaves(arguments(module, inputs))
+            recorder.enter(module)
+            try:
+                return written.step(
+                    module, batch, partial(recorder.placing, on_device=True),
+                    lambda saved: recorder.mark(saved, TensorKind.ACTIVATION),
+                )  # fmt: skip
+            finally:
+                recorder.leave()
+
+        return run
 
     return on
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.models import Job
 from overspill.models.step import loss_in
 
-from .compiled import compiled_step
+from .compiled import Call, compiled_step
 from .parallel import Parallel
 from .wrappers import data_parallel
 
@@ -25,10 +26,10 @@ Program = Callable[[Recorder], None]
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-class _OutputIsThere(Exception):
-    def __init__(self, output: Any) -> None:
+class _Reached(Exception):
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self.output = output
+        self.value = value
 
 
 def training(
@@ -49,11 +50,13 @@ def training(
     With `parallel`, it is the loop of one of several GPUs. With `compiled`, `torch.compile` has compiled `loss`.
     """
     plain = _checked_dtype(dtype)
+    written = None
     if compiled:
-        step_of = compiled_step(build, make_inputs, loss, plain)
+        _check_compiled(dtype, parallel)
+        written = compiled_step(build, make_inputs, loss, plain)
 
     def program(recorder: Recorder) -> None:
-        loss_of_step = step_of(recorder) if compiled else loss
+        value_of = loss if written is None else written(recorder)
         if parallel is None:
             module = build().to("cuda", plain).train()
         else:
@@ -69,7 +72,7 @@ def training(
             for _ in range(accumulate):
                 inputs = _batch(recorder, make_inputs, plain)
                 with _autocast(dtype):
-                    value = loss_of_step(module, inputs)
+                    value = value_of(module, inputs)
                 if scaler is not None:
                     value = scaler.scale(value)
                 (value / accumulate if accumulate > 1 else value).backward()
@@ -91,18 +94,28 @@ def inference(
     *,
     dtype: str = "float32",
     iterations: int = ITERATIONS,
+    compiled: Call | None = None,
+    arguments: Call = lambda _, inputs: inputs,
 ) -> Program:
-    """A loop that runs the model without gradients; each output lives until the next one is there."""
+    """A loop that runs the model without gradients; each output lives until the next one is there.
+
+    `compiled` is what `torch.compile` compiles in place of `forward`, given what `arguments` makes of the inputs.
+    """
     plain = _checked_dtype(dtype)
+    written = None
+    if compiled is not None:
+        _check_compiled(dtype, None)
+        written = compiled_step(build, make_inputs, compiled, plain, trains=False, arguments=arguments)
 
     def program(recorder: Recorder) -> None:
+        run = forward if written is None else written(recorder)
         module = build().to("cuda", plain).eval()
         recorder.mark_module(module)
         for _ in range(iterations):
             recorder.start_iteration()
             inputs = _batch(recorder, make_inputs, plain)
             with torch.no_grad(), _autocast(dtype):
-                output = forward(module, inputs)
+                output = run(module, inputs)
         del output
 
     return program
@@ -138,19 +151,32 @@ def of_job(
 
     def forward(module: nn.Module, inputs: Any) -> Any:
         def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            raise _OutputIsThere(output)
+            raise _Reached(output)
 
-        handle = module.register_forward_hook(stop)
+        return _reached(module.register_forward_hook(stop), module, inputs)
+
+    def arguments(module: nn.Module, inputs: Any) -> Any:
+        """What the loss calls the module with."""
+
+        def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            raise _Reached((args, kwargs))
+
+        return _reached(module.register_forward_pre_hook(stop, with_kwargs=True), module, inputs)
+
+    def _reached(handle: RemovableHandle, module: nn.Module, inputs: Any) -> Any:
         try:
             jobs[0].loss(module, *inputs)
-        except _OutputIsThere as done:
-            return done.output
+        except _Reached as done:
+            return done.value
         finally:
             handle.remove()
         raise RequestError(f"{jobs[0].name}: the loss never calls the module")
 
     if make_optimizer is None:
-        return inference(build, make_inputs, forward, dtype=dtype, iterations=iterations)
+        alone = (lambda module, given: module(*given[0], **given[1])) if compiled else None
+        return inference(
+            build, make_inputs, forward, dtype=dtype, iterations=iterations, compiled=alone, arguments=arguments
+        )
     return training(
         build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
         compiled=compiled,
@@ -165,6 +191,14 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise RequestError(f"the model returns {type(output).__name__}, which holds no loss; pass loss=")
     return found if found.dim() == 0 else found.float().mean()
+
+
+def _check_compiled(dtype: str, parallel: Parallel | None) -> None:
+    """Raise RequestError for what is only estimated of eager PyTorch."""
+    if parallel is not None:
+        raise RequestError(f"a compiled step is estimated on one GPU, not with {parallel.kind}; leave one of the two out")
+    if dtype.startswith("amp"):
+        raise RequestError(f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({dtype})")
 
 
 def _checked_dtype(dtype: str) -> torch.dtype | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
@@ -65,6 +67,17 @@ def loss_in(output: Any) -> Any:
     # The attribute first: one set on a transformers.ModelOutput that had no loss does not become a key of it.
     found = getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose parameters and buffers are made here, in a fake mode without any memory."""
+    copies: dict[int, Any] = {}
+    for parameter in module.parameters():
+        blank = torch.empty(parameter.shape, dtype=parameter.dtype)
+        copies[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+    for buffer in module.buffers():
+        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(module, copies)
 
 
 def _call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
