@@ -36,6 +36,7 @@ def plan(
     whole_step: bool = False,
     placement: str | None = None,
     times: MeasuredTimes | None = None,
+    backend: str = "eager",
 ) -> Plan:
     """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
 
@@ -44,14 +45,15 @@ def plan(
     and all inputs, or None for a model that returns its own loss. `budget` is a size (`"8GiB"`), a share of what the
     step takes unmanaged (`0.5`), or None for all of the device. `whole_step`: parameters, gradients and optimizer state
     may move too, as in `overspill.train_step`. `placement`: an allocator or solver within whose peak the plan must stay.
-    `times`: op times that were measured on the device.
+    `times`: op times that were measured on the device. `backend="inductor"`: the step as `torch.compile` has it, by the
+    program that Inductor writes for the CPU.
 
     Raises InfeasibleBudget (with the smallest budget that works), and RequestError for what cannot be right.
     """
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.training import preview  # noqa: PLC0415
 
-    options = Options(budget, policy, device=_device(device), placement=placement, times=times)
+    options = Options(budget, policy, device=_device(device), placement=placement, times=times, backend=backend)
     return preview(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), options)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from overspill import models
 from overspill.capture.fake_cuda.fake import FastFakeMode
-from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Device
@@ -222,7 +221,12 @@ class _Work:
         self.batch = self._inputs.batch
 
     def program(
-        self, size: int | None, dtype: str | None = None, iterations: int = programs.ITERATIONS, *, compiled: bool = False
+        self,
+        size: int | None,
+        dtype: str | None = None,
+        iterations: int = programs.ITERATIONS,
+        *,
+        compiled: bool = False,
     ) -> programs.Program:
         """The loop at batch size `size`."""
         chosen = dtype or self._dtype

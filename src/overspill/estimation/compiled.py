@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
+from overspill.models.step import cast, convert
 
 Call = Callable[[nn.Module, Any], Any]
 
@@ -36,8 +37,8 @@ def compiled_step(
         module = build().train(trains)
         inputs = make_inputs()
         if dtype is not None:
-            _convert(module, dtype)
-            inputs = tree_map_only(Tensor, partial(_cast, dtype=dtype), inputs)
+            convert(module, dtype)
+            inputs = tree_map_only(Tensor, partial(cast, dtype=dtype), inputs)
         batch, spec = tree_flatten(arguments(module, inputs))
         written = write_programs(lambda *leaves: call(module, tree_unflatten(leaves, spec)), module, batch)
 
@@ -56,19 +57,3 @@ def compiled_step(
         return run
 
     return on
-
-
-def _convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """`module.to(dtype)`, which torch does to real tensors only; what is shared stays shared."""
-    made: dict[int, Tensor] = {}
-    for part in module.modules():
-        for of in (part._parameters, part._buffers):
-            for name, value in of.items():
-                if value is not None and id(value) not in made:
-                    cast = _cast(value.detach(), dtype)
-                    made[id(value)] = nn.Parameter(cast, value.requires_grad) if of is part._parameters else cast
-                of[name] = None if value is None else made[id(value)]
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value

@@ -29,7 +29,13 @@ class Estimate(Figures):
         if self.compiled_recording is None:
             return None
         return Figures(
-            self.name, self.compiled_recording, self.device, self.batch, self.allocator, self.allocator_config, self.software
+            self.name,
+            self.compiled_recording,
+            self.device,
+            self.batch,
+            self.allocator,
+            self.allocator_config,
+            self.software,
         )
 
     @cached_property
@@ -46,4 +52,4 @@ class Estimate(Figures):
 
     def explain(self) -> str:
         """The whole answer for a reader, as `overspill estimate` prints it, without colours."""
-        return explain(self, self.changes)
+        return explain(self, self.changes, self.compiled)

@@ -49,7 +49,7 @@ def training(
     `amp` is `torch.autocast` in float16 with a GradScaler. With `accumulate`, that many micro-batches make a step.
     With `parallel`, it is the loop of one of several GPUs. With `compiled`, `torch.compile` has compiled `loss`.
     """
-    plain = _checked_dtype(dtype)
+    plain = checked_dtype(dtype)
     written = None
     if compiled:
         _check_compiled(dtype, parallel)
@@ -101,7 +101,7 @@ def inference(
 
     `compiled` is what `torch.compile` compiles in place of `forward`, given what `arguments` makes of the inputs.
     """
-    plain = _checked_dtype(dtype)
+    plain = checked_dtype(dtype)
     written = None
     if compiled is not None:
         _check_compiled(dtype, None)
@@ -150,37 +150,54 @@ def of_job(
         return jobs[0].loss(module, *inputs)
 
     def forward(module: nn.Module, inputs: Any) -> Any:
-        def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            raise _Reached(output)
-
-        return _reached(module.register_forward_hook(stop), module, inputs)
+        return _output(jobs[0], module, inputs)
 
     def arguments(module: nn.Module, inputs: Any) -> Any:
-        """What the loss calls the module with."""
-
-        def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            raise _Reached((args, kwargs))
-
-        return _reached(module.register_forward_pre_hook(stop, with_kwargs=True), module, inputs)
-
-    def _reached(handle: RemovableHandle, module: nn.Module, inputs: Any) -> Any:
-        try:
-            jobs[0].loss(module, *inputs)
-        except _Reached as done:
-            return done.value
-        finally:
-            handle.remove()
-        raise RequestError(f"{jobs[0].name}: the loss never calls the module")
+        return _arguments(jobs[0], module, inputs)
 
     if make_optimizer is None:
-        alone = (lambda module, given: module(*given[0], **given[1])) if compiled else None
         return inference(
-            build, make_inputs, forward, dtype=dtype, iterations=iterations, compiled=alone, arguments=arguments
-        )
+            build, make_inputs, forward, dtype=dtype, iterations=iterations,
+            compiled=_call_with if compiled else None, arguments=arguments,
+        )  # fmt: skip
     return training(
         build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
         compiled=compiled,
     )  # fmt: skip
+
+
+def _output(job: Job, module: nn.Module, inputs: Any) -> Any:
+    """What the module returns to the job's loss, which goes no further."""
+
+    def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        raise _Reached(output)
+
+    return _reached(module.register_forward_hook(stop), job, module, inputs)
+
+
+def _arguments(job: Job, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
+    """What the job's loss calls the module with: arguments by position and by keyword."""
+
+    def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Reached((args, kwargs))
+
+    found: tuple[Any, Any] = _reached(module.register_forward_pre_hook(stop, with_kwargs=True), job, module, inputs)
+    return found
+
+
+def _reached(handle: RemovableHandle, job: Job, module: nn.Module, inputs: Any) -> Any:
+    try:
+        job.loss(module, *inputs)
+    except _Reached as done:
+        return done.value
+    finally:
+        handle.remove()
+    raise RequestError(f"{job.name}: the loss never calls the module")
+
+
+def _call_with(module: nn.Module, arguments: Any) -> Any:
+    args, kwargs = arguments
+    return module(*args, **kwargs)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -196,12 +213,15 @@ def loss_of(output: Any) -> Tensor:
 def _check_compiled(dtype: str, parallel: Parallel | None) -> None:
     """Raise RequestError for what is only estimated of eager PyTorch."""
     if parallel is not None:
-        raise RequestError(f"a compiled step is estimated on one GPU, not with {parallel.kind}; leave one of the two out")
+        raise RequestError(
+            f"a compiled step is estimated on one GPU, not with {parallel.kind}; leave one of the two out"
+        )
     if dtype.startswith("amp"):
         raise RequestError(f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({dtype})")
 
 
-def _checked_dtype(dtype: str) -> torch.dtype | None:
+def checked_dtype(dtype: str) -> torch.dtype | None:
+    """What the whole model is converted to; None where its weights stay as they are. Raises RequestError."""
     if dtype not in DTYPES:
         raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(DTYPES)}")
     return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)

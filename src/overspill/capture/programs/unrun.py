@@ -88,11 +88,19 @@ def write(step: Callable[..., Any], batch: Sequence[Any], backend: Callable[...,
             if isinstance(inner, OverspillError):
                 raise inner from None
             what = next(iter(str(inner).splitlines()), "")
-            raise UnsupportedError(f"Inductor does not compile this model ({type(inner).__name__}: {what})") from failure
+            raise UnsupportedError(
+                f"Inductor does not compile this model ({type(inner).__name__}: {what})"
+            ) from failure
     raise UnsupportedError("torch.compile found nothing to compile in the step")
 
 
-def _load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None = None, **_: Any) -> ModuleType:
+def _load(
+    key: str,
+    path: str,
+    linemap: Any = None,  # noqa: ARG001 - PyTorch passes it
+    attrs: dict[str, Any] | None = None,
+    **_: Any,
+) -> ModuleType:
     """The program at `path` as a module, which is kept nowhere; its constants are `attrs`."""
     text = ast.parse(Path(path).read_text(encoding="utf-8"))
     text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
@@ -104,12 +112,14 @@ def _load(key: str, path: str, linemap: Any = None, attrs: dict[str, Any] | None
 
 
 def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
-    if isinstance(statement, (ast.Assign, ast.Expr)) and isinstance(statement.value, ast.Call):
-        if ast.unparse(statement.value.func).startswith(_COMPILES):
-            if isinstance(statement, ast.Expr):  # waits for the compiler
-                return None
-            statement.value = ast.Call(ast.Name("UnrunKernel", ast.Load()), [], [])
-    return statement
+    """Without the compiler: a kernel that does nothing, or no statement where it waits for kernels."""
+    value = statement.value if isinstance(statement, (ast.Assign, ast.Expr)) else None
+    if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith(_COMPILES):
+        return statement
+    if isinstance(statement, ast.Assign):
+        statement.value = ast.Call(ast.Name("UnrunKernel", ast.Load()), [], [])
+        return statement
+    return None
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,7 @@ class StepPrograms:
         module: nn.Module,
         batch: Sequence[Any],
         around: Around = nullcontext,
-        on_saved: Callable[[Tensor], None] = lambda _: None,
+        on_saved: Callable[[Tensor], object] = lambda _: None,
     ) -> Any:
         """What the compiled step returns, of `module` and a `batch` like those that it was written for, all fake.
 
@@ -152,7 +162,7 @@ class _Call:
 
     programs: StepPrograms
     around: Around
-    on_saved: Callable[[Tensor], None]
+    on_saved: Callable[[Tensor], object]
     saved: list[Any] = field(default_factory=list)
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -233,5 +243,5 @@ class _Writer:
         """What was written. Raises UnsupportedError where Inductor had nothing to write."""
         if not self._calls:
             raise UnsupportedError("torch.compile found nothing to compile in the step")
-        forward, backward = (*self._calls, None)[:2]
-        return StepPrograms(self._given, forward, backward, self._results, self._updated)
+        forward, *backward = self._calls
+        return StepPrograms(self._given, forward, next(iter(backward), None), self._results, self._updated)
