@@ -102,7 +102,10 @@ def _load(
     **_: Any,
 ) -> ModuleType:
     """The program at `path` as a module, which is kept nowhere; its constants are `attrs`."""
-    text = ast.parse(Path(path).read_text(encoding="utf-8"))
+    source = Path(path).read_text(encoding="utf-8")
+    if "async_compile" not in source:
+        raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, perhaps), of which nothing can be read")
+    text = ast.parse(source)
     text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
     module = ModuleType(f"overspill.unrun.{key}")
     module.__file__ = path
@@ -230,7 +233,7 @@ class _Writer:
         call = getattr(compiled, "current_callable", None)
         namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
         if "UnrunKernel" not in namespace:
-            raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, or CUDA graphs, perhaps)")
+            raise UnsupportedError("Inductor gave no Python program to run (CUDA graphs, perhaps)")
         namespace.update(FAKES)
         self._calls.append(namespace["call"])
         if not options.get("is_backward"):
