@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ def plan(
     whole_step: bool = False,
     placement: str | None = None,
     times: MeasuredTimes | None = None,
+    backend: str = "eager",
 ) -> Plan:
     """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
 
@@ -45,14 +45,15 @@ def plan(
     and all inputs, or None for a model that returns its own loss. `budget` is a size (`"8GiB"`), a share of what the
     step takes unmanaged (`0.5`), or None for all of the device. `whole_step`: parameters, gradients and optimizer state
     may move too, as in `overspill.train_step`. `placement`: an allocator or solver within whose peak the plan must stay.
-    `times`: op times that were measured on the device.
+    `times`: op times that were measured on the device. `backend="inductor"`: the step as `torch.compile` has it, by the
+    program that Inductor writes for the CPU.
 
     Raises InfeasibleBudget (with the smallest budget that works), and RequestError for what cannot be right.
     """
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.training import preview  # noqa: PLC0415
 
-    options = Options(budget, policy, device=_device(device), placement=placement, times=times)
+    options = Options(budget, policy, device=_device(device), placement=placement, times=times, backend=backend)
     return preview(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), options)
 
 
@@ -157,27 +158,13 @@ def _job(build: Any, given: Any, loss: Callable[..., Tensor] | None) -> Job:
     from torch import nn  # noqa: PLC0415
 
     from .models.job import Job  # noqa: PLC0415
-    from .models.step import loss_on  # noqa: PLC0415
+    from .models.step import loss_on, without_memory  # noqa: PLC0415
 
     def make_batch(size: int) -> tuple[Any, ...]:
         made = given.at(size)
         return tuple(made) if isinstance(made, (list, tuple)) else (made,)
 
-    module = _without_memory(build) if isinstance(build, nn.Module) else build()
+    module = without_memory(build) if isinstance(build, nn.Module) else build()
     if not isinstance(module, nn.Module):
         raise RequestError(f"build returned {type(module).__name__}, not a module")
     return Job(type(module).__name__, module, make_batch, lambda model, *batch: loss_on(model, loss, batch))
-
-
-def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose parameters and buffers are made here, in a fake mode without any memory."""
-    import torch  # noqa: PLC0415
-    from torch import nn  # noqa: PLC0415
-
-    copies: dict[int, Any] = {}
-    for parameter in module.parameters():
-        blank = torch.empty(parameter.shape, dtype=parameter.dtype)
-        copies[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
-    for buffer in module.buffers():
-        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(module, copies)

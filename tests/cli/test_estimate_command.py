@@ -114,3 +114,24 @@ def test_every_mistake_is_one_line_and_exit_code_2(overspill: Overspill, argumen
     assert says in done.err
     assert len([line for line in done.err.splitlines() if line.startswith("error: ")]) == 1
     assert "Traceback" not in done.err
+
+
+@pytest.mark.long
+def test_a_compiled_job_has_figures_and_a_plan_of_its_own(overspill: Overspill) -> None:
+    done = overspill("estimate nets:deep --batch 4 --gpu t4 --compiled --budget 100% --json")
+    assert done.code == 0
+    compiled = done.answer["compiled"]
+    assert compiled["fits"] is True
+    assert sum(compiled["breakdown"].values()) == compiled["total_bytes"]
+    assert compiled["within"]["feasible"] is True
+    assert compiled["within"]["peak_bytes"] <= compiled["within"]["budget_bytes"]
+    assert compiled["within"]["slowdown"] == 1
+
+
+def test_what_is_no_compiled_job_is_refused_at_once(overspill: Overspill) -> None:
+    assert "--budget is for --compiled" in overspill("estimate alexnet --batch 4 --budget 1GiB").error
+    assert "--budget is for training" in overspill("estimate alexnet --batch 4 --compiled --budget 1GiB --inference").error
+    assert "--compiled is a model's" in overspill("estimate --script x.py --compiled").error
+    done = overspill("estimate alexnet --small --batch 4 --compiled --dtype amp")
+    assert done.code == 2
+    assert "not with autocast" in done.error

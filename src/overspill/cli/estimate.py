@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from overspill import models
-from overspill.core.errors import RequestError
+from overspill.core.budget import Budget
+from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.estimation.parallel import parallel_of
 
 from .common import (
@@ -25,7 +27,10 @@ from .common import (
 )
 
 if TYPE_CHECKING:
+    from overspill.core import Device
     from overspill.estimation import Estimate
+    from overspill.estimation.figures import Figures
+    from overspill.plans.plan import Plan
 
 Words = Annotated[
     list[str] | None,
@@ -94,6 +99,19 @@ SnapshotFile = Annotated[
     ),
 ]
 
+Compiled = Annotated[
+    bool, typer.Option("--compiled", help="Say too what the job takes under torch.compile; nothing is compiled for it.")
+]
+Within = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="SIZE",
+        help="With --compiled: does the compiled step train within 8GiB, say, or 60% of its peak, and how fast?",
+        show_default=False,
+    ),
+]
+
 
 def estimate(
     words: Words = None,
@@ -114,12 +132,17 @@ def estimate(
     gpus: Gpus = None,
     parallel: Kind = None,
     snapshot: SnapshotFile = None,
+    compiled: Compiled = False,
+    budget: Within = None,
     json: AsJson = False,
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
     check_writable(snapshot)
     models.check_optimizer(optimizer)
     together = parallel_of(parallel, gpus)
+    limit = _budget(budget, compiled=compiled, inference=inference)
+    if compiled and script is not None:
+        raise RequestError("--compiled is a model's; in a script torch.compile is left out")
     if script is None:
         model = _one_model(words)
         if batch is None:
@@ -139,6 +162,7 @@ def estimate(
         from overspill.estimation.script import record_script
 
         request: dict[str, Any] = {}
+        within = None
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator, allocator_config)
         if script is not None:
             narrator.be_still()  # the terminal is the script's
@@ -157,21 +181,57 @@ def estimate(
             narrator.now(f"tracing {model}")
             choice = ModelChoice(model, small, image_size, seq_len)
             make_optimizer = None if inference else models.optimizer_named(optimizer)
-            made = of_job(choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype, parallel=together)
+            made = of_job(
+                choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype, parallel=together,
+                compiled=compiled,
+            )  # fmt: skip
+            if limit is not None:
+                narrator.now(f"planning {model} as torch.compile has it")
+                within = _plan(choice, batch or 1, optimizer, dtype, limit, setting.device)
             request |= {"model": model, "batch": batch, "optimizer": None if inference else optimizer, "dtype": dtype}
         request |= {
             "gpus": 1 if together is None else together.gpus,
             "parallel": None if together is None else together.kind,
         }
-        answer = _answer(request, made, gpu=None if gpu is None else setting.device.name)
+        answer = _answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
         if snapshot is not None:
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
     from overspill.report.estimate import estimate_report
 
+    fits = (made if made.compiled is None else made.compiled).fits() or gpu is None
     return Outcome(
-        answer, estimate_report(made, asked=gpu is not None), exit_code=0 if gpu is None or made.fits() else 1
+        answer,
+        estimate_report(made, asked=gpu is not None, within=within),
+        exit_code=0 if fits and not isinstance(within, InfeasibleBudget) else 1,
     )
+
+
+def _budget(text: str | None, *, compiled: bool, inference: bool) -> Budget | None:
+    """The budget of the compiled step. Raises RequestError where there is no such step."""
+    if text is None:
+        return None
+    if not compiled:
+        raise RequestError("--budget is for --compiled; `overspill plan` plans the eager step within a budget")
+    if inference:
+        raise RequestError("--budget is for training; leave out --inference")
+    return Budget.parse(text)
+
+
+def _plan(
+    choice: ModelChoice, batch: int, optimizer: str, dtype: str, limit: Budget, device: Device
+) -> Plan | InfeasibleBudget:
+    """The plan of the compiled step within `limit` on `device`, or why there is none."""
+    from overspill.estimation.programs import checked_dtype
+    from overspill.models.step import job_in_dtype
+    from overspill.runtime.options import Options
+    from overspill.runtime.training import Training, preview
+
+    training = Training(partial(job_in_dtype, choice.build, checked_dtype(dtype)), batch, optimizer)
+    try:
+        return preview(training, Options(limit, device=device, backend="inductor"))
+    except InfeasibleBudget as error:
+        return error
 
 
 def _one_model(words: list[str] | None) -> str:
@@ -182,7 +242,9 @@ def _one_model(words: list[str] | None) -> str:
     return words[0]
 
 
-def _answer(request: dict[str, Any], made: Estimate, gpu: str | None) -> dict[str, Any]:
+def _answer(
+    request: dict[str, Any], made: Estimate, gpu: str | None, within: Plan | InfeasibleBudget | None
+) -> dict[str, Any]:
     """What `--json` prints; what only a GPU can answer is null without one."""
     peak = made.peak
     asked = gpu is not None
@@ -211,5 +273,37 @@ def _answer(request: dict[str, Any], made: Estimate, gpu: str | None) -> dict[st
             {"what": change.what, "minimum_capacity_bytes": change.minimum_capacity_bytes, "fits": change.fits}
             for change in (made.changes if asked else ())
         ],
+        "compiled": None if made.compiled is None else _compiled(made.compiled, within, asked=asked),
         "seconds": made.seconds,
+    }  # fmt: skip
+
+
+def _compiled(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
+    """What `--json` prints of the job under torch.compile, and of its step within a budget."""
+    return {
+        "program": "cpu",
+        "peak_requested_bytes": made.peak_requested_bytes,
+        "peak_allocated_bytes": made.peak_allocated_bytes,
+        "peak_reserved_bytes": made.peak_reserved_bytes,
+        "context_bytes": made.context_bytes,
+        "total_bytes": made.total_bytes,
+        "total_low_bytes": made.total.low,
+        "total_high_bytes": made.total.high,
+        "fits": made.fits() if asked else None,
+        "minimum_capacity_bytes": made.minimum_capacity_bytes,
+        "breakdown": made.breakdown,
+        "within": None if within is None else _within(within),
+    }
+
+
+def _within(plan: Plan | InfeasibleBudget) -> dict[str, Any]:
+    if isinstance(plan, InfeasibleBudget):
+        return {
+            "feasible": False, "budget_bytes": plan.budget_bytes, "floor_bytes": plan.floor_bytes, "cause": plan.cause,
+            "peak_bytes": None, "unmanaged_peak_bytes": None, "step_seconds": None, "slowdown": None,
+        }  # fmt: skip
+    return {
+        "feasible": True, "budget_bytes": plan.budget_bytes, "floor_bytes": None, "cause": None,
+        "peak_bytes": plan.peak_bytes, "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
+        "step_seconds": plan.step_seconds, "slowdown": plan.slowdown,
     }  # fmt: skip

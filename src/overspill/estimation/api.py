@@ -6,7 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from overspill import models
 from overspill.capture.fake_cuda.fake import FastFakeMode
-from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Device
@@ -24,7 +23,7 @@ from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.models.inputs import Inputs
-from overspill.models.step import is_criterion
+from overspill.models.step import is_criterion, without_memory
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.registry import allocator_type
 
@@ -87,6 +86,7 @@ def estimate(
     parallel: Parallel | None = None,
     allocator: str = "pytorch",
     allocator_config: Any = None,
+    compiled: bool = False,
 ) -> Estimate:
     """How much device memory training (or, without `loss` and `optimizer`, inference) takes; nothing is computed.
 
@@ -96,7 +96,8 @@ def estimate(
     `inputs`, or a function of the model and all `inputs`; without it a model that is trained returns its own loss.
     `optimizer` is a name such as `adamw` or a function of the parameters. `dtype` is float32, bfloat16, float16, amp
     (autocast in float16 with a GradScaler) or amp-bfloat16. With `parallel` the answer is for each of several GPUs, and
-    a batch is what one of them reads.
+    a batch is what one of them reads. With `compiled`, the answer's `compiled` is that for the same step under stock
+    `torch.compile`, by the program that Inductor writes for the CPU.
 
     Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
     """
@@ -107,14 +108,17 @@ def estimate(
             raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
         name, size = build, batch or 1
         models.check_name(name)
-        return of_job(lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype, parallel=parallel)
+        return of_job(
+            lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype, parallel=parallel,
+            compiled=compiled,
+        )  # fmt: skip
     if inputs is None:
         raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
     work = _Work(build, inputs, loss, make_optimizer, dtype, accumulate, parallel)
     samples = batch or work.batch
     name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
     variants = _lower_precision(work.program, samples, setting, dtype)
-    return measured(work.program, name, samples, setting, variants=variants, parallel=parallel)
+    return measured(work.program, name, samples, setting, variants=variants, parallel=parallel, compiled=compiled)
 
 
 def of_job(
@@ -126,18 +130,22 @@ def of_job(
     *,
     dtype: str = "float32",
     parallel: Parallel | None = None,
+    compiled: bool = False,
 ) -> Estimate:
     """The estimate of a job at a batch size; without an optimizer, of its model's inference."""
     if batch < 1:
         raise RequestError(f"batch {batch} is not a positive number")
 
-    def program(size: int | None, dtype: str = dtype, iterations: int = programs.ITERATIONS) -> programs.Program:
+    def program(
+        size: int | None, dtype: str = dtype, iterations: int = programs.ITERATIONS, *, compiled: bool = False
+    ) -> programs.Program:
         return programs.of_job(
-            load, size or batch, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel
-        )
+            load, size or batch, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
+            compiled=compiled,
+        )  # fmt: skip
 
     variants = _lower_precision(program, batch, setting, dtype)
-    return measured(program, name, batch, setting, variants=variants, parallel=parallel)
+    return measured(program, name, batch, setting, variants=variants, parallel=parallel, compiled=compiled)
 
 
 def _lower_precision(
@@ -159,6 +167,7 @@ def _lower_precision(
 def measured(
     program: MakeProgram, name: str, batch: int | None, setting: Setting,
     *, variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
+    compiled: bool = False,
 ) -> Estimate:  # fmt: skip
     """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
 
@@ -176,6 +185,9 @@ def measured(
             traces={batch: recording},
         )  # fmt: skip
     made = of_recording(recording, name, setting, batch=batch, scaling=scaling, variants=variants, parallel=parallel)
+    if compiled:
+        ours = record(program(batch, compiled=True), capability=setting.capability)
+        made = replace(made, compiled_recording=ours)
     made.fits()
     object.__setattr__(made, "seconds", time.perf_counter() - started)
     return made
@@ -209,31 +221,38 @@ class _Work:
         self.batch = self._inputs.batch
 
     def program(
-        self, size: int | None, dtype: str | None = None, iterations: int = programs.ITERATIONS
+        self,
+        size: int | None,
+        dtype: str | None = None,
+        iterations: int = programs.ITERATIONS,
+        *,
+        compiled: bool = False,
     ) -> programs.Program:
         """The loop at batch size `size`."""
         chosen = dtype or self._dtype
 
-        def run(recorder: Recorder) -> None:
-            def build() -> nn.Module:
-                if not isinstance(self._build, nn.Module):
-                    return _checked_module(self._build())
-                # A copy whose parameters, which are fake here, take no memory.
-                fakes = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self._build.parameters()}
-                return copy.deepcopy(self._build, fakes)
+        def make() -> Any:
+            return self._inputs.at(size)
 
-            def make() -> Any:
-                return self._inputs.at(size)
+        build = partial(self._module, compiled=compiled)
+        if self._loss is None and self._make_optimizer is None:
+            return programs.inference(
+                build, make, _call, dtype=chosen, iterations=iterations, compiled=_call if compiled else None
+            )
+        return programs.training(
+            build, make, self._value, self._make_optimizer, dtype=chosen, iterations=iterations,
+            accumulate=self._accumulate, parallel=self._parallel, compiled=compiled,
+        )  # fmt: skip
 
-            if self._loss is None and self._make_optimizer is None:
-                programs.inference(build, make, _call, dtype=chosen, iterations=iterations)(recorder)
-            else:
-                programs.training(
-                    build, make, self._value, self._make_optimizer, dtype=chosen, iterations=iterations,
-                    accumulate=self._accumulate, parallel=self._parallel,
-                )(recorder)  # fmt: skip
-
-        return run
+    def _module(self, *, compiled: bool) -> nn.Module:
+        """The model, made where its parameters are fake; where it is `compiled`, also in torch's own fake mode."""
+        if not isinstance(self._build, nn.Module):
+            return _checked_module(self._build())
+        if compiled:
+            return without_memory(self._build)
+        # A copy whose parameters, which are fake here, take no memory.
+        fakes = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self._build.parameters()}
+        return copy.deepcopy(self._build, fakes)
 
     def _value(self, model: nn.Module, inputs: Any) -> Tensor:
         if self._loss is None:

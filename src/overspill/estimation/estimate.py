@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from overspill.capture.recording.recording import Recording
+
 from .advice import Advice, advice
 from .figures import Figures
 from .memory_viz import write_estimate
@@ -14,7 +16,27 @@ from .text import explain
 
 @dataclass(frozen=True, eq=False)
 class Estimate(Figures):
-    """How much memory a device needs for a recorded job (see `Figures`), and what to do about it."""
+    """How much memory a device needs for a recorded job (see `Figures`), and what to do about it.
+
+    `compiled_recording` is of the same job under `torch.compile`, where that was asked for.
+    """
+
+    compiled_recording: Recording | None = None
+
+    @cached_property
+    def compiled(self) -> Figures | None:
+        """The figures of the same job under stock `torch.compile`, by the program that Inductor writes for the CPU."""
+        if self.compiled_recording is None:
+            return None
+        return Figures(
+            self.name,
+            self.compiled_recording,
+            self.device,
+            self.batch,
+            self.allocator,
+            self.allocator_config,
+            self.software,
+        )
 
     @cached_property
     def changes(self) -> tuple[Advice, ...]:
@@ -30,4 +52,4 @@ class Estimate(Figures):
 
     def explain(self) -> str:
         """The whole answer for a reader, as `overspill estimate` prints it, without colours."""
-        return explain(self, self.changes)
+        return explain(self, self.changes, self.compiled)

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.models import Job
 from overspill.models.step import loss_in
 
+from .compiled import Call, compiled_step
 from .parallel import Parallel
 from .wrappers import data_parallel
 
@@ -24,10 +26,10 @@ Program = Callable[[Recorder], None]
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-class _OutputIsThere(Exception):
-    def __init__(self, output: Any) -> None:
+class _Reached(Exception):
+    def __init__(self, value: Any) -> None:
         super().__init__()
-        self.output = output
+        self.value = value
 
 
 def training(
@@ -40,15 +42,21 @@ def training(
     iterations: int = ITERATIONS,
     accumulate: int = 1,
     parallel: Parallel | None = None,
+    compiled: bool = False,
 ) -> Program:
     """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`.
 
     `amp` is `torch.autocast` in float16 with a GradScaler. With `accumulate`, that many micro-batches make a step.
-    With `parallel`, it is the loop of one of several GPUs.
+    With `parallel`, it is the loop of one of several GPUs. With `compiled`, `torch.compile` has compiled `loss`.
     """
-    plain = _checked_dtype(dtype)
+    plain = checked_dtype(dtype)
+    written = None
+    if compiled:
+        _check_compiled(dtype, parallel)
+        written = compiled_step(build, make_inputs, loss, plain)
 
     def program(recorder: Recorder) -> None:
+        value_of = loss if written is None else written(recorder)
         if parallel is None:
             module = build().to("cuda", plain).train()
         else:
@@ -64,7 +72,7 @@ def training(
             for _ in range(accumulate):
                 inputs = _batch(recorder, make_inputs, plain)
                 with _autocast(dtype):
-                    value = loss(module, inputs)
+                    value = value_of(module, inputs)
                 if scaler is not None:
                     value = scaler.scale(value)
                 (value / accumulate if accumulate > 1 else value).backward()
@@ -86,18 +94,28 @@ def inference(
     *,
     dtype: str = "float32",
     iterations: int = ITERATIONS,
+    compiled: Call | None = None,
+    arguments: Call = lambda _, inputs: inputs,
 ) -> Program:
-    """A loop that runs the model without gradients; each output lives until the next one is there."""
-    plain = _checked_dtype(dtype)
+    """A loop that runs the model without gradients; each output lives until the next one is there.
+
+    `compiled` is what `torch.compile` compiles in place of `forward`, given what `arguments` makes of the inputs.
+    """
+    plain = checked_dtype(dtype)
+    written = None
+    if compiled is not None:
+        _check_compiled(dtype, None)
+        written = compiled_step(build, make_inputs, compiled, plain, trains=False, arguments=arguments)
 
     def program(recorder: Recorder) -> None:
+        run = forward if written is None else written(recorder)
         module = build().to("cuda", plain).eval()
         recorder.mark_module(module)
         for _ in range(iterations):
             recorder.start_iteration()
             inputs = _batch(recorder, make_inputs, plain)
             with torch.no_grad(), _autocast(dtype):
-                output = forward(module, inputs)
+                output = run(module, inputs)
         del output
 
     return program
@@ -111,6 +129,7 @@ def of_job(
     dtype: str,
     iterations: int = ITERATIONS,
     parallel: Parallel | None = None,
+    compiled: bool = False,
 ) -> Program:
     """The loop that trains a job at a batch size (of each GPU); without an optimizer, that which only runs its model.
 
@@ -131,23 +150,54 @@ def of_job(
         return jobs[0].loss(module, *inputs)
 
     def forward(module: nn.Module, inputs: Any) -> Any:
-        def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            raise _OutputIsThere(output)
+        return _output(jobs[0], module, inputs)
 
-        handle = module.register_forward_hook(stop)
-        try:
-            jobs[0].loss(module, *inputs)
-        except _OutputIsThere as done:
-            return done.output
-        finally:
-            handle.remove()
-        raise RequestError(f"{jobs[0].name}: the loss never calls the module")
+    def arguments(module: nn.Module, inputs: Any) -> Any:
+        return _arguments(jobs[0], module, inputs)
 
     if make_optimizer is None:
-        return inference(build, make_inputs, forward, dtype=dtype, iterations=iterations)
+        return inference(
+            build, make_inputs, forward, dtype=dtype, iterations=iterations,
+            compiled=_call_with if compiled else None, arguments=arguments,
+        )  # fmt: skip
     return training(
-        build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel
+        build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
+        compiled=compiled,
     )  # fmt: skip
+
+
+def _output(job: Job, module: nn.Module, inputs: Any) -> Any:
+    """What the module returns to the job's loss, which goes no further."""
+
+    def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        raise _Reached(output)
+
+    return _reached(module.register_forward_hook(stop), job, module, inputs)
+
+
+def _arguments(job: Job, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
+    """What the job's loss calls the module with: arguments by position and by keyword."""
+
+    def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Reached((args, kwargs))
+
+    found: tuple[Any, Any] = _reached(module.register_forward_pre_hook(stop, with_kwargs=True), job, module, inputs)
+    return found
+
+
+def _reached(handle: RemovableHandle, job: Job, module: nn.Module, inputs: Any) -> Any:
+    try:
+        job.loss(module, *inputs)
+    except _Reached as done:
+        return done.value
+    finally:
+        handle.remove()
+    raise RequestError(f"{job.name}: the loss never calls the module")
+
+
+def _call_with(module: nn.Module, arguments: Any) -> Any:
+    args, kwargs = arguments
+    return module(*args, **kwargs)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -160,7 +210,18 @@ def loss_of(output: Any) -> Tensor:
     return found if found.dim() == 0 else found.float().mean()
 
 
-def _checked_dtype(dtype: str) -> torch.dtype | None:
+def _check_compiled(dtype: str, parallel: Parallel | None) -> None:
+    """Raise RequestError for what is only estimated of eager PyTorch."""
+    if parallel is not None:
+        raise RequestError(
+            f"a compiled step is estimated on one GPU, not with {parallel.kind}; leave one of the two out"
+        )
+    if dtype.startswith("amp"):
+        raise RequestError(f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({dtype})")
+
+
+def checked_dtype(dtype: str) -> torch.dtype | None:
+    """What the whole model is converted to; None where its weights stay as they are. Raises RequestError."""
     if dtype not in DTYPES:
         raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(DTYPES)}")
     return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)

@@ -15,13 +15,18 @@ _LAYERS = 5
 _SMALL = 1 << 20  # categories below this are not worth a line
 
 
-def explain(estimate: Figures, changes: Sequence[Advice]) -> str:
+def explain(estimate: Figures, changes: Sequence[Advice], compiled: Figures | None = None) -> str:
     """The whole answer in lines."""
-    return "\n".join(lines(estimate, changes))
+    return "\n".join(lines(estimate, changes, compiled))
 
 
-def lines(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:
-    """The whole answer, line by line, the verdict first; at last the `changes` that would help."""
+def lines(
+    estimate: Figures, changes: Sequence[Advice], compiled: Figures | None = None, *besides: str
+) -> Iterator[str]:
+    """The whole answer, line by line, the verdict first; at last the `changes` that would help.
+
+    `compiled` are the figures under `torch.compile`, and `besides` further lines about that.
+    """
     yield verdict(estimate)
     yield ""
     yield from bars(estimate)
@@ -30,6 +35,9 @@ def lines(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:
     yield from figures(estimate)
     if estimate.largest_batch is not None:
         yield f"  largest batch on {estimate.device.name}: {estimate.largest_batch}"
+    if compiled is not None:
+        yield under_compile(estimate, compiled, asked=True)
+    yield from besides
     yield from helps(estimate, changes)
 
 
@@ -89,6 +97,15 @@ def figures(estimate: Figures) -> Iterator[str]:
     total = estimate.total
     if total.low != total.high:
         yield f"  between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context may turn out"
+
+
+def under_compile(estimate: Figures, compiled: Figures, *, asked: bool) -> str:
+    """What the job takes under `torch.compile`; where a device was `asked` for, whether it fits there then."""
+    fits = (", which fits" if compiled.fits() else ", which does not fit") if asked else ""
+    return (
+        f"  with torch.compile: {format_bytes(compiled.total_bytes)}{fits} (eager: {format_bytes(estimate.total_bytes)}), "
+        "by the program that Inductor writes for the CPU"
+    )
 
 
 def helps(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
@@ -65,6 +68,43 @@ def loss_in(output: Any) -> Any:
     # The attribute first: one set on a transformers.ModelOutput that had no loss does not become a key of it.
     found = getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose parameters and buffers are made here, in a fake mode without any memory."""
+    copies: dict[int, Any] = {}
+    for parameter in module.parameters():
+        blank = torch.empty(parameter.shape, dtype=parameter.dtype)
+        copies[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
+    for buffer in module.buffers():
+        copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(module, copies)
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """`module.to(dtype)`, which torch does to real tensors only; what is shared stays shared."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        for of in (part._parameters, part._buffers):
+            for name, value in of.items():
+                if value is not None and id(value) not in made:
+                    new = cast(value.detach(), dtype)
+                    made[id(value)] = nn.Parameter(new, value.requires_grad) if of is part._parameters else new
+                of[name] = None if value is None else made[id(value)]
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` in `dtype`, where it is of floating point."""
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def job_in_dtype(load: Callable[[], Job], dtype: torch.dtype | None) -> Job:
+    """The job that `load` makes where tensors are fake, with model and batches in `dtype`; None: as they are."""
+    job = load()
+    if dtype is None:
+        return job
+    convert(job.module, dtype)
+    return replace(job, make_batch=lambda size: tuple(cast(value, dtype) for value in job.make_batch(size)))
 
 
 def _call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:

@@ -118,8 +118,16 @@ class Run:
 def preview(training: Training, options: Options) -> Plan:
     """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
 
-    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`.
+    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`. With Inductor's
+    kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
+    training.check(options)
+    if options.backend == "inductor":
+        from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            step, batch = _prepare(training, "cpu")
+            return plan_unrun(step, batch, optimizer_named(training.optimizer)(step.parameters()), options)
     where = torch.device("cpu")
     device = device_for(options, where)
     graph = graph_on(training, device, options.reserve)

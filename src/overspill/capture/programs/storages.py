@@ -296,7 +296,7 @@ class _Follower:
 
     def _plain(self, program: Program, expression: ast.expr) -> Any:
         code = compile(ast.fix_missing_locations(ast.Expression(expression)), "<Inductor's program>", "eval")
-        return eval(code, {**program.namespace, **_FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
+        return eval(code, {**program.namespace, **FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
 
     def _flops(self, program: Program, name: str, call: ast.Call, result: Any) -> int:
         """Of a library call, `aten.op` or `extern_kernels.op`, by torch's own formulas."""
@@ -332,7 +332,7 @@ def _empty(device: str) -> Any:
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-_FAKES: Mapping[str, Any] = {
+FAKES: Mapping[str, Any] = {
     **{f"empty_strided_{device}": _empty(device) for device in ("cpu", "cuda", "xpu")},
     "reinterpret_tensor": lambda t, size, stride, offset=0: torch.as_strided(
         t, size, stride, t.storage_offset() + offset

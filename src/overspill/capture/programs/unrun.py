@@ -1,0 +1,250 @@
+"""Inductor's programs of a step, written on fake tensors: no kernel is compiled, nothing is computed or allocated.
+
+Inductor writes the text of a program first and has the kernels in it compiled while it imports the text as a module. In
+place of that import stands one in which every `async_compile.…(…)` is a kernel that does nothing. What the step allocates
+and when it frees it is in the program itself, so running it on fake tensors shows it (`StepPrograms.step`).
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `PyCodeCache.load_by_key_path` of Inductor's code cache,
+through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the processor;
+`compile_fx` with its `inner_compile`; `current_callable` of what that returns; of AOTAutograd
+`force_non_lazy_backward_lowering` and, in its metadata, `num_forward_returns` and `mutated_inp_runtime_indices`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._guards import TracingContext
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from overspill.core.errors import OverspillError, UnsupportedError
+
+from .storages import FAKES, storage_key
+from .workspaces import nothing_measured
+
+_COMPILES = "async_compile."
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+class Written(BaseException):
+    """Raised in a backend: all programs are there, and the step need not run. Dynamo catches exceptions."""
+
+
+class UnrunKernel:
+    """A kernel that nobody compiled: called (or `run`, as Triton's are), it does nothing."""
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing: a kernel writes to its arguments, and fake ones have no values."""
+
+    run = __call__
+
+
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """While this lasts, Inductor writes programs, compiles none of their kernels, and leaves its caches alone.
+
+    No library call is measured either. What is replaced is replaced for the whole process.
+    """
+    settings = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp.vec_isa_ok": True}
+    with (
+        patch.object(PyCodeCache, "load_by_key_path", _load),
+        torch._inductor.config.patch(settings),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._dynamo.config.patch(allow_rnn=True),
+        nothing_measured(),
+    ):
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some of them
+
+
+def write(step: Callable[..., Any], batch: Sequence[Any], backend: Callable[..., Any]) -> None:
+    """Call `step`, compiled by `backend`, on `batch`, until it raises `Written`.
+
+    Both are of fake tensors in their mode, which is on. Raises UnsupportedError where Inductor cannot compile the step, and
+    what Dynamo raises where it is not one graph.
+    """
+    with nothing_compiled():
+        try:
+            torch.compile(step, backend=backend, dynamic=False, fullgraph=True)(*batch)
+        except Written:
+            return
+        except BackendCompilerFailed as failure:
+            inner = failure.inner_exception
+            if isinstance(inner, OverspillError):
+                raise inner from None
+            what = next(iter(str(inner).splitlines()), "")
+            raise UnsupportedError(
+                f"Inductor does not compile this model ({type(inner).__name__}: {what})"
+            ) from failure
+    raise UnsupportedError("torch.compile found nothing to compile in the step")
+
+
+def _load(
+    key: str,
+    path: str,
+    linemap: Any = None,  # noqa: ARG001 - PyTorch passes it
+    attrs: dict[str, Any] | None = None,
+    **_: Any,
+) -> ModuleType:
+    """The program at `path` as a module, which is kept nowhere; its constants are `attrs`."""
+    source = Path(path).read_text(encoding="utf-8")
+    if "async_compile" not in source:
+        raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, perhaps), of which nothing can be read")
+    text = ast.parse(source)
+    text.body = [kept for statement in text.body if (kept := _uncompiled(statement)) is not None]
+    module = ModuleType(f"overspill.unrun.{key}")
+    module.__file__ = path
+    module.__dict__.update(attrs or {}, UnrunKernel=UnrunKernel, key=key)
+    exec(compile(ast.fix_missing_locations(text), path, "exec"), module.__dict__)  # noqa: S102 - what Inductor wrote
+    return module
+
+
+def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
+    """Without the compiler: a kernel that does nothing, or no statement where it waits for kernels."""
+    value = statement.value if isinstance(statement, (ast.Assign, ast.Expr)) else None
+    if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith(_COMPILES):
+        return statement
+    if isinstance(statement, ast.Assign):
+        statement.value = ast.Call(ast.Name("UnrunKernel", ast.Load()), [], [])
+        return statement
+    return None
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The programs of one step: `forward`, and `backward` unless nothing is differentiated, both as `call(args)`.
+
+    `results` is how many of forward's outputs are for the caller; the others are saved for backward. The first of them are
+    new values of the inputs at `updated`. `given` says of each input what it is: the name of a parameter or buffer, the
+    position of a tensor in the batch, or a tensor of Dynamo's own.
+    """
+
+    given: Sequence[str | int | Tensor]
+    forward: Callable[[list[Any]], Sequence[Any]]
+    backward: Callable[[list[Any]], Sequence[Any]] | None
+    results: int
+    updated: Sequence[int] = ()
+
+    def step(
+        self,
+        module: nn.Module,
+        batch: Sequence[Any],
+        around: Around = nullcontext,
+        on_saved: Callable[[Tensor], object] = lambda _: None,
+    ) -> Any:
+        """What the compiled step returns, of `module` and a `batch` like those that it was written for, all fake.
+
+        Memory is taken and given back in their mode as the programs do it; `around` is entered while one of them runs, and
+        `on_saved` told of what forward makes and keeps for backward.
+        """
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        inputs = [named[g] if isinstance(g, str) else batch[g] if isinstance(g, int) else g for g in self.given]
+        call = _Call(self, around, on_saved)
+        found = call.forward(inputs) if self.backward is None else _Step.apply(call, *inputs)
+        return found[0] if len(found) == 1 else found
+
+
+@dataclass
+class _Call:
+    """One call of the step, between its forward and its backward."""
+
+    programs: StepPrograms
+    around: Around
+    on_saved: Callable[[Tensor], object]
+    saved: list[Any] = field(default_factory=list)
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The caller's results."""
+        programs = self.programs
+        there = {storage_key(v) for v in inputs if isinstance(v, Tensor)}
+        with self.around():
+            outputs = list(programs.forward(list(inputs)))
+            for position, value in zip(programs.updated, outputs, strict=False):
+                inputs[position].detach().copy_(value)
+            # What is returned too would hold this call by its gradient's function.
+            self.saved = [v.detach() if isinstance(v, Tensor) else v for v in outputs[programs.results :]]
+        for value in self.saved:
+            if isinstance(value, Tensor) and storage_key(value) not in there:
+                self.on_saved(value)
+        return tuple(outputs[len(programs.updated) : programs.results])
+
+    def backward(self, tangents: Sequence[Any]) -> tuple[Any, ...]:
+        """The gradients of the inputs, from those of the results; the program empties the list that it is given."""
+        args, self.saved = [*self.saved, *tangents], []
+        del tangents
+        assert self.programs.backward is not None
+        with self.around():
+            return tuple(self.programs.backward(args))
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward as AOTAutograd runs them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: Any) -> tuple[Any, ...]:
+        ctx.call = call
+        return call.forward(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        return None, *ctx.call.backward(tangents)
+
+
+def write_programs(step: Callable[..., Any], module: nn.Module, batch: Sequence[Any]) -> StepPrograms:
+    """The programs that stock `torch.compile` runs for `step(*batch)`, which calls `module`; as `write` in all else."""
+    writer = _Writer(module, batch)
+    write(step, batch, writer.compile)
+    return writer.found()
+
+
+class _Writer:
+    def __init__(self, module: nn.Module, batch: Sequence[Any]) -> None:
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._known: dict[int, str | int] = {id(v): i for i, v in enumerate(batch)} | {id(v): n for n, v in named}
+        self._given: list[str | int | Tensor] = []
+        self._calls: list[Callable[..., Any]] = []
+        self._results = 0
+        self._updated: Sequence[int] = ()
+
+    def compile(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's backend."""
+        self._given = [self._known.get(id(e), e) for e in examples]
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            compile_fx(module, examples, inner_compile=self._compile_inner)
+        raise Written
+
+    def _compile_inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        compiled = compile_fx_inner(module, inputs, **options)
+        call = getattr(compiled, "current_callable", None)
+        namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
+        if "UnrunKernel" not in namespace:
+            raise UnsupportedError("Inductor gave no Python program to run (CUDA graphs, perhaps)")
+        namespace.update(FAKES)
+        self._calls.append(namespace["call"])
+        if not options.get("is_backward"):
+            metadata = TracingContext.get().fw_metadata
+            assert metadata is not None
+            self._results, self._updated = metadata.num_forward_returns, metadata.mutated_inp_runtime_indices
+        return compiled
+
+    def found(self) -> StepPrograms:
+        """What was written. Raises UnsupportedError where Inductor had nothing to write."""
+        if not self._calls:
+            raise UnsupportedError("torch.compile found nothing to compile in the step")
+        forward, *backward = self._calls
+        return StepPrograms(self._given, forward, next(iter(backward), None), self._results, self._updated)

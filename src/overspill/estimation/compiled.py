@@ -1,0 +1,59 @@
+"""The step of a job as `torch.compile` has it, to be recorded in place of the eager one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from overspill.capture.recording.recorder import Recorder
+from overspill.core import TensorKind
+from overspill.models.step import cast, convert
+
+Call = Callable[[nn.Module, Any], Any]
+
+
+def compiled_step(
+    build: Callable[[], nn.Module],
+    make_inputs: Callable[[], Any],
+    call: Call,
+    dtype: torch.dtype | None,
+    *,
+    trains: bool = True,
+    arguments: Call = lambda _, inputs: inputs,
+) -> Callable[[Recorder], Call]:
+    """`call(module, inputs)` as stock `torch.compile` runs it, for any recorder's GPU.
+
+    `arguments` makes of a batch what `call` is given in its place. Raises as `write` does.
+    """
+    from overspill.capture.programs.unrun import write_programs  # noqa: PLC0415 - Inductor takes seconds to import
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(trains):
+        module = build().train(trains)
+        inputs = make_inputs()
+        if dtype is not None:
+            convert(module, dtype)
+            inputs = tree_map_only(Tensor, partial(cast, dtype=dtype), inputs)
+        batch, spec = tree_flatten(arguments(module, inputs))
+        written = write_programs(lambda *leaves: call(module, tree_unflatten(leaves, spec)), module, batch)
+
+    def on(recorder: Recorder) -> Call:
+        def run(module: nn.Module, inputs: Any) -> Any:
+            batch = tree_leaves(arguments(module, inputs))
+            recorder.enter(module)
+            try:
+                return written.step(
+                    module, batch, partial(recorder.placing, on_device=True),
+                    lambda saved: recorder.mark(saved, TensorKind.ACTIVATION),
+                )  # fmt: skip
+            finally:
+                recorder.leave()
+
+        return run
+
+    return on
