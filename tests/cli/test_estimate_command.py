@@ -130,7 +130,9 @@ def test_a_compiled_job_has_figures_and_a_plan_of_its_own(overspill: Overspill) 
 
 def test_what_is_no_compiled_job_is_refused_at_once(overspill: Overspill) -> None:
     assert "--budget is for --compiled" in overspill("estimate alexnet --batch 4 --budget 1GiB").error
-    assert "--budget is for training" in overspill("estimate alexnet --batch 4 --compiled --budget 1GiB --inference").error
+    assert (
+        "--budget is for training" in overspill("estimate alexnet --batch 4 --compiled --budget 1GiB --inference").error
+    )
     assert "--compiled is a model's" in overspill("estimate --script x.py --compiled").error
     done = overspill("estimate alexnet --small --batch 4 --compiled --dtype amp")
     assert done.code == 2
