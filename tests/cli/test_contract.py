@@ -138,8 +138,8 @@ def test_a_run_that_differs_from_plain_training_is_a_clear_negative(
 ) -> None:
     plain = training.train_plain
 
-    def shifted(*arguments: Any) -> training.Run:
-        run = plain(*arguments)
+    def shifted(*arguments: Any, **named: Any) -> training.Run:
+        run = plain(*arguments, **named)
         run.losses[1] += 1.0
         run.state["model.0.weight"][0, 0] += 1.0
         return run

@@ -78,11 +78,6 @@ class Memory:
         """The plans that were made."""
         return []
 
-    @property
-    def parted_anew(self) -> bool:
-        """Whether Inductor's forward saves less for backward than it usually does."""
-        return False
-
     def close(self) -> None:
         """Give the stores back."""
 
@@ -108,17 +103,18 @@ class Budgeted(Memory):
         self.beside_bytes = 0
         self.trains_by_step = way == TRAIN_STEP
         self.has_inductor = way == INDUCTOR
-        self._backend = "inductor" if way == INDUCTOR else "eager"
+        # Its own partition, so that the bits are those of torch.compile as it is.
+        self._kernels: dict[str, Any] = {"backend": "inductor", "partition": 1.0} if way == INDUCTOR else {}
         self._planned: list[Any] = []
 
     def compile(self, model: Any, *, beside: Iterable[Tensor] = ()) -> Any:
         self.beside_bytes = sum(t.nbytes for t in beside)
-        made = overspill.compile(model, budget=max(1, self.budget - self.beside_bytes), backend=self._backend)
+        made = overspill.compile(model, budget=max(1, self.budget - self.beside_bytes), **self._kernels)
         self._planned.append(made.overspill)
         return made
 
     def together(self, *models: nn.Module) -> tuple[Any, ...]:
-        session = overspill.Session(budget=self.budget, backend=self._backend)
+        session = overspill.Session(budget=self.budget, **self._kernels)
         self._planned.append(session)
         return tuple(overspill.compile(model, session=session) for model in models)
 
@@ -132,10 +128,6 @@ class Budgeted(Memory):
     @property
     def plans(self) -> list[Plan]:
         return [plan for one in self._planned for plan in one.plans]
-
-    @property
-    def parted_anew(self) -> bool:
-        return self.has_inductor and any(b not in (None, 1.0) for one in self._planned for b in one.memory_budgets)
 
     def close(self) -> None:
         for one in self._planned:
@@ -189,7 +181,6 @@ class Ran:
     peaks: list[int] = field(default_factory=list)
     told: list[bool] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
-    parted_anew: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -266,7 +257,7 @@ def _wrong(plain: Ran, ran: Ran, budget_bytes: int, *, gradients: bool) -> str:
         return "no plan was made"
     if ran.peak_bytes > budget_bytes:
         return f"{format_bytes(ran.peak_bytes - budget_bytes)} over the budget"
-    if all(plan.offloaded_bytes + plan.recomputed_ops == 0 for plan in ran.plans) and not ran.parted_anew:
+    if all(plan.offloaded_bytes + plan.recomputed_ops == 0 for plan in ran.plans):
         return "nothing had to be moved or computed again"
     return ""
 
@@ -299,7 +290,7 @@ def _run(chosen: Program, memory: Memory, steps: int | None, around: Callable[[]
             ran.told.append(told or (memory.has_inductor and counters["stats"]["unique_graphs"] > compiled))
             ran.numbers.append(_digests(found if isinstance(found, tuple) else (found,)))
             del found
-        ran.plans, ran.parted_anew = memory.plans, memory.parted_anew
+        ran.plans = memory.plans
         made.close()
     return ran
 

@@ -60,6 +60,14 @@ Checksum = Annotated[
     bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
 ]
 Backend = Annotated[str, typer.Option(metavar="NAME", help="Whose kernels run: eager or inductor.")]
+Partition = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Stay with Inductor's partition for this activation_memory_budget; 1 is torch.compile's own.  [default: the best of several]",
+        show_default=False,
+    ),
+]
 DeviceName = Annotated[
     str | None,
     typer.Option(
@@ -84,6 +92,7 @@ def train(
     check: Check = False,
     checksum: Checksum = False,
     backend: Backend = "eager",
+    partition: Partition = None,
     optimizer: OptimizerName = "sgd",
     whole_step: WholeStep = False,
     accumulate: Accumulate = 1,
@@ -120,6 +129,7 @@ def train(
             store=store,
             store_dir=store_dir,
             backend=backend,
+            partition=partition,
             times=None if times is None else MeasuredTimes.load(times),
             profile=profile is not None,
             placement=placement,

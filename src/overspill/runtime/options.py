@@ -44,7 +44,8 @@ class Options:
     None means twice the size of the model's differentiable outputs. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
     plan has to stay, or is `planned`; without it live bytes count. `on_unplanned` says whether a call that runs without a
-    plan is an error or a warning. `limit` is the budget, parsed.
+    plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
+    backward are parted; None: the best of several. `limit` is the budget, parsed.
     """
 
     budget: str | float | Budget | None = None
@@ -59,6 +60,7 @@ class Options:
     placement: str | None = None
     checksum: bool = False
     on_unplanned: str = "error"
+    partition: float | None = None
     limit: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,10 @@ class Options:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
         if self.profile and self.backend != "eager":
             raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
+        if self.partition is not None and self.backend != "inductor":
+            raise RequestError("a partition is for Inductor's programs; give backend='inductor' with it")
+        if self.partition is not None and not 0 <= self.partition <= 1:
+            raise RequestError(f"partition={self.partition} is no activation_memory_budget, which goes from 0 to 1")
         if self.placer is not None:
             check_placer(self.placer)
 

@@ -32,6 +32,12 @@ from overspill.runtime.training import Run, Training, same_bits, train, train_pl
 STEPS = 3
 
 
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
 def training(model: str, optimizer: str) -> Training:
     return Training(partial(load, model, small=True), 4, optimizer, STEPS, "cpu")
 
@@ -170,7 +176,18 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
         overspill.compile(model, budget="1KiB", backend="inductor", store="host")(torch.randn(32, 16))
     with pytest.raises(RequestError, match="measured on the eager backend"):
         Options(profile=True, backend="inductor")
+    with pytest.raises(RequestError, match="give backend='inductor' with it"):
+        Options(partition=1.0)
+    with pytest.raises(RequestError, match="goes from 0 to 1"):
+        Options(backend="inductor", partition=2.0)
     assert issubclass(UnsupportedError, OverspillError)
+
+
+@pytest.mark.parametrize("partition", [1.0, 0.0])
+def test_a_partition_that_is_asked_for_is_the_one(partition: float) -> None:
+    call = overspill.compile(Net(), budget="smallest", backend="inductor", store="host", partition=partition)
+    call(torch.randn(32, 16)).sum().backward()
+    assert call.overspill.memory_budgets == [partition]
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,8 @@ class _GraphCompiler:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
         try:
-            return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran)
+            partition = self.session.options.partition
+            return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran, partition)
         except BackendCompilerFailed as failure:  # Inductor wraps what our hooks raise, and what it raises itself
             inner = failure.inner_exception
             if isinstance(inner, OverspillError):

@@ -41,6 +41,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     placement: str | None = None,
     checksum: bool = False,
     on_unplanned: str = "error",
+    partition: float | None = None,
     session: Session | None = None,
     fullgraph: bool = False,
 ) -> M:
@@ -55,7 +56,9 @@ def compile(  # noqa: A001 - named as torch.compile is
     fourth on gets the addresses that it finds; call it before the model is on the GPU. With `checksum` what comes
     back from the store is compared with what went there; a difference is a StoreError. The plan is made at the first call
     with each input shape; a share of what the step needs is that of the first step that trains, for all that follow. A
-    call that runs without a plan is an UnplannedError, or with `on_unplanned="warn"` a warning. Models that are given one
+    call that runs without a plan is an UnplannedError, or with `on_unplanned="warn"` a warning. `backend="inductor"` runs
+    Inductor's kernels in place of eager's (docs/compiled.md), with several partitions into forward and backward to choose
+    from; `partition=1` stays with that of `torch.compile`, and so with its bits. Models that are given one
     `session` share its budget.
 
     Raises RequestError for arguments that cannot be right, and at the first call InfeasibleBudget (with the smallest
@@ -63,7 +66,7 @@ def compile(  # noqa: A001 - named as torch.compile is
     """
     options = Options(
         budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,
-        checksum=checksum, on_unplanned=on_unplanned,
+        checksum=checksum, on_unplanned=on_unplanned, partition=partition,
     )  # fmt: skip
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     optimizers = None if given is None else [unwrapped(o) for o in given]

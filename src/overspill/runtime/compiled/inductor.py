@@ -44,10 +44,17 @@ Plan = Callable[[JointGraph, Capture], tuple[CapturedPrograms, Schedule, Places,
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, examples: Sequence[Any], plan: Plan, ran: Callable[[], None]
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    plan: Plan,
+    ran: Callable[[], None],
+    partition: float | None = None,
 ) -> Callable[..., Any]:
-    """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; `ran` is called by each graph that runs."""
-    by_partition = _ByPartition(module, examples, ran)
+    """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; `ran` is called by each graph that runs.
+
+    `partition` is that of the Options.
+    """
+    by_partition = _ByPartition(module, examples, ran, partition)
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
@@ -58,12 +65,16 @@ def compile_with_inductor(
 class _ByPartition:
     """Dynamo's `module` compiled by the usual partition, and by others when they are asked for."""
 
-    def __init__(self, module: fx.GraphModule, examples: Sequence[Any], ran: Callable[[], None]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, examples: Sequence[Any], ran: Callable[[], None], partition: float | None
+    ) -> None:
         spare = copied(module)
         self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
         self._ran = ran
         self._tried: set[float] = set()
-        self.usual = _Compiler(ran, set(), None)
+        set_by_user = float(torch._functorch.config.activation_memory_budget)
+        self._chosen = partition is not None or set_by_user != PARTITIONS[0]
+        self.usual = _Compiler(ran, set(), set_by_user if partition is None else partition)
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
@@ -83,7 +94,7 @@ class _ByPartition:
         """All that there are; then those that save less, where a backward can compute again, and the user has not chosen."""
         yield from list(self.compiled)
         assert self.usual.joint is not None
-        if self.usual.joint.tangents and self.usual.memory_budget == PARTITIONS[0]:
+        if self.usual.joint.tangents and not self._chosen:
             for memory_budget in PARTITIONS[1:]:
                 if self._compile is not None and (made := self._made(self._compile, memory_budget)) is not None:
                     yield made
@@ -143,13 +154,12 @@ class _SeenBefore(Exception):
 
 
 class _Compiler:
-    """Compiles by one partition, for `memory_budget` (None: for what the user has set), and keeps the programs; `seen` are partitions."""
+    """Compiles by one partition, that for `memory_budget`, and keeps the programs; `seen` are partitions."""
 
-    def __init__(self, ran: Callable[[], None], seen: set[Any], memory_budget: float | None) -> None:
+    def __init__(self, ran: Callable[[], None], seen: set[Any], memory_budget: float) -> None:
         self._ran = ran
         self.seen = seen
-        set_now: float = torch._functorch.config.activation_memory_budget
-        self.memory_budget = set_now if memory_budget is None else memory_budget
+        self.memory_budget = memory_budget
         self.joint: JointGraph | None = None
         self.programs: Storages | None = None
         self._forward: Program | None = None

@@ -52,7 +52,7 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
             raise Written
 
         with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
-            return compile_with_inductor(module, examples, plan, lambda: None)
+            return compile_with_inductor(module, examples, plan, lambda: None, options.partition)
 
     write(step, batch, backend)
     (plan,) = found
