@@ -124,7 +124,7 @@ def table(record: dict[str, Any]) -> str:
         "| model | `activation_memory_budget` | its peak | its step | Overspill's step within that peak | Overspill's peak at that step |",
         "|---|---|---|---|---|---|",
     ]
-    worse, better = 0, 0
+    worse, better, count = 0, 0, sum(len(found["rows"]) for found in record["models"])
     for found in record["models"]:
         least = 1.0
         for row in found["rows"]:
@@ -136,7 +136,7 @@ def table(record: dict[str, Any]) -> str:
                 f"{format_seconds(row['seconds'])} | {time:.3f} | {peak:.3f} |"
             )
         better += least < 0.999
-    lines += ["", f"Slower at {worse} points; better somewhere for {better} of {len(record['models'])} models."]
+    lines += ["", f"Slower at {worse} of {count} points; better somewhere for {better} of {len(record['models'])} models."]
     return "\n".join(lines)
 
 
