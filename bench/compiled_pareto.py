@@ -136,7 +136,10 @@ def table(record: dict[str, Any]) -> str:
                 f"{format_seconds(row['seconds'])} | {time:.3f} | {peak:.3f} |"
             )
         better += least < 0.999
-    lines += ["", f"Slower at {worse} of {count} points; better somewhere for {better} of {len(record['models'])} models."]
+    lines += [
+        "",
+        f"Slower at {worse} of {count} points; better somewhere for {better} of {len(record['models'])} models.",
+    ]
     return "\n".join(lines)
 
 
