@@ -121,6 +121,18 @@ class _ByPartition:
         return compiler
 
 
+def programs_of(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[JointGraph, Storages]:
+    """The joint graph of `module` on the fake `examples`, which trains, and Inductor's programs of it; they run by other means.
+
+    Raises UnsupportedError.
+    """
+    compiler = _Compiler(lambda: None, set(), None)
+    compiler.compiled(module, examples)
+    if compiler.joint is None or compiler.programs is None:
+        raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
+    return compiler.joint, compiler.programs
+
+
 class _Partitioner(CustomPartitionerFn):
     """The usual partition, of which we hear."""
 

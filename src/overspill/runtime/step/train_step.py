@@ -273,6 +273,10 @@ class TrainStep:
         """Bytes of the model and its optimizer's state between two steps, if all of it is on the device."""
         return self._state.whole_bytes()
 
+    def present_bytes(self) -> int:
+        """Bytes of the model and its optimizer's state that are on the device now."""
+        return self._state.gate.alone(self._state.present_bytes)
+
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
         return self._state.gate.alone(lambda: self._plans.graph(inputs))
@@ -407,6 +411,7 @@ def train_step(
     policy: str = "auto",
     store: str | None = None,
     store_dir: str | Path | None = None,
+    backend: str = "eager",
     device: str | Device | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -435,7 +440,7 @@ def train_step(
     smallest budget that works, or StoreError.
     """
     options = Options(
-        budget, policy, store, store_dir, device=device, times=times, placement=placement, checksum=checksum
+        budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum
     )
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already

@@ -1,0 +1,82 @@
+"""A step's loss function compiled by Inductor: its programs of forward and backward, for a plan of the whole step.
+
+The function is traced twice: once watched, as for the eager backend, so that a change of the model is noticed, and
+once for Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.compiled.step_joint import joint_of_step, returned
+from overspill.capture.programs.storages import Storages
+from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.runtime.compiled.inductor import programs_of
+
+from .python_state import PythonState
+from .watching import watched
+
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+def step_programs(
+    passing: Callable[[Callable[[], None]], Step], module: nn.Module, values: Sequence[FakeTensor]
+) -> tuple[JointGraph, Storages, PythonState]:
+    """The joint graph that Inductor compiled of a step on `values`, its programs, and the state of Python that they follow from.
+
+    `passing(begin)` is the step as a function that calls `begin` first. Raises UnsupportedError.
+    """
+    with _compiling():
+        watched_joint, python = watched(
+            lambda begin: joint_of_step(passing(begin), module, values), lambda joint: joint.module.code
+        )
+        count = len(returned(watched_joint.module.graph))
+        try:
+            joint, programs = programs_of(_graph_of(passing(lambda: None), len(values), count), values)
+        except InductorError as error:
+            if isinstance(error.__cause__, OverspillError):
+                raise error.__cause__ from None
+            raise UnsupportedError(f'Inductor does not compile the step: {error}; use backend="eager"') from error
+    if len(joint.primals) != len(values):
+        raise UnsupportedError(
+            f'Inductor compiled the step for {len(joint.primals)} inputs, not {len(values)}; use backend="eager"'
+        )
+    return joint, programs, python
+
+
+def _graph_of(step: Step, takes: int, returns: int) -> fx.GraphModule:
+    """A graph that calls `step`, which AOTAutograd traces as it runs."""
+
+    def step_of_overspill(*values: Any) -> tuple[Tensor, ...]:
+        return step(*values)
+
+    graph = fx.Graph()
+    values = tuple(graph.placeholder(f"value_{i}") for i in range(takes))
+    called = graph.call_function(step_of_overspill, values)
+    graph.output(tuple(graph.call_function(operator.getitem, (called, i)) for i in range(returns)))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """While this lasts models that ask are told that they are compiled, as under `torch.compile`; those of other threads are not."""
+    plain, me = torch.compiler.is_compiling, get_ident()
+
+    def is_compiling() -> bool:
+        return get_ident() == me or plain()
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = plain
