@@ -256,10 +256,9 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
 
             @contextmanager
             def counted() -> Iterator[None]:
-                begun = whole.present_bytes() + batches.bytes_outside(batch, ())
-                with allocations() as found:
+                with whole.counted(batch) as found:
                     yield
-                run.measured_peak_bytes = begun + peak_of(found.changes)[0]
+                (run.measured_peak_bytes,) = found
 
             _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
+from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
 from overspill.core.errors import RequestError, StoreError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_apart
@@ -273,9 +274,17 @@ class TrainStep:
         """Bytes of the model and its optimizer's state between two steps, if all of it is on the device."""
         return self._state.whole_bytes()
 
-    def present_bytes(self) -> int:
-        """Bytes of the model and its optimizer's state that are on the device now."""
-        return self._state.gate.alone(self._state.present_bytes)
+    @contextmanager
+    def counted(self, inputs: tuple[Any, ...]) -> Iterator[list[int]]:
+        """What is live in PyTorch's CPU allocator at most while this lasts, in bytes: of the model, its state and `inputs`, and
+        what a step allocates. The list has it at the end. No dispatch mode sees what compiled kernels are given.
+        """
+        found: list[int] = []
+        present = self._state.gate.alone(self._state.present_bytes)
+        with allocations() as allocated:
+            renewed = self._state.gate.alone(self._state.renew)
+            yield found
+        found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
 
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
