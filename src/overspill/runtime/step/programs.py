@@ -44,8 +44,8 @@ def step_programs(
         try:
             joint, programs = programs_of(_graph_of(passing(lambda: None), len(values), count), values)
         except InductorError as error:
-            if isinstance(error.__cause__, OverspillError):
-                raise error.__cause__ from None
+            if isinstance(error.inner_exception, OverspillError):
+                raise error.inner_exception from None
             raise UnsupportedError(f'Inductor does not compile the step: {error}; use backend="eager"') from error
     if len(joint.primals) != len(values):
         raise UnsupportedError(
