@@ -82,7 +82,7 @@ _NOTHING = "overspill_nothing"
 
 def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[str, Any]:
     programs = captured.programs
-    found = programs.namespace | {
+    return programs.namespace | {
         "offload": lambda source: ops.engine_numbered(engine).offload(source),
         "await_offload": lambda handle, source: ops.engine_numbered(engine).await_offload(handle, source),
         "prefetch": lambda handle, into=None: ops.engine_numbered(engine).prefetch(handle, into),
@@ -93,7 +93,6 @@ def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[
         "tensor_at": tensor_at,
         "refuse_to_run_again": _refuse_to_run_again,
     }
-    return found
 
 
 def _device_of(captured: CapturedPrograms) -> torch.device:

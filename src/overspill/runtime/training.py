@@ -114,7 +114,10 @@ def preview(training: Training, options: Options) -> Plan:
     For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    training.check(options)
+    if options.backend == "inductor" and training.whole_step:
+        raise RequestError(
+            "a whole step by Inductor is planned when it runs; train it, or plan it on the eager backend"
+        )
     if options.backend == "inductor":
         from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 

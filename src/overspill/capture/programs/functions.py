@@ -93,5 +93,3 @@ class Functions:
         self._source += text.function(function.__name__, ", ".join(function.takes))
         self._made.append(function)
         return function
-
-

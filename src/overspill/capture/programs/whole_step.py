@@ -73,13 +73,15 @@ class _Nodes:
         self.nodes: dict[str, fx.Node] = {}
         self.functions = Functions(programs)
         values = (n.meta["val"] for n in traced.primals)
-        self.mode: FakeTensorMode = next(v.fake_mode for v in values if isinstance(v, Tensor))  # type: ignore[attr-defined]
+        self.mode: FakeTensorMode = next(v.fake_mode for v in values if isinstance(v, Tensor))
 
     def joint(self) -> JointOfPrograms:
         programs, traced = self.programs, self.traced
         forward, backward = programs.forward, programs.backward
         if backward is None or len(tangents := backward.inputs[len(programs.saved) :]) != 1:
-            raise UnsupportedError('the step has no gradient of its loss alone to begin backward with; use backend="eager"')
+            raise UnsupportedError(
+                'the step has no gradient of its loss alone to begin backward with; use backend="eager"'
+            )
         if len(backward.outputs) != len(traced.backward_outputs):
             raise UnsupportedError(
                 f"Inductor's backward returns {len(backward.outputs)} gradients, not {len(traced.backward_outputs)}; "

@@ -40,7 +40,7 @@ from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
 from .gate import without_collections
-from .programs import step_programs
+from .programs import Step, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
@@ -297,35 +297,52 @@ class StepPlans:
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
-        def passing(begin: Callable[[], None]) -> Callable[..., tuple[Tensor, ...]]:
-            def one_pass(*values: Tensor) -> tuple[Tensor, ...]:
-                begin()
-                return function(*values)
-
-            return one_pass
-
-        def captured_in(elsewhere: Elsewhere) -> CapturedStep:
-            return capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
-
+        capture = self._capture_programs if by_inductor else self._capture_ops
         with CAPTURES.lock, without_collections():
-            if by_inductor:
-                traced, programs, python = step_programs(passing, self.state.module, values)
-                captured_in = partial(capture_step_of_programs, programs, traced, infos, ops, share)
-                captured = captured_in(elsewhere)
-            else:
-                captured, python = watched(
-                    lambda begin: capture_step(
-                        passing(begin), self.state.module, infos, values, ops, elsewhere=elsewhere
-                    ),
-                    lambda found: found.joint.module.code,
-                )
+            captured, again, python = capture(function, infos, values, ops, elsewhere)
             if captured.others:  # the caller may still hold those of the step before
                 kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
-                captured = captured_in((*elsewhere, (TensorKind.TEMPORARY, kept)))
+                captured = again((*elsewhere, (TensorKind.TEMPORARY, kept)))
         takes += [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
         if self.gradients.accumulate > 1:
             takes += self._sum_residents(captured)
         return captured, takes, results, python
+
+    def _capture_ops(
+        self,
+        function: Step,
+        infos: Sequence[InputInfo],
+        values: Sequence[FakeTensor],
+        ops: GradientOps,
+        elsewhere: Elsewhere,
+    ) -> tuple[CapturedStep, Callable[[Elsewhere], CapturedStep], PythonState]:
+        """The step `function` as aten ops, how to capture it with other bytes elsewhere, and the Python that it follows from."""
+
+        def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
+            return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere)
+
+        found, python = watched(
+            lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code
+        )
+        return found, partial(captured, function), python
+
+    def _capture_programs(
+        self,
+        function: Step,
+        infos: Sequence[InputInfo],
+        values: Sequence[FakeTensor],
+        ops: GradientOps,
+        elsewhere: Elsewhere,
+    ) -> tuple[CapturedStep, Callable[[Elsewhere], CapturedStep], PythonState]:
+        """The same by Inductor's programs."""
+        lasting = len(self.state.parameters) + len(self.state.buffers)
+        found = step_programs(function, self.state.module, values, lasting, self.options.partition)
+
+        def captured(elsewhere: Elsewhere) -> CapturedStep:
+            share = self.gradients.accumulate
+            return capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
+
+        return captured(elsewhere), captured, found.python
 
     def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
         """Kind, fake value and source of parameters, buffers and inputs, in this order."""

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,20 +29,29 @@ from .watching import watched
 Step = Callable[..., tuple[Tensor, ...]]
 
 
-def step_programs(
-    passing: Callable[[Callable[[], None]], Step], module: nn.Module, values: Sequence[FakeTensor]
-) -> tuple[JointGraph, Storages, PythonState]:
-    """The joint graph that Inductor compiled of a step on `values`, its programs, and the state of Python that they follow from.
+class StepPrograms(NamedTuple):
+    """Inductor's `programs` of a step, the `joint` graph that they are of, and the state of Python that it follows from."""
 
-    `passing(begin)` is the step as a function that calls `begin` first. Raises UnsupportedError.
+    joint: JointGraph
+    programs: Storages
+    python: PythonState
+
+
+def step_programs(
+    step: Step, module: nn.Module, values: Sequence[FakeTensor], lasting: int, partition: float | None
+) -> StepPrograms:
+    """The programs of `step(*values)`, a function of `module`, of which the first `lasting` values are parameters and buffers.
+
+    `partition` is that of the Options. Raises UnsupportedError.
     """
     with _compiling():
         watched_joint, python = watched(
-            lambda begin: joint_of_step(passing(begin), module, values), lambda joint: joint.module.code
+            lambda begin: joint_of_step(after(begin, step), module, values), lambda joint: joint.module.code
         )
         count = len(returned(watched_joint.module.graph))
         try:
-            joint, programs = programs_of(_graph_of(passing(lambda: None), len(values), count), values)
+            graph = _graph_of(step, len(values), count)
+            joint, programs = programs_of(graph, values, range(lasting), partition)
         except InductorError as error:
             if isinstance(error.inner_exception, OverspillError):
                 raise error.inner_exception from None
@@ -51,7 +60,17 @@ def step_programs(
         raise UnsupportedError(
             f'Inductor compiled the step for {len(joint.primals)} inputs, not {len(values)}; use backend="eager"'
         )
-    return joint, programs, python
+    return StepPrograms(joint, programs, python)
+
+
+def after(begin: Callable[[], None], step: Step) -> Step:
+    """`step`, which calls `begin` first."""
+
+    def beginning(*values: Tensor) -> tuple[Tensor, ...]:
+        begin()
+        return step(*values)
+
+    return beginning
 
 
 def _graph_of(step: Step, takes: int, returns: int) -> fx.GraphModule:
