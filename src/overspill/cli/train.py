@@ -135,7 +135,6 @@ def train(
             placement=placement,
             checksum=checksum,
         )
-        training.check(options)
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
         trained = _run(model, training, options, narrator, check=check)

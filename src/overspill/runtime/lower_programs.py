@@ -23,6 +23,7 @@ import torch
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.storages import Call
+from overspill.capture.programs.text import Text
 from overspill.core import Instruction, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 
@@ -81,10 +82,7 @@ _NOTHING = "overspill_nothing"
 
 def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[str, Any]:
     programs = captured.programs
-    found = dict(programs.forward.namespace)
-    if programs.backward is not None:
-        found |= programs.backward.namespace
-    found |= {
+    return programs.namespace | {
         "offload": lambda source: ops.engine_numbered(engine).offload(source),
         "await_offload": lambda handle, source: ops.engine_numbered(engine).await_offload(handle, source),
         "prefetch": lambda handle, into=None: ops.engine_numbered(engine).prefetch(handle, into),
@@ -95,7 +93,6 @@ def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[
         "tensor_at": tensor_at,
         "refuse_to_run_again": _refuse_to_run_again,
     }
-    return found
 
 
 def _device_of(captured: CapturedPrograms) -> torch.device:
@@ -140,32 +137,22 @@ def _handle(tensor: int) -> str:
     return f"handle_{tensor}"
 
 
-class _Text:
-    """Writes one of the two functions. `bound` are the variables that there are."""
+class _Text(Text):
+    """Writes one of the two functions."""
 
     def __init__(self, captured: CapturedPrograms, places: Places) -> None:
+        super().__init__(captured.programs)
         self.captured = captured
         self.places = places
-        self.programs = captured.programs
-        self.bound: set[str] = set()
         self.returned: dict[int, str] = {}
         self.gradients: dict[int, str] = {}
-        self._lines: list[str] = []
         self._tensor_of = {key: tensor for tensor, key in captured.key_of.items()}
 
     def begin(self, bound: Iterable[str]) -> None:
         """Another function, which is given these variables."""
         kept = {n for n in self.bound if n.startswith("handle_")}
         self.bound = {*bound, *kept}
-        self._lines = []
-
-    def function(self, name: str) -> str:
-        """The text of the function."""
-        return f"def {name}(args):\n" + "".join(f"    {line}\n" for line in self._lines)
-
-    def line(self, text: str) -> None:
-        """One more line."""
-        self._lines.append(text)
+        self.lines = []
 
     def emit(self, instructions: Iterable[Instruction], first: int) -> None:
         """Emit what belongs to this function, from position `first` of the schedule on; gradients are handed out when they are complete, so what follows is dropped."""
@@ -182,12 +169,6 @@ class _Text:
                 self._free(target)
             else:
                 self._transfer(verb, target, position)
-
-    def expression(self, expression: ast.expr) -> str:
-        """An expression of the program, with its variables bound."""
-        for name in _names(expression):
-            self._bind(name)
-        return ast.unparse(expression)
 
     def _hand_out(self, op: str) -> None:
         """What is handed out here may be freed by the schedule next: take it while it is there."""
@@ -206,21 +187,12 @@ class _Text:
             self.line(f"{name}_{i} = {self.expression(outputs[i])}")
 
     def _call(self, call: Call, position: int) -> None:
-        fresh = [k for k in call.writes if k not in call.updated]
-        for key in fresh:
-            for root in self.programs.roots[key]:
-                if root in self.programs.allocations:
-                    self.line(self._allocation(root, self._tensor_of[key], position))
-                    self.bound.add(root)
-        for name in call.uses:
-            self._bind(name)
-        for statement in call.lines:
-            self.line(ast.unparse(statement))
-        self.bound.update(call.made)
-        if call.container is not None:
-            self.line(f"del {call.container}")
+        self.call(call, lambda root: self._allocation(root, position))
 
-    def _allocation(self, root: str, tensor: int, position: int) -> str:
+    def _allocation(self, root: str, position: int) -> str:
+        key = self.programs.key_of(root)
+        assert key is not None
+        tensor = self._tensor_of[key]
         statement = self.programs.allocations[root]
         offset = self.places.offsets.get((tensor, position))
         if offset is None:
@@ -229,18 +201,6 @@ class _Text:
         assert isinstance(statement.value, ast.Call)
         given = ", ".join(map(ast.unparse, statement.value.args))
         return f"{root} = tensor_at(arena, {offset}, {self.captured.graph.tensors[tensor].nbytes}, {given})"
-
-    def _bind(self, name: str) -> None:
-        """Let a variable of the program be there: another name of something that is."""
-        if name in self.bound or name not in self.programs.values:
-            return
-        if name in self.programs.allocations and self.programs.key_of(name) not in self._tensor_of:
-            self.line(ast.unparse(self.programs.allocations[name]))  # of no elements
-        elif name in self.programs.aliases:
-            self.line(f"{name} = {self.expression(self.programs.aliases[name])}")
-        else:
-            raise InvalidSchedule(f"{name} is not on the device where the schedule reads it")
-        self.bound.add(name)
 
     def _free(self, tensor: int) -> None:
         key = self.captured.key_of.get(tensor)
@@ -267,7 +227,3 @@ class _Text:
             self.line(f"await_prefetch(arriving_{tensor})")
             self.line(f"{root} = arriving_{tensor}; del arriving_{tensor}")
             self.bound.add(root)
-
-
-def _names(expression: ast.AST) -> list[str]:
-    return [n.id for n in ast.walk(expression) if isinstance(n, ast.Name)]

@@ -80,13 +80,6 @@ class Training:
             parts.append(f"gradients clipped to ±{self.gradients.clip_value:g}")
         return ", " + ", ".join(parts)
 
-    def check(self, options: Options) -> None:
-        """Raise RequestError where this cannot be run with `options`."""
-        if self.whole_step and options.backend != "eager":
-            raise RequestError(
-                f"--whole-step runs on the eager backend, not on {options.backend}; leave one of the two out"
-            )
-
 
 @dataclass
 class Run:
@@ -121,7 +114,10 @@ def preview(training: Training, options: Options) -> Plan:
     For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    training.check(options)
+    if options.backend == "inductor" and training.whole_step:
+        raise RequestError(
+            "a whole step by Inductor is planned when it runs; train it, or plan it on the eager backend"
+        )
     if options.backend == "inductor":
         from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
@@ -166,7 +162,6 @@ def _captured(training: Training, reserve: str | float | None = None) -> Graph:
 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
     """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory."""
-    training.check(options)
     if training.whole_step:
         return _train_whole(training, options, on_step)
     session = Session(options)
@@ -193,7 +188,6 @@ def train_plain(
 
     That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `memory_budget`.
     """
-    training.check(options)
     parted = {} if memory_budget is None else {"activation_memory_budget": memory_budget}
     try:
         with torch._functorch.config.patch(parted):
@@ -255,14 +249,21 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
     whole = TrainStep(step.model, step.loss, optimizer, options, training.gradients)
     run, offloaded = Run(), [0]
     try:
-        with _measured(training, whole, [*step.buffers(), *batch], run):
+        counts = options.backend == "inductor" and training.device == "cpu"
+        with nullcontext() if counts else _measured(training, whole, [*step.buffers(), *batch], run):
 
             def one_step() -> Tensor:
                 loss = whole(*batch)
                 offloaded.append(whole.engine.offloaded_bytes if whole.engine else 0)
                 return loss
 
-            _run_steps(training, one_step, run, on_step)
+            @contextmanager
+            def counted() -> Iterator[None]:
+                with whole.counted(batch) as found:
+                    yield
+                (run.measured_peak_bytes,) = found
+
+            _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]

@@ -195,6 +195,8 @@ def is_random(node: fx.Node) -> bool:
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The arguments that `node` updates in place."""
+    if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program
+        return [node.args[i] for i in positions]
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []

@@ -7,7 +7,7 @@ that may move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,10 +125,12 @@ def capture_step(
     Raises UnsupportedError for a step that cannot be captured.
     """
     joint = joint_of_step(step, module, values)
-    return _Capture(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
+    return CaptureOfWholeStep(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
 
 
-class _Capture(CaptureOfStep):
+class CaptureOfWholeStep(CaptureOfStep):
+    """Makes the Graph of a whole step around one joint graph, to which it adds what follows backward."""
+
     def __init__(
         self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str, surroundings: Surroundings
     ) -> None:
@@ -208,7 +210,7 @@ class _Capture(CaptureOfStep):
         if ops.reduce is not None:
             gradients = {position: self._own(node) for position, node in gradients.items()}
             self._add_reductions(ops.reduce, gradients.values())
-        scale = self._scale([gradients[update.parameter] for update in self.updates])
+        scale = self._scale({update.parameter: gradients[update.parameter] for update in self.updates})
         for update in self.updates:
             parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
             self._step_op(
@@ -238,18 +240,31 @@ class _Capture(CaptureOfStep):
                 REDUCE, reduce, bucket, Phase.BACKWARD, updates=bucket, workspace_bytes=packed, ordered_by=(group,)
             )
 
-    def _scale(self, gradients: Sequence[fx.Node]) -> fx.Node | None:
+    def _scale(self, gradients: Mapping[int, fx.Node]) -> fx.Node | None:
         norm, clip = self.gradient_ops.norm, self.gradient_ops.clip
         if norm is None or clip is None or not gradients:
             return None
+        norms = [self._norm(norm, self.input_nodes[position], node) for position, node in gradients.items()]
         with self.fake_mode:
-            numbers = [torch.empty((), dtype=n.meta["val"].dtype, device=n.meta["val"].device) for n in gradients]
-            factor = torch.empty_like(numbers[0])
-        norms = [
-            self._step_op(NORM, norm, (node,), Phase.UPDATE, value=number)
-            for node, number in zip(gradients, numbers, strict=True)
-        ]
+            factor = torch.empty_like(norms[0].meta["val"])
         return self._step_op(CLIP, clip, tuple(norms), Phase.UPDATE, value=factor)
+
+    def _norm(self, norm: Callable[[Tensor], Tensor], parameter: fx.Node, gradient: fx.Node) -> fx.Node:
+        """The norm of a gradient as autograd leaves it: laid out as its parameter is, for that is the order of the sum."""
+        value: Tensor = gradient.meta["val"]
+        strides = parameter.meta["val"].stride()
+        as_it_is = all(
+            n == 1 or one == other for n, one, other in zip(value.shape, value.stride(), strides, strict=True)
+        )
+        with self.fake_mode:
+            number = torch.empty((), dtype=value.dtype, device=value.device)
+
+        def norm_of_copy(gradient: Tensor) -> Tensor:
+            return norm(gradient.new_empty_strided(gradient.shape, strides).copy_(gradient))
+
+        copied = 0 if as_it_is else value.numel() * value.element_size()
+        run = norm if as_it_is else norm_of_copy
+        return self._step_op(NORM, run, (gradient,), Phase.UPDATE, value=number, workspace_bytes=copied)
 
     def _step_op(
         self,

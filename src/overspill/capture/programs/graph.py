@@ -44,34 +44,20 @@ def capture_programs(
     return replace(found, memory_budget=memory_budget)
 
 
-class _CaptureOfPrograms(CaptureOfStep):
-    def __init__(
-        self, programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str
-    ) -> None:
-        super().__init__(joint, inputs, surroundings, name)
-        self.programs = programs
-        self.calls: dict[int, Call] = {}
-        forward, backward = programs.outputs
-        calls = [call for part in programs.calls for call in part]
-        never = {key for name in programs.allocations if (key := programs.key_of(name)) is not None}
-        never -= {key for call in calls for key in call.writes}  # buffers of no elements
-        self.grads = _keys(backward) - never
-        self.returned = _keys(forward[: programs.num_forward_outputs]) - never
-        self.in_backward = self.grads | {k for call in programs.calls[1] for k in (*call.reads, *call.writes)}
-        self.updated = {k for call in calls for k in call.updated}
+class CallsOfPrograms(CaptureOfStep):
+    """Adds the calls of compiled programs as ops."""
 
-    def captured(self) -> CapturedPrograms:
-        """The Graph, and how its ops and tensors belong to the programs."""
-        found = self.build()
-        keys = {tensor: key for key, tensor in found.tensor_of.items()}
-        return CapturedPrograms(found.graph, self.joint, self.programs, self.calls, keys)
+    programs: Storages
+    calls: dict[int, Call]
+
+    def take(self, programs: Storages) -> None:
+        """Whose calls these will be."""
+        self.programs = programs
+        self.calls = {}
+        self.updated = {k for part in programs.calls for call in part for k in call.updated}
 
     def _is_random(self) -> bool:
         return any(call.random for part in self.programs.calls for call in part)
-
-    def _add_ops(self, phase: Phase) -> None:
-        for call in self.programs.calls[0 if phase is Phase.FORWARD else 1]:
-            self._add_call(call, phase)
 
     def _add_constants(self) -> None:
         for name, value in self.programs.constants.items():
@@ -79,10 +65,6 @@ class _CaptureOfPrograms(CaptureOfStep):
             self.tensor_of[key] = self._add_tensor(
                 value.untyped_storage().nbytes(), TensorKind.BUFFER, name, value, persistent=True
             )
-
-    def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
-        value = self.programs.outputs[0][self.joint.forward_outputs.index(output)]
-        return [storage_key(value)] if isinstance(value, Tensor) else storages(output)
 
     def _add_call(self, call: Call, phase: Phase) -> None:
         for key in call.writes:
@@ -119,6 +101,32 @@ class _CaptureOfPrograms(CaptureOfStep):
         self.tensor_of[key] = self._add_tensor(
             nbytes, self._kind(key, phase), roots[0][2:], value, movable=whole and key not in self.returned
         )
+
+
+class _CaptureOfPrograms(CallsOfPrograms):
+    def __init__(
+        self, programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str
+    ) -> None:
+        super().__init__(joint, inputs, surroundings, name)
+        self.take(programs)
+        forward, backward = programs.outputs
+        self.grads = _keys(backward) - programs.unwritten
+        self.returned = _keys(forward[: programs.num_forward_outputs]) - programs.unwritten
+        self.in_backward = self.grads | {k for call in programs.calls[1] for k in (*call.reads, *call.writes)}
+
+    def captured(self) -> CapturedPrograms:
+        """The Graph, and how its ops and tensors belong to the programs."""
+        found = self.build()
+        keys = {tensor: key for key, tensor in found.tensor_of.items()}
+        return CapturedPrograms(found.graph, self.joint, self.programs, self.calls, keys)
+
+    def _add_ops(self, phase: Phase) -> None:
+        for call in self.programs.calls[0 if phase is Phase.FORWARD else 1]:
+            self._add_call(call, phase)
+
+    def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
+        value = self.programs.outputs[0][self.joint.forward_outputs.index(output)]
+        return [storage_key(value)] if isinstance(value, Tensor) else storages(output)
 
 
 def _keys(values: Iterable[object]) -> set[StorageKey]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,17 @@ class Storages:
         """The storage that a variable is a view of; None for what is no tensor."""
         value = self.values.get(variable)
         return storage_key(value) if isinstance(value, Tensor) else None
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The values of all names in both programs but their variables."""
+        return self.forward.namespace | (self.backward.namespace if self.backward is not None else {})
+
+    @cached_property
+    def unwritten(self) -> frozenset[StorageKey]:
+        """The storages that the programs allocate and no call of theirs writes to: buffers of no elements."""
+        written = {key for part in self.calls for call in part for key in call.writes}
+        return frozenset(key for name in self.allocations if (key := self.key_of(name)) is not None) - written
 
     @property
     def saved(self) -> list[ast.expr]:

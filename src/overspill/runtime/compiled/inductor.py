@@ -6,7 +6,7 @@ then the text that carries it out (`runtime/lower_programs.py`).
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
 with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the setting
-`activation_memory_budget` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
+`activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
 """
 
 from __future__ import annotations
@@ -121,6 +121,24 @@ class _ByPartition:
         return compiler
 
 
+def programs_of(
+    module: fx.GraphModule, examples: Sequence[Any], lasting: Sequence[int], partition: float | None
+) -> tuple[JointGraph, Storages]:
+    """The joint graph of `module` on the fake `examples`, which trains, and Inductor's programs of it.
+
+    Of the inputs those at the positions `lasting` are there from step to step, as Dynamo says of parameters and buffers:
+    to save them for backward costs nothing. `partition` is that of the Options. The programs run by other means.
+    Raises UnsupportedError.
+    """
+    set_by_user = float(torch._functorch.config.activation_memory_budget)
+    compiler = _Compiler(lambda: None, set(), set_by_user if partition is None else partition)
+    compiler.lasting = list(lasting)
+    compiler.compiled(module, examples)
+    if compiler.joint is None or compiler.programs is None:
+        raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
+    return compiler.joint, compiler.programs
+
+
 class _Partitioner(CustomPartitionerFn):
     """The usual partition, of which we hear."""
 
@@ -132,6 +150,8 @@ class _Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._compiler.joint = JointGraph(copied(module), options["num_fwd_outputs"])
         options.setdefault("compiler", "inductor")
+        if self._compiler.lasting is not None:
+            options["static_lifetime_input_indices"] = self._compiler.lasting
         parts = min_cut_rematerialization_partition(module, inputs, **options)
         self._compiler.see(parts)
         return parts
@@ -160,6 +180,8 @@ class _Compiler:
         self._ran = ran
         self.seen = seen
         self.memory_budget = memory_budget
+        self.lasting: list[int] | None = None
+        """The inputs that last from step to step, where Dynamo has not said it."""
         self.joint: JointGraph | None = None
         self.programs: Storages | None = None
         self._forward: Program | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
+from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
@@ -38,6 +40,7 @@ from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
 from .gate import without_collections
+from .programs import Step, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
@@ -267,7 +270,7 @@ class StepPlans:
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         names = [*self.state.parameters, *self.state.buffers]
-        share = self.gradients.accumulate
+        share, by_inductor = self.gradients.accumulate, self.options.backend == "inductor"
         results = Results()
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -289,29 +292,57 @@ class StepPlans:
                     f"the loss function returns {len(others)} tensors besides its loss, of each of {share} micro-batches; "
                     "let it return the loss alone, or leave accumulate=1"
                 )
-            return (loss if share == 1 else loss / share), *others
+            return (loss if share == 1 or by_inductor else loss / share), *others
 
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
-        def captured_from(begin: Callable[[], None]) -> CapturedStep:
-            def one_pass(*values: Tensor) -> tuple[Tensor, ...]:
-                begin()
-                return function(*values)
-
-            return capture_step(one_pass, self.state.module, list(infos), values, ops, elsewhere=elsewhere)
-
+        capture = self._capture_programs if by_inductor else self._capture_ops
         with CAPTURES.lock, without_collections():
-            captured, python = watched(captured_from, lambda found: found.joint.module.code)
-        if captured.others:  # the caller may still hold those of the step before
-            kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
-            elsewhere = (*elsewhere, (TensorKind.TEMPORARY, kept))
-            with CAPTURES.lock, without_collections():
-                captured = capture_step(function, self.state.module, infos, values, ops, elsewhere=elsewhere)
+            captured, again, python = capture(function, infos, values, ops, elsewhere)
+            if captured.others:  # the caller may still hold those of the step before
+                kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
+                captured = again((*elsewhere, (TensorKind.TEMPORARY, kept)))
         takes += [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
         if self.gradients.accumulate > 1:
             takes += self._sum_residents(captured)
         return captured, takes, results, python
+
+    def _capture_ops(
+        self,
+        function: Step,
+        infos: Sequence[InputInfo],
+        values: Sequence[FakeTensor],
+        ops: GradientOps,
+        elsewhere: Elsewhere,
+    ) -> tuple[CapturedStep, Callable[[Elsewhere], CapturedStep], PythonState]:
+        """The step `function` as aten ops, how to capture it with other bytes elsewhere, and the Python that it follows from."""
+
+        def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
+            return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere)
+
+        found, python = watched(
+            lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code
+        )
+        return found, partial(captured, function), python
+
+    def _capture_programs(
+        self,
+        function: Step,
+        infos: Sequence[InputInfo],
+        values: Sequence[FakeTensor],
+        ops: GradientOps,
+        elsewhere: Elsewhere,
+    ) -> tuple[CapturedStep, Callable[[Elsewhere], CapturedStep], PythonState]:
+        """The same by Inductor's programs."""
+        lasting = len(self.state.parameters) + len(self.state.buffers)
+        found = step_programs(function, self.state.module, values, lasting, self.options.partition)
+
+        def captured(elsewhere: Elsewhere) -> CapturedStep:
+            share = self.gradients.accumulate
+            return capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
+
+        return captured(elsewhere), captured, found.python
 
     def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
         """Kind, fake value and source of parameters, buffers and inputs, in this order."""

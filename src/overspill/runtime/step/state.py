@@ -191,6 +191,24 @@ class StepState:
         rest = sum(self.updates.rest_bytes(self.parameters[n], owned.group) for n, owned in self.owned.items())
         return moving + sum(fixed.values()) + rest
 
+    def present_bytes(self) -> int:
+        """Bytes of parameters, buffers, optimizer state and sums of gradients that are on the device now."""
+        residents = self.residency.residents
+        away = sum(of.spec.nbytes for name, of in residents.items() if of.away and name not in self.sums)
+        return self.whole_bytes() - away + sum(residents[n].spec.nbytes for n in self.sums if not residents[n].away)
+
+    def renew(self) -> int:
+        """Let all that is on the device and may leave it lie in memory that is handed out now; its bytes.
+
+        Who counts what PyTorch's allocator hands out, and gets back, has to have seen both.
+        """
+        present = [of.tensor for of in self.residency.residents.values() if not of.away]
+        for owned in self.owned.values():
+            present += [value for value in owned.rest.values() if isinstance(value, Tensor)]
+        for tensor in present:
+            tensor.data = tensor.data.clone()
+        return sum(tensor.nbytes for tensor in present)
+
     def trains(self, name: str) -> bool:
         """Whether the optimizer updates the parameter of that name."""
         return name in self.owned and self.parameters[name].requires_grad

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
+from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
 from overspill.core.errors import RequestError, StoreError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_apart
@@ -273,6 +274,18 @@ class TrainStep:
         """Bytes of the model and its optimizer's state between two steps, if all of it is on the device."""
         return self._state.whole_bytes()
 
+    @contextmanager
+    def counted(self, inputs: tuple[Any, ...]) -> Iterator[list[int]]:
+        """What is live in PyTorch's CPU allocator at most while this lasts, in bytes: of the model, its state and `inputs`, and
+        what a step allocates. The list has it at the end. No dispatch mode sees what compiled kernels are given.
+        """
+        found: list[int] = []
+        present = self._state.gate.alone(self._state.present_bytes)
+        with allocations() as allocated:
+            renewed = self._state.gate.alone(self._state.renew)
+            yield found
+        found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
+
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
         return self._state.gate.alone(lambda: self._plans.graph(inputs))
@@ -407,6 +420,7 @@ def train_step(
     policy: str = "auto",
     store: str | None = None,
     store_dir: str | Path | None = None,
+    backend: str = "eager",
     device: str | Device | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -435,7 +449,7 @@ def train_step(
     smallest budget that works, or StoreError.
     """
     options = Options(
-        budget, policy, store, store_dir, device=device, times=times, placement=placement, checksum=checksum
+        budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum
     )
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already

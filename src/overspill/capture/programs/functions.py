@@ -1,0 +1,95 @@
+"""The calls of compiled programs as functions of tensors: what a graph can have as its nodes.
+
+A function is given the roots of what its call uses, makes views of them, allocates what the call is the first to write
+to, runs the program's own statements, and returns the roots of what is new.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .storages import Call, Storages
+from .text import Text, made_by, sources
+
+
+class Function:
+    """One call of a program, or the expression of an output where `call` is None.
+
+    It takes the variables `takes`, and returns those of `makes`: one, or a tuple of several. `updates` are the positions
+    of the arguments that it changes in place; then it returns a tuple in any case. FX reads its name, and `tags` and
+    `updates` as of an op.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        takes: list[str],
+        makes: list[str],
+        call: Call | None = None,
+        updates: tuple[int, ...] = (),
+        tags: tuple[torch.Tag, ...] = (),
+    ) -> None:
+        self.__name__ = name
+        self.takes = takes
+        self.makes = makes
+        self.call = call
+        self.updates = updates
+        self.tags = tags
+        self.run: Callable[..., Any] | None = None
+
+    def __call__(self, *values: Any) -> Any:
+        """Run it."""
+        assert self.run is not None  # as soon as all functions of the programs are made
+        return self.run(*values)
+
+    def __str__(self) -> str:
+        """For a reader: what runs."""
+        return self.__name__ if self.call is None else self.call.name
+
+
+class Functions:
+    """The functions of `programs`; they run after `compiled`."""
+
+    def __init__(self, programs: Storages) -> None:
+        self._programs = programs
+        self._made: list[Function] = []
+        self._source = ""
+
+    def of_call(self, call: Call) -> Function:
+        """The function that is `call`."""
+        programs = self._programs
+        makes = made_by(programs, call)
+        takes = [name for name in sources(programs, call.uses) if name not in makes]
+        updates = tuple(i for i, name in enumerate(takes) if programs.key_of(name) in call.updated)
+        text = Text(programs, takes)
+        text.call(call)
+        if makes:
+            text.line("return " + ", ".join(makes) + ("," if len(makes) > 1 or updates else ""))
+        tags = (torch.Tag.nondeterministic_seeded,) if call.random else ()
+        return self._add(Function(self._name(call.name), takes, makes, call, updates, tags), text)
+
+    def of_expression(self, expression: ast.expr) -> Function:
+        """The function that gives an output's value: a view."""
+        takes = sources(self._programs, (n.id for n in ast.walk(expression) if isinstance(n, ast.Name)))
+        text = Text(self._programs, takes)
+        text.line(f"return {text.expression(expression)}")
+        return self._add(Function(self._name("view"), takes, []), text)
+
+    def compiled(self) -> None:
+        """Let all of them be ready to run."""
+        namespace = self._programs.namespace
+        exec(compile(self._source, "<calls of Inductor's programs>", "exec"), namespace)  # noqa: S102
+        for function in self._made:
+            function.run = namespace[function.__name__]
+
+    def _name(self, name: str) -> str:
+        return f"call_{len(self._made)}_{''.join(c if c.isalnum() else '_' for c in name)}"
+
+    def _add(self, function: Function, text: Text) -> Function:
+        self._source += text.function(function.__name__, ", ".join(function.takes))
+        self._made.append(function)
+        return function

@@ -1,0 +1,87 @@
+"""Writing the calls of compiled programs again: the statements of a call, and the other names that they need."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from overspill.core.errors import InvalidSchedule
+
+from .storages import Call, Storages
+
+
+class Text:
+    """The lines of one function that runs calls of `programs`. `bound` are the variables that there are."""
+
+    def __init__(self, programs: Storages, bound: Iterable[str] = ()) -> None:
+        self.programs = programs
+        self.bound = set(bound)
+        self.lines: list[str] = []
+
+    def function(self, name: str, arguments: str = "args") -> str:
+        """The text of the function."""
+        return f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in self.lines)
+
+    def line(self, text: str) -> None:
+        """One more line."""
+        self.lines.append(text)
+
+    def expression(self, expression: ast.expr) -> str:
+        """An expression of the program, with its variables bound."""
+        for name in _names(expression):
+            self._bind(name)
+        return ast.unparse(expression)
+
+    def call(self, call: Call, allocation: Callable[[str], str] | None = None) -> None:
+        """The statements of `call`, behind those that allocate what it is the first to write to, as `allocation` has them."""
+        for root in made_by(self.programs, call):
+            if root in self.programs.allocations:
+                self.line(ast.unparse(self.programs.allocations[root]) if allocation is None else allocation(root))
+                self.bound.add(root)
+        for name in call.uses:
+            self._bind(name)
+        for statement in call.lines:
+            self.line(ast.unparse(statement))
+        self.bound.update(call.made)
+        if call.container is not None:
+            self.line(f"del {call.container}")
+
+    def _bind(self, name: str) -> None:
+        """Let a variable of the program be there: another name of something that is."""
+        programs = self.programs
+        if name in self.bound or name not in programs.values:
+            return
+        if name in programs.allocations and programs.key_of(name) in programs.unwritten:
+            self.line(ast.unparse(programs.allocations[name]))
+        elif name in programs.aliases:
+            self.line(f"{name} = {self.expression(programs.aliases[name])}")
+        else:
+            raise InvalidSchedule(f"{name} is not on the device where the schedule reads it")
+        self.bound.add(name)
+
+
+def made_by(programs: Storages, call: Call) -> list[str]:
+    """The variables that are roots of what `call` is the first to write to."""
+    return [root for key in call.writes if key not in call.updated for root in programs.roots[key]]
+
+
+def sources(programs: Storages, names: Iterable[str]) -> list[str]:
+    """The variables, each a root, that `names` are made from."""
+    found: dict[str, None] = {}
+
+    def look(name: str) -> None:
+        if name in programs.aliases:
+            for source in _names(programs.aliases[name]):
+                look(source)
+        elif isinstance(programs.values.get(name), Tensor) and programs.key_of(name) not in programs.unwritten:
+            found[name] = None
+
+    for name in names:
+        look(name)
+    return list(found)
+
+
+def _names(expression: ast.AST) -> list[str]:
+    return [n.id for n in ast.walk(expression) if isinstance(n, ast.Name)]

@@ -1,0 +1,101 @@
+"""A step's loss function compiled by Inductor: its programs of forward and backward, for a plan of the whole step.
+
+The function is traced twice: once watched, as for the eager backend, so that a change of the model is noticed, and
+once for Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.compiled.step_joint import joint_of_step, returned
+from overspill.capture.programs.storages import Storages
+from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.runtime.compiled.inductor import programs_of
+
+from .python_state import PythonState
+from .watching import watched
+
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+class StepPrograms(NamedTuple):
+    """Inductor's `programs` of a step, the `joint` graph that they are of, and the state of Python that it follows from."""
+
+    joint: JointGraph
+    programs: Storages
+    python: PythonState
+
+
+def step_programs(
+    step: Step, module: nn.Module, values: Sequence[FakeTensor], lasting: int, partition: float | None
+) -> StepPrograms:
+    """The programs of `step(*values)`, a function of `module`, of which the first `lasting` values are parameters and buffers.
+
+    `partition` is that of the Options. Raises UnsupportedError.
+    """
+    with _compiling():
+        watched_joint, python = watched(
+            lambda begin: joint_of_step(after(begin, step), module, values), lambda joint: joint.module.code
+        )
+        count = len(returned(watched_joint.module.graph))
+        try:
+            graph = _graph_of(step, len(values), count)
+            joint, programs = programs_of(graph, values, range(lasting), partition)
+        except InductorError as error:
+            if isinstance(error.inner_exception, OverspillError):
+                raise error.inner_exception from None
+            raise UnsupportedError(f'Inductor does not compile the step: {error}; use backend="eager"') from error
+    if len(joint.primals) != len(values):
+        raise UnsupportedError(
+            f'Inductor compiled the step for {len(joint.primals)} inputs, not {len(values)}; use backend="eager"'
+        )
+    return StepPrograms(joint, programs, python)
+
+
+def after(begin: Callable[[], None], step: Step) -> Step:
+    """`step`, which calls `begin` first."""
+
+    def beginning(*values: Tensor) -> tuple[Tensor, ...]:
+        begin()
+        return step(*values)
+
+    return beginning
+
+
+def _graph_of(step: Step, takes: int, returns: int) -> fx.GraphModule:
+    """A graph that calls `step`, which AOTAutograd traces as it runs."""
+
+    def step_of_overspill(*values: Any) -> tuple[Tensor, ...]:
+        return step(*values)
+
+    graph = fx.Graph()
+    values = tuple(graph.placeholder(f"value_{i}") for i in range(takes))
+    called = graph.call_function(step_of_overspill, values)
+    graph.output(tuple(graph.call_function(operator.getitem, (called, i)) for i in range(returns)))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """While this lasts models that ask are told that they are compiled, as under `torch.compile`; those of other threads are not."""
+    plain, me = torch.compiler.is_compiling, get_ident()
+
+    def is_compiling() -> bool:
+        return get_ident() == me or plain()
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = plain

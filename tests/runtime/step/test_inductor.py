@@ -1,0 +1,264 @@
+"""A whole step with Inductor's kernels: the bits of stock torch.compile and the optimizer, and the peak that was planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from tests.runtime.step.whole_steps import (
+    OPTIMIZERS,
+    SMALLEST,
+    Cnn,
+    Lm,
+    MakeOptimizer,
+    Mlp,
+    Plain,
+    batch_for,
+    cross_entropy,
+    differences,
+    made,
+)
+from torch import Tensor, nn
+
+import overspill
+from overspill.core import Verb
+from overspill.core.errors import InfeasibleBudget, RequestError, StoreError, UnsupportedError
+from overspill.models import load, names
+from overspill.runtime.options import Options
+from overspill.runtime.step.train_step import GradientOptions, TrainStep
+from overspill.runtime.training import Run, Training, same_bits, train, train_plain
+
+
+class Pair:
+    """One model trained by stock torch.compile of its loss and the optimizer, and a copy of it by a whole step."""
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module] = Mlp,
+        make_optimizer: MakeOptimizer = OPTIMIZERS["adamw"],
+        loss_fn: Callable[..., Any] = cross_entropy,
+        *,
+        size: int = 32,
+        gradients: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.loss_fn = loss_fn
+        model = made(make_model)
+        self.model = copy.deepcopy(model)
+        self.plain = Plain(model, make_optimizer(model.parameters()), **(gradients or {}))
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.inputs = batch_for(model, size)
+        given = {"budget": SMALLEST, "store": "host", "backend": "inductor"} | options | (gradients or {})
+        self.step: TrainStep = overspill.train_step(self.model, loss_fn, self.optimizer, **given)
+        self.seed = 0
+        self.compile()
+
+    def compile(self) -> None:
+        """What stock torch.compile makes of the plain model as it is now."""
+        torch._dynamo.reset()
+        self.plain.loss_fn = torch.compile(self.loss_fn, dynamic=False, fullgraph=True)
+
+    def train(self, steps: int = 1, size: int | None = None, around: Callable[[], Any] = nullcontext) -> None:
+        """Both take `steps`, which must have the same losses; the managed one within `around()`."""
+        inputs = tuple(i[:size] for i in self.inputs)
+        for _ in range(steps):
+            self.seed += 1
+            torch.manual_seed(self.seed)
+            expected = self.plain(*inputs)
+            torch.manual_seed(self.seed)
+            with around():
+                loss = self.step(*inputs)
+            assert same_bits(loss, expected)
+
+    def assert_within_budget(self) -> None:
+        """One more step, whose peak by the allocator's own events is within the budget, and nearly the planned one."""
+        counted: list[list[int]] = []
+
+        @contextmanager
+        def counting() -> Iterator[None]:
+            with self.step.counted(self.inputs) as found:
+                counted.append(found)
+                yield
+
+        self.train(around=counting)
+        ((measured,),) = counted
+        planned = max(plan.peak_bytes for plan in self.step.plans)
+        assert measured <= planned <= self.step.plans[0].budget_bytes
+        assert planned - measured <= 0.2 * planned
+
+    def assert_same(self) -> None:
+        assert differences(self.plain.model, self.plain.optimizer, self.model, self.optimizer) == []
+
+
+def test_a_step_has_the_bits_of_torch_compile_and_keeps_the_smallest_budget() -> None:
+    pair = Pair()
+    pair.train(2)
+    assert pair.step.engine is not None
+    assert pair.step.engine.offloaded_bytes > 0
+    pair.assert_within_budget()
+    pair.train(size=20)  # the last batch of an epoch
+    pair.train()
+    pair.assert_same()
+    assert len(pair.step.plans) == 2
+
+
+def test_a_model_that_is_changed_between_steps_is_compiled_anew() -> None:
+    pair = Pair(make_optimizer=OPTIMIZERS["momentum"], policy="window")
+    pair.train()
+    for model in (pair.plain.model, pair.model):
+        model.drop.p = 0.4
+        model.act = nn.GELU()
+    pair.compile()
+    pair.train(2)
+    pair.assert_same()
+    assert len(pair.step.plans) == 2
+
+
+def test_what_inductor_cannot_plan_is_refused_in_a_line() -> None:
+    def step(loss_fn: Callable[..., Any] = cross_entropy, **how: Any) -> TrainStep:
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return overspill.train_step(model, loss_fn, optimizer, **({"backend": "inductor"} | how))
+
+    inputs = batch_for(Mlp())
+    with torch._inductor.config.patch(cpp_wrapper=True), pytest.raises(UnsupportedError, match='use backend="eager"'):
+        step()(*inputs)
+    with pytest.raises(UnsupportedError, match="reads values"):
+        step(lambda model, x, y: cross_entropy(model, x, y) * x.sum().item())(*inputs)
+    with pytest.raises(InfeasibleBudget, match="below auto's floor"):
+        step(budget="1KiB")(*inputs)
+    with pytest.raises(RequestError, match="unknown backend"):
+        step(backend="other")
+
+
+# --- Slow: everything that a step does --------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "gradients", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}, {"accumulate": 2, "clip_norm": 1.0}], ids=str
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adamw, foreach", "adafactor"])
+@pytest.mark.parametrize("model", [Mlp, Cnn, Lm])
+def test_gradients_and_optimizers(model: type[nn.Module], optimizer: str, gradients: dict[str, Any]) -> None:
+    pair = Pair(model, OPTIMIZERS[optimizer], gradients=gradients)
+    pair.train(3)
+    pair.assert_same()
+    pair.assert_within_budget()
+
+
+def with_outputs(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    output = model(x)
+    return nn.functional.cross_entropy(output, y), output, x[:2]
+
+
+@pytest.mark.long
+def test_other_tensors_that_the_loss_function_returns() -> None:
+    pair = Pair(loss_fn=with_outputs)
+    detached = torch.compile(lambda *given: tuple(t if t.dim() == 0 else t.detach() for t in with_outputs(*given)))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        pair.plain.optimizer.zero_grad()
+        loss, *others = detached(pair.plain.model, *pair.inputs)
+        loss.backward()
+        pair.plain.optimizer.step()
+        torch.manual_seed(seed)
+        found = pair.step(*pair.inputs)
+        assert all(map(same_bits, found, (loss.detach(), *others)))
+    pair.assert_same()
+
+
+@pytest.mark.long
+def test_a_step_that_the_store_failed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.train()
+    engine = pair.step.engine
+    assert engine is not None
+    plain, calls = engine.await_prefetch, [0]
+
+    def failing(tensor: Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise StoreError("the disk is gone")
+        plain(tensor)
+
+    torch.manual_seed(9)
+    expected = pair.plain(*pair.inputs)
+    torch.manual_seed(9)
+    monkeypatch.setattr(engine, "await_prefetch", failing)
+    with pytest.raises(StoreError, match="the disk is gone"):
+        pair.step(*pair.inputs)
+    assert pair.step.is_unfinished
+    assert same_bits(pair.step.resume(), expected)
+    pair.train()
+    pair.assert_same()
+
+
+@pytest.mark.long
+def test_under_autocast() -> None:
+    pair = Pair(Cnn)
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.train(3)
+    pair.assert_same()
+
+
+# --- Slow: the built-in models ----------------------------------------------------------------------------------------
+
+
+def training(model: str, optimizer: str, gradients: GradientOptions | None = None) -> Training:
+    build = partial(load, model, small=True)
+    return Training(build, 4, optimizer, 3, "cpu", whole_step=True, gradients=gradients or GradientOptions())
+
+
+@cache
+def stock(model: str, optimizer: str) -> Run:
+    with torch._dynamo.config.patch(allow_rnn=True):
+        return train_plain(training(model, optimizer), Options(backend="inductor"))
+
+
+def checked(model: str, optimizer: str, policy: str, store: str, budget: str) -> Run:
+    """A run within `budget`, or the smallest that works; it equals stock torch.compile and keeps the budget."""
+    job = training(model, optimizer)
+    try:
+        run = train(job, Options(budget, policy, store, backend="inductor"))
+    except InfeasibleBudget as error:
+        run = train(job, Options(error.floor_bytes, policy, store, backend="inductor"))
+    assert run.plan is not None
+    assert run.identical_to(stock(model, optimizer))
+    assert run.measured_peak_bytes <= run.plan.budget_bytes
+    assert 0 <= run.planned_peak_bytes - run.measured_peak_bytes <= max(0.02 * run.planned_peak_bytes, 20_000)
+    return run
+
+
+WAYS = [
+    (optimizer, policy, store, budget)
+    for optimizer in ("momentum", "adamw")
+    for policy, budget in (("auto", "70%"), ("auto", SMALLEST), ("superneurons", "70%"), ("window", "70%"))
+    for store in ("host", "disk")
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "policy", "store", "budget"), WAYS)
+@pytest.mark.parametrize("model", ["gpt2", "resnet18", "lstm"])
+def test_three_models_in_all_ways(model: str, optimizer: str, policy: str, store: str, budget: str) -> None:
+    checked(model, optimizer, policy, store, budget)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", sorted({*names()} - {"gpt2", "resnet18", "lstm"}))
+def test_every_model_trains_with_the_bits_of_torch_compile(model: str) -> None:
+    checked(model, "momentum", "auto", "host", "70%")
+
+
+@pytest.mark.long
+def test_what_is_recomputed_is_identical_too() -> None:
+    run = checked("gpt2", "adamw", "auto", "host", SMALLEST)
+    assert run.plan is not None
+    assert run.plan.schedule.targets(Verb.RECOMPUTE)
