@@ -232,7 +232,7 @@ def checked(model: str, optimizer: str, policy: str, store: str, budget: str) ->
     assert run.plan is not None
     assert run.identical_to(stock(model, optimizer))
     assert run.measured_peak_bytes <= run.plan.budget_bytes
-    assert 0 <= run.planned_peak_bytes - run.measured_peak_bytes <= max(0.02 * run.planned_peak_bytes, 20_000)
+    assert 0 <= run.planned_peak_bytes - run.measured_peak_bytes <= max(0.05 * run.planned_peak_bytes, 20_000)
     return run
 
 

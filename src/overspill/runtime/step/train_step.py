@@ -442,8 +442,9 @@ def train_step(
     `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
     of the batch, gets its own loss, and gradients are averaged; False trains alone. With `checksum` what comes back
     from the store is compared with what went there. Steps and compiled models that are given one `session` share its
-    budget: while one runs, the others keep their parameters and optimizer states. The other arguments are those of
-    `overspill.compile`.
+    budget: while one runs, the others keep their parameters and optimizer states. With `backend="inductor"` forward and
+    backward are the programs that Inductor writes of the loss function, and the numbers those of a loop with
+    `torch.compile(loss_fn)` and the optimizer (docs/compiled.md). The other arguments are those of `overspill.compile`.
 
     Raises RequestError and UnsupportedError for what cannot be right, and at the first call InfeasibleBudget with the
     smallest budget that works, or StoreError.
