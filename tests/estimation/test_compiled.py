@@ -123,6 +123,7 @@ def test_weights_take_no_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4 << 20  # KiB
 
 
+@pytest.mark.long
 def test_inference_in_low_precision_and_accumulation() -> None:
     module, x, y = Net(), torch.randn(64, 16), torch.randint(8, (64,))
     inference = overspill.estimate(module, x, compiled=True)
@@ -172,6 +173,7 @@ def test_the_plan_is_that_of_the_run() -> None:
     assert foretold.peak_bytes == run.planned_peak_bytes
 
 
+@pytest.mark.long
 def test_a_plan_from_python_and_a_budget_below_the_floor() -> None:
     given = (lambda: Net(4096), (torch.randn(64, 16), torch.randint(8, (64,))), nn.CrossEntropyLoss(), "sgd")
     plan = overspill.plan(*given, budget="100%", device="rtx4090", backend="inductor")

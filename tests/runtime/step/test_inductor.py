@@ -120,6 +120,7 @@ def test_a_model_that_is_changed_between_steps_is_compiled_anew() -> None:
     assert len(pair.step.plans) == 2
 
 
+@pytest.mark.long
 def test_what_inductor_cannot_plan_is_refused_in_a_line() -> None:
     def step(loss_fn: Callable[..., Any] = cross_entropy, **how: Any) -> TrainStep:
         model = made()
