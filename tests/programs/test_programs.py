@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.programs import IDENTICAL, PROGRAMS, REFUSED, judge
 from tests.programs.expected import REFUSALS
-from tests.programs.harness import COMPILE, Budgeted, Made, Memory, Program
+from tests.programs.harness import COMPILE, INDUCTOR, Budgeted, Made, Memory, Program
 from torch import nn
 
 QUICK = (
@@ -19,13 +19,22 @@ QUICK = (
     ("tied-autoencoder", "train_step"),
 )
 """Those that do not wait for the long suite."""
+BY_INDUCTOR = (
+    "gan", "dcgan", "diffusion", "vit", "convnext", "unet", "segmentation", "channels-last", "deep-supervision",
+    "evaluation-and-partial-batches",
+)  # fmt: skip
+"""Those that are tried with Inductor's kernels too, against stock torch.compile."""
+WAYS = [
+    *((name, way) for name, found in PROGRAMS.items() for way in found.ways),
+    *((name, INDUCTOR) for name in BY_INDUCTOR),
+]
 CASES = [
     pytest.param(
         *case,
         id="-by-".join(case),
         marks=[] if case in QUICK else [pytest.mark.long],
     )
-    for case in ((name, way) for name, found in PROGRAMS.items() for way in found.ways)
+    for case in WAYS
 ]
 
 
