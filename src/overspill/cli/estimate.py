@@ -251,13 +251,7 @@ def _answer(
     return request | {
         "gpu": gpu,
         "allocator": made.allocator,
-        "peak_requested_bytes": made.peak_requested_bytes,
-        "peak_allocated_bytes": made.peak_allocated_bytes,
-        "peak_reserved_bytes": made.peak_reserved_bytes,
-        "context_bytes": made.context_bytes,
-        "total_bytes": made.total_bytes,
-        "total_low_bytes": made.total.low,
-        "total_high_bytes": made.total.high,
+        **_bytes_of(made),
         "capacity_bytes": made.device.memory_bytes if asked else None,
         "fits": made.fits() if asked else None,
         "minimum_capacity_bytes": made.minimum_capacity_bytes,
@@ -278,10 +272,9 @@ def _answer(
     }  # fmt: skip
 
 
-def _compiled(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
-    """What `--json` prints of the job under torch.compile, and of its step within a budget."""
+def _bytes_of(made: Figures) -> dict[str, int]:
+    """What `--json` prints of the bytes that a job takes, eager or compiled."""
     return {
-        "program": "cpu",
         "peak_requested_bytes": made.peak_requested_bytes,
         "peak_allocated_bytes": made.peak_allocated_bytes,
         "peak_reserved_bytes": made.peak_reserved_bytes,
@@ -289,6 +282,14 @@ def _compiled(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: b
         "total_bytes": made.total_bytes,
         "total_low_bytes": made.total.low,
         "total_high_bytes": made.total.high,
+    }
+
+
+def _compiled(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
+    """What `--json` prints of the job under torch.compile, and of its step within a budget."""
+    return {
+        "program": "cpu",
+        **_bytes_of(made),
         "fits": made.fits() if asked else None,
         "minimum_capacity_bytes": made.minimum_capacity_bytes,
         "breakdown": made.breakdown,

@@ -6,7 +6,7 @@ results), other names for the same bytes (`reinterpret_tensor(...)`, `buf4 = buf
 because that is what PyTorch's compile caches keep: a program that comes from a cache is read like a new one.
 
 Relies on the text that Inductor writes (2.11 to 2.13): the statements above, `async_compile.cpp_pybinding(types, source)`
-and `async_compile.triton(name, source)`, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
+and `async_compile.triton(name, source)`, `current_callable` of what is compiled, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
 statement of any other kind is refused by name.
 """
 
@@ -155,6 +155,13 @@ def not_understood(node: ast.AST) -> UnsupportedError:
         f"the program that Inductor wrote has a statement that Overspill does not understand: {text[:120]}; "
         'use backend="eager"'
     )
+
+
+def namespace_of(compiled: Any) -> dict[str, Any]:
+    """The names of the module that Inductor wrote for `compiled`, what `compile_fx_inner` gives; none where it wrote none in Python."""
+    call = getattr(compiled, "current_callable", None)
+    found: dict[str, Any] = getattr(getattr(call, "__func__", call), "__globals__", {})
+    return found
 
 
 def _call_of(module: ast.Module) -> ast.FunctionDef:

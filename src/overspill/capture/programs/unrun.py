@@ -25,13 +25,14 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import TracingContext
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.core.errors import UnsupportedError
 
+from .failures import inductor_failures
+from .program import namespace_of
 from .storages import FAKES, storage_key
 from .workspaces import nothing_measured
 
@@ -78,19 +79,11 @@ def write(step: Callable[..., Any], batch: Sequence[Any], backend: Callable[...,
     Both are of fake tensors in their mode, which is on. Raises UnsupportedError where Inductor cannot compile the step, and
     what Dynamo raises where it is not one graph.
     """
-    with nothing_compiled():
+    with nothing_compiled(), inductor_failures():
         try:
             torch.compile(step, backend=backend, dynamic=False, fullgraph=True)(*batch)
         except Written:
             return
-        except BackendCompilerFailed as failure:
-            inner = failure.inner_exception
-            if isinstance(inner, OverspillError):
-                raise inner from None
-            what = next(iter(str(inner).splitlines()), "")
-            raise UnsupportedError(
-                f"Inductor does not compile this model ({type(inner).__name__}: {what})"
-            ) from failure
     raise UnsupportedError("torch.compile found nothing to compile in the step")
 
 
@@ -230,8 +223,7 @@ class _Writer:
 
     def _compile_inner(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         compiled = compile_fx_inner(module, inputs, **options)
-        call = getattr(compiled, "current_callable", None)
-        namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
+        namespace = namespace_of(compiled)
         if "UnrunKernel" not in namespace:
             raise UnsupportedError("Inductor gave no Python program to run (CUDA graphs, perhaps)")
         namespace.update(FAKES)

@@ -34,7 +34,7 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Device, Schedule
-from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
+from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing import solver_named
 from overspill.placement.place import SEARCH
@@ -183,12 +183,12 @@ class _GraphCompiler:
         # user who calls it outside of autocast's region.
         with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
+                if self.session.options.on_unplanned != "warn":
+                    return self._by_inductor()
                 unchanged = copied(self.module)
                 try:
                     return self._by_inductor()
                 except UnsupportedError as error:
-                    if self.session.options.on_unplanned != "warn":
-                        raise
                     warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
                     self.module = unchanged
             with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
@@ -202,19 +202,8 @@ class _GraphCompiler:
     def _by_inductor(self) -> Compiled:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
-        try:
-            partition = self.session.options.partition
-            return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran, partition)
-        except BackendCompilerFailed as failure:  # Inductor wraps what our hooks raise, and what it raises itself
-            inner = failure.inner_exception
-            if isinstance(inner, OverspillError):
-                raise inner from None
-            if is_out_of_memory(inner):
-                raise
-            line = str(inner).strip().splitlines()[:1]
-            raise UnsupportedError(
-                f'Inductor cannot compile this model ({": ".join([type(inner).__name__, *line])}); use backend="eager"'
-            ) from failure
+        partition = self.session.options.partition
+        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran, partition)
 
     def _ran(self) -> None:
         self.session.watch_calls.graphs_run += 1

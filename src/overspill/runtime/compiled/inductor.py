@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -27,8 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, copied
+from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
-from overspill.capture.programs.program import Program
+from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core import Schedule
 from overspill.core.errors import UnsupportedError
@@ -72,9 +72,8 @@ class _ByPartition:
         self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
         self._ran = ran
         self._tried: set[float] = set()
-        set_by_user = float(torch._functorch.config.activation_memory_budget)
-        self._chosen = partition is not None or set_by_user != PARTITIONS[0]
-        self.usual = _Compiler(ran, set(), set_by_user if partition is None else partition)
+        self.usual = _Compiler(ran, set(), partition)
+        self._chosen = partition is not None or self.usual.memory_budget != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
@@ -107,16 +106,12 @@ class _ByPartition:
         compiler = _Compiler(self._ran, self.usual.seen, memory_budget)
         try:
             self.compiled[compiler] = compile_by(compiler)
+        except _SeenBefore:
+            return None
         except UnsupportedError as error:
             warnings.warn(
                 f"the partition for activation_memory_budget={memory_budget} is left out: {error}", stacklevel=2
             )
-            return None
-        except _SeenBefore:
-            return None
-        except BackendCompilerFailed as failure:  # in which Inductor may wrap it
-            if not isinstance(failure.inner_exception, _SeenBefore):
-                raise
             return None
         return compiler
 
@@ -130,9 +125,7 @@ def programs_of(
     to save them for backward costs nothing. `partition` is that of the Options. The programs run by other means.
     Raises UnsupportedError.
     """
-    set_by_user = float(torch._functorch.config.activation_memory_budget)
-    compiler = _Compiler(lambda: None, set(), set_by_user if partition is None else partition)
-    compiler.lasting = list(lasting)
+    compiler = _Compiler(lambda: None, set(), partition, list(lasting))
     compiler.compiled(module, examples)
     if compiler.joint is None or compiler.programs is None:
         raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
@@ -169,19 +162,29 @@ class _Partitioner(CustomPartitionerFn):
         return "overspill: min-cut"
 
 
-class _SeenBefore(Exception):
+class _SeenBefore(UnsupportedError):
     """This partition has been compiled already."""
 
 
 class _Compiler:
-    """Compiles by one partition, that for `memory_budget`, and keeps the programs; `seen` are partitions."""
+    """Compiles by one partition, and keeps the programs.
 
-    def __init__(self, ran: Callable[[], None], seen: set[Any], memory_budget: float) -> None:
+    `memory_budget` gives the partition: an `activation_memory_budget`, None for what the user has set. `seen` are the
+    partitions that were compiled before, and `lasting` the inputs that last from step to step where Dynamo has not said it.
+    """
+
+    def __init__(
+        self,
+        ran: Callable[[], None],
+        seen: set[Any],
+        memory_budget: float | None,
+        lasting: list[int] | None = None,
+    ) -> None:
         self._ran = ran
         self.seen = seen
-        self.memory_budget = memory_budget
-        self.lasting: list[int] | None = None
-        """The inputs that last from step to step, where Dynamo has not said it."""
+        set_by_user = float(torch._functorch.config.activation_memory_budget)
+        self.memory_budget = set_by_user if memory_budget is None else memory_budget
+        self.lasting = lasting
         self.joint: JointGraph | None = None
         self.programs: Storages | None = None
         self._forward: Program | None = None
@@ -202,15 +205,15 @@ class _Compiler:
             "donated_buffer": False,
             "activation_memory_budget": self.memory_budget,
         }
-        with torch._functorch.config.patch(functorch):
+        with inductor_failures('; use backend="eager"'), torch._functorch.config.patch(functorch):
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
         """Raises _SeenBefore for a partition like one before."""
-        partition = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
-        if partition in self.seen:
+        names = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
+        if names in self.seen:
             raise _SeenBefore
-        self.seen.add(partition)
+        self.seen.add(names)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """What PyTorch calls for each graph: Inductor's result, which runs by the plan."""
@@ -261,10 +264,8 @@ class _Compiler:
 
 def _program_of(compiled: Any, prefix: str) -> Program:
     """The program that Inductor wrote. Raises UnsupportedError where it wrote none in Python."""
-    call = getattr(compiled, "current_callable", None)
-    source = getattr(compiled, "source_code", None)
-    namespace = getattr(getattr(call, "__func__", call), "__globals__", None)
-    if source is None or namespace is None or "async_compile" not in source:
+    source, namespace = getattr(compiled, "source_code", None), namespace_of(compiled)
+    if source is None or not namespace or "async_compile" not in source:
         raise UnsupportedError(
             'Inductor wrote no Python program (cpp_wrapper, or CUDA graphs, perhaps); use backend="eager"'
         )

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.exc import InductorError
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.capture.programs.storages import Storages
-from overspill.core.errors import OverspillError, UnsupportedError
+from overspill.core.errors import UnsupportedError
 from overspill.runtime.compiled.inductor import programs_of
 
 from .python_state import PythonState
@@ -49,13 +48,7 @@ def step_programs(
             lambda begin: joint_of_step(after(begin, step), module, values), lambda joint: joint.module.code
         )
         count = len(returned(watched_joint.module.graph))
-        try:
-            graph = _graph_of(step, len(values), count)
-            joint, programs = programs_of(graph, values, range(lasting), partition)
-        except InductorError as error:
-            if isinstance(error.inner_exception, OverspillError):
-                raise error.inner_exception from None
-            raise UnsupportedError(f'Inductor does not compile the step: {error}; use backend="eager"') from error
+        joint, programs = programs_of(_graph_of(step, len(values), count), values, range(lasting), partition)
     if len(joint.primals) != len(values):
         raise UnsupportedError(
             f'Inductor compiled the step for {len(joint.primals)} inputs, not {len(values)}; use backend="eager"'
