@@ -42,12 +42,12 @@ STEPS = 6
 class Recording(Session):
     """Keeps the programs of a model by all partitions."""
 
-    partitions: tuple[CapturedPrograms, ...] = ()
+    programs: tuple[CapturedPrograms, ...] = ()
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; then has the other programs made."""
         found = super().plan(*args, **kwargs)
-        self.partitions = tuple(found[0])
+        self.programs = tuple(found[0])
         return found
 
 
@@ -62,7 +62,7 @@ def partitions_of(model: str, batch: int) -> tuple[CapturedPrograms, ...]:
     session.watch(step, optimizer)
     compile_in(session, step, fullgraph=True)(*job.make_batch(batch))
     session.close()
-    return session.partitions
+    return session.programs
 
 
 def hull(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def chosen(
     """What Overspill does at a budget: the plan, and the partition that it is of."""
     among = Partitioned(partitions)
     found = among.best_plan(lambda captured: plan(captured.graph, budget))
-    return found, among.of(found.graph).memory_budget
+    return found, among.of(found.graph).partition
 
 
 def compared(model: str, batch: int, device_name: str) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def compared(model: str, batch: int, device_name: str) -> dict[str, Any]:
     for captured in partitions:
         free = plan(captured.graph, device.usable_bytes)
         points.append(
-            {"memory_budget": captured.memory_budget, "peak_bytes": free.unmanaged_peak_bytes, "seconds": free.in_core_seconds}
+            {"partition": captured.partition, "peak_bytes": free.unmanaged_peak_bytes, "seconds": free.in_core_seconds}
         )  # fmt: skip
     rows = []
     for point in hull(points):
@@ -111,7 +111,7 @@ def compared(model: str, batch: int, device_name: str) -> dict[str, Any]:
                 fast = False
             low, high = (low, middle) if fast else (middle, high)
         rows.append(
-            point | {"overspill_seconds": found.step_seconds, "overspill_memory_budget": by, "overspill_peak_bytes": high - 1}
+            point | {"overspill_seconds": found.step_seconds, "overspill_partition": by, "overspill_peak_bytes": high - 1}
         )  # fmt: skip
     return {"model": model, "rows": rows}
 
@@ -132,7 +132,7 @@ def table(record: dict[str, Any]) -> str:
             worse += time > 1.0
             least = min(least, time, peak)
             lines.append(
-                f"| {found['model']} | {row['memory_budget']:g} | {format_bytes(row['peak_bytes'])} | "
+                f"| {found['model']} | {row['partition']:g} | {format_bytes(row['peak_bytes'])} | "
                 f"{format_seconds(row['seconds'])} | {time:.3f} | {peak:.3f} |"
             )
         better += least < 0.999

@@ -192,7 +192,7 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
 
     narrator.now("training the same steps without Overspill")
     try:
-        return train_plain(trained.training, trained.options, memory_budget=trained.managed.memory_budget)
+        return train_plain(trained.training, trained.options, partition=trained.managed.partition)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -225,7 +225,7 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "store": options.store,
         "checksum": options.checksum,
         "backend": options.backend,
-        "activation_memory_budget": run.memory_budget,
+        "partition": run.partition,
         "budget_bytes": plan.budget_bytes,
         "planned_peak_bytes": run.planned_peak_bytes,
         "placement": placed.placer,

@@ -160,8 +160,8 @@ def _times(trained: Trained) -> str:
 
 def _partition(run: Run) -> str:
     """That forward and backward are parted otherwise than usual."""
-    usual = run.memory_budget in (None, 1.0)
-    return "" if usual else f", parted as by activation_memory_budget={run.memory_budget:g}"
+    usual = run.partition in (None, 1.0)
+    return "" if usual else f", parted as by activation_memory_budget={run.partition:g}"
 
 
 def _usual(run: Run) -> float:

@@ -85,7 +85,7 @@ class Training:
 class Run:
     """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers.
 
-    `memory_budget` is the `activation_memory_budget` that Inductor's programs were parted by.
+    `partition` is the `activation_memory_budget` that Inductor's programs were parted by.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Run:
     reserved_peak_bytes: int | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = None
-    memory_budget: float | None = None
+    partition: float | None = None
     offloaded_bytes: int = 0
     times: MeasuredTimes | None = None
 
@@ -169,7 +169,7 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
-        run.memory_budget = session.memory_budgets[0] if session.plans else None
+        run.partition = session.partitions[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
         run.times = session.measured_times
         return run
@@ -182,13 +182,13 @@ def train_plain(
     training: Training,
     options: Options,
     on_step: Callable[[int, float], None] | None = None,
-    memory_budget: float | None = None,
+    partition: float | None = None,
 ) -> Run:
     """The same steps without Overspill: the reference that a managed run must equal.
 
-    That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `memory_budget`.
+    That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `partition`.
     """
-    parted = {} if memory_budget is None else {"activation_memory_budget": memory_budget}
+    parted = {} if partition is None else {"activation_memory_budget": partition}
     try:
         with torch._functorch.config.patch(parted):
             return _train(training, None, on_step, compiled=options.backend == "inductor")
@@ -264,7 +264,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                 (run.measured_peak_bytes,) = found
 
             _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
-        run.memory_budget = options.partition
+        run.partition = options.partition
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]

@@ -187,7 +187,7 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
 def test_a_partition_that_is_asked_for_is_the_one(partition: float) -> None:
     call = overspill.compile(Net(), budget="smallest", backend="inductor", store="host", partition=partition)
     call(torch.randn(32, 16)).sum().backward()
-    assert call.overspill.memory_budgets == [partition]
+    assert call.overspill.partitions == [partition]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_inductor_cannot_do_runs_on_the_eager_backend_if_that_is_wanted(
     assert same_bits(loss, model(x).sum())
     (plan,) = call.overspill.plans
     assert plan.peak_bytes <= plan.budget_bytes
-    assert call.overspill.memory_budgets == [None]
+    assert call.overspill.partitions == [None]
 
 
 def test_a_copied_graph_still_says_where_its_inputs_come_from() -> None:  # by which partitioners know parameters
@@ -259,19 +259,19 @@ def test_a_second_process_finds_everything_compiled(tmp_path: Path) -> None:
 def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(model: str) -> None:
     job = training(model, "momentum")
     run = train(job, Options("smallest", store="host", backend="inductor"))
-    assert run.memory_budget is not None
+    assert run.partition is not None
     assert run.plan is not None
-    assert run.identical_to(train_plain(job, Options(backend="inductor"), memory_budget=run.memory_budget))
+    assert run.identical_to(train_plain(job, Options(backend="inductor"), partition=run.partition))
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         floor = smallest.__wrapped__(model, "momentum", "auto")
         mine = train(job, Options(floor, store="host", backend="inductor"))
-    assert mine.memory_budget == 0.5, "what the user has set is what is used"
+    assert mine.partition == 0.5, "what the user has set is what is used"
     assert run.plan.budget_bytes <= floor
 
 
-def captured(memory_budget: float) -> CapturedPrograms:
+def captured(partition: float) -> CapturedPrograms:
     graph = Graph("step", (), ())
-    return cast("CapturedPrograms", SimpleNamespace(graph=graph, memory_budget=memory_budget))
+    return cast("CapturedPrograms", SimpleNamespace(graph=graph, partition=partition))
 
 
 def fake_plan(seconds: float, unmanaged: float = 1.0) -> Plan:
@@ -296,9 +296,9 @@ def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None
             yield captured(float(number))
 
     def plan(of: CapturedPrograms) -> Plan:
-        seconds = times[int(of.memory_budget)]
+        seconds = times[int(of.partition)]
         if seconds is None:
-            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.memory_budget), cause="")
+            raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
         return fake_plan(seconds)
 
     assert Partitioned(programs()).best_plan(plan).step_seconds == chosen
@@ -307,7 +307,7 @@ def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None
 
 def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
     def plan(of: CapturedPrograms) -> Plan:
-        raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.memory_budget), cause="")
+        raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
 
     with pytest.raises(InfeasibleBudget) as found:
         Partitioned(map(captured, (1.0, 0.3, 0.7))).best_plan(plan)

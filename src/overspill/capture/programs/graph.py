@@ -19,7 +19,7 @@ from .storages import Call, Storages, storage_key
 class CapturedPrograms:
     """A Graph and the programs behind it: `calls` by op id, `key_of` the storage of each tensor.
 
-    `memory_budget` is the `activation_memory_budget` by which forward and backward were parted.
+    `partition` is the `activation_memory_budget` by which forward and backward were parted.
     """
 
     graph: Graph
@@ -27,7 +27,7 @@ class CapturedPrograms:
     programs: Storages
     calls: dict[int, Call] = field(repr=False)
     key_of: dict[int, StorageKey] = field(repr=False)
-    memory_budget: float = 1.0
+    partition: float = 1.0
 
 
 def capture_programs(
@@ -37,11 +37,11 @@ def capture_programs(
     surroundings: Surroundings,
     name: str = "step",
     *,
-    memory_budget: float = 1.0,
+    partition: float = 1.0,
 ) -> CapturedPrograms:
-    """The Graph of the step around `programs`, which Inductor made from `joint`, parted for `memory_budget`."""
+    """The Graph of the step around `programs`, which Inductor made from `joint`, parted by `partition`."""
     found = _CaptureOfPrograms(programs, joint, inputs, surroundings, name).captured()
-    return replace(found, memory_budget=memory_budget)
+    return replace(found, partition=partition)
 
 
 class CallsOfPrograms(CaptureOfStep):

@@ -168,7 +168,7 @@ class _GraphCompiler:
     def tell(self, seconds: float) -> None:
         """Whose kernels run by which plan, and how long that took, in the log."""
         if self.planned is not None:
-            plan, parted = self.planned.plan, self.planned.memory_budget
+            plan, parted = self.planned.plan, self.planned.partition
             _LOG.info(
                 "%s graph with %s kernels%s, planned and compiled in %s: peak %s of %s, unmanaged %s",
                 "training" if self.planned.kind.inputs[0] else "evaluation",
@@ -234,7 +234,7 @@ class _GraphCompiler:
         partitioned, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
-        self.planned.memory_budget = captured.memory_budget
+        self.planned.partition = captured.partition
         engine = self.session.engine_for(plan, torch_device(self.examples))
         places = next((places for made, places in placed if made is plan), NOWHERE)
         return captured, plan.schedule, places, engine

@@ -73,7 +73,7 @@ class _ByPartition:
         self._ran = ran
         self._tried: set[float] = set()
         self.usual = _Compiler(ran, set(), partition)
-        self._chosen = partition is not None or self.usual.memory_budget != PARTITIONS[0]
+        self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
@@ -94,24 +94,22 @@ class _ByPartition:
         yield from list(self.compiled)
         assert self.usual.joint is not None
         if self.usual.joint.tangents and not self._chosen:
-            for memory_budget in PARTITIONS[1:]:
-                if self._compile is not None and (made := self._made(self._compile, memory_budget)) is not None:
+            for partition in PARTITIONS[1:]:
+                if self._compile is not None and (made := self._made(self._compile, partition)) is not None:
                     yield made
 
-    def _made(self, compile_by: Callable[[_Compiler], Callable[..., Any]], memory_budget: float) -> _Compiler | None:
+    def _made(self, compile_by: Callable[[_Compiler], Callable[..., Any]], partition: float) -> _Compiler | None:
         """The compiler for one more partition; None where it is one that there is, or nothing that can be planned."""
-        if memory_budget in self._tried:
+        if partition in self._tried:
             return None
-        self._tried.add(memory_budget)
-        compiler = _Compiler(self._ran, self.usual.seen, memory_budget)
+        self._tried.add(partition)
+        compiler = _Compiler(self._ran, self.usual.seen, partition)
         try:
             self.compiled[compiler] = compile_by(compiler)
         except _SeenBefore:
             return None
         except UnsupportedError as error:
-            warnings.warn(
-                f"the partition for activation_memory_budget={memory_budget} is left out: {error}", stacklevel=2
-            )
+            warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=2)
             return None
         return compiler
 
@@ -169,7 +167,7 @@ class _SeenBefore(UnsupportedError):
 class _Compiler:
     """Compiles by one partition, and keeps the programs.
 
-    `memory_budget` gives the partition: an `activation_memory_budget`, None for what the user has set. `seen` are the
+    `partition` gives the partition: an `activation_memory_budget`, None for what the user has set. `seen` are the
     partitions that were compiled before, and `lasting` the inputs that last from step to step where Dynamo has not said it.
     """
 
@@ -177,13 +175,13 @@ class _Compiler:
         self,
         ran: Callable[[], None],
         seen: set[Any],
-        memory_budget: float | None,
+        partition: float | None,
         lasting: list[int] | None = None,
     ) -> None:
         self._ran = ran
         self.seen = seen
         set_by_user = float(torch._functorch.config.activation_memory_budget)
-        self.memory_budget = set_by_user if memory_budget is None else memory_budget
+        self.partition = set_by_user if partition is None else partition
         self.lasting = lasting
         self.joint: JointGraph | None = None
         self.programs: Storages | None = None
@@ -203,7 +201,7 @@ class _Compiler:
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
             "donated_buffer": False,
-            "activation_memory_budget": self.memory_budget,
+            "activation_memory_budget": self.partition,
         }
         with inductor_failures('; use backend="eager"'), torch._functorch.config.patch(functorch):
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
@@ -255,7 +253,7 @@ class _Compiler:
         """The programs' Graph."""
         assert self.programs is not None
         assert self.joint is not None
-        return capture_programs(self.programs, self.joint, inputs, surroundings, memory_budget=self.memory_budget)
+        return capture_programs(self.programs, self.joint, inputs, surroundings, partition=self.partition)
 
     def lower(self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int) -> None:
         """From now on it runs by this plan."""

@@ -52,7 +52,7 @@ class Planned:
     """Calls that are known to be pending when it runs."""
     reserved_bytes: int = 0
     """What has to be set aside for what runs between its forward and its backward."""
-    memory_budget: float | None = None
+    partition: float | None = None
     """The `activation_memory_budget` of the partition that it is of, with Inductor's kernels."""
 
     @property

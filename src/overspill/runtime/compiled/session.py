@@ -172,9 +172,9 @@ class Session:
         return [planned.plan for planned in self._planned]
 
     @property
-    def memory_budgets(self) -> list[float | None]:
+    def partitions(self) -> list[float | None]:
         """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
-        return [planned.memory_budget for planned in self._planned]
+        return [planned.partition for planned in self._planned]
 
     @property
     def engine(self) -> TransferEngine | None:
