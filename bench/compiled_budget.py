@@ -1,20 +1,24 @@
 """The price of a budget under torch.compile, on the CPU: step times with Inductor's kernels within a budget over stock's.
 
-    python bench/compiled_budget.py [--models resnet50,unet,gpt2,bert-base] [--pairs 5] [--out FILE]
+    python bench/compiled_budget.py [--models resnet50,unet,gpt2,bert-base] [--rounds 5] [--out FILE]
 
-Budgets are shares of what the compiled step takes unmanaged, and the smallest that works, with the host store. Each side
-has a process and a compile cache of its own and they take steps in turn. `compile/eager` says what torch.compile gains in
-the first place. The first pair, in which both compile, is told apart. About half an hour on two cores.
+Budgets are shares of what the compiled step takes unmanaged, and the smallest that works, with the host store. Eager
+PyTorch, stock torch.compile and each budget have a process of their own and take steps in turn; ratios are taken round by
+round. `compile/eager` says what torch.compile gains in the first place. What compiling takes is told of the first budget,
+which like stock torch.compile finds an empty cache; the others find what the first has compiled. About half an hour on two
+cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from paired import Case, compare, compiled_ratios, json_record
+from paired import Case, Side, json_record, pairs_of, steps_in_turn
 
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
@@ -27,48 +31,83 @@ CASES = {
     "bert-base": Case("bert-base", 4, seq_len=128),
 }
 BUDGETS = ("100%", "75%", "50%", "smallest")
+WARMUP = 2
+"""Rounds that do not count: the first compiles, and the store is first touched."""
+
+Row = dict[str, object]
 
 
 def main() -> None:
-    """Run the cases and record them."""
+    """Run the cases and record them, each as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--budgets", default=",".join(BUDGETS))
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--placement", choices=("planned",))
     parser.add_argument("--small", action="store_true", help="the models' small configurations, for a quick look")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compiled_budget.json")
     arguments = parser.parse_args()
     device = torch.device("cpu")
-    rows = []
+    rows: list[Row] = []
     for name in arguments.models.split(","):
         case = Case(name, 8, small=True) if arguments.small else CASES[name]
-        ratios = compiled_ratios(case, device, arguments.pairs)
-        rows.append({"model": name, "batch": case.batch, "budget": None, "measured_compiled_over_eager": ratios})
-        print(f"{name:10s} compile/eager {statistics.median(ratios):.2f}", flush=True)
-        for budget in arguments.budgets.split(","):
-            options = Options(budget, store="host", backend="inductor", placement=arguments.placement)
-            row: dict[str, object] = {"model": name, "batch": case.batch, "budget": budget, "store": "host"}
+        options = {
+            budget: Options(budget, store="host", backend="inductor", placement=arguments.placement)
+            for budget in arguments.budgets.split(",")
+        }
+        rows += measure(case, options, device, arguments.rounds)
+        arguments.out.write_text(json_record(device, rows=rows))
+
+
+def measure(case: Case, options: dict[str, Options], device: torch.device, rounds: int) -> list[Row]:
+    """A row for torch.compile over eager, and one for each budget over torch.compile; printed as well."""
+    about: Row = {"model": case.model, "batch": case.batch}
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overspill-bench-")))
+        plain = [stack.enter_context(Side(case, None, device, compiled=compiled)) for compiled in (False, True)]
+        managed: dict[str, Side] = {}
+        begun: dict[str, tuple[float, float]] = {}
+        for budget, asked in options.items():
+            side = stack.enter_context(Side(case, asked, device, cache=cache))
             try:
-                row |= compare(case, options, device, arguments.pairs).summary()
-                print(describe(row), flush=True)
+                begun[budget] = side.step(0)  # compiles; an infeasible budget is refused here
+                managed[budget] = side
             except InfeasibleBudget as refusal:
-                row |= {"feasible": False, "floor_bytes": refusal.floor_bytes}
-                print(
-                    f"{name:10s} {budget:9s} infeasible: the floor is {format_bytes(refusal.floor_bytes)}", flush=True
-                )
-            rows.append(row)
-    arguments.out.write_text(json_record(device, rows=rows))
+                rows.append(about | {"budget": budget, "feasible": False, "floor_bytes": refusal.floor_bytes})
+        first = steps_in_turn(plain, 1)
+        steps = steps_in_turn([*plain, *managed.values()], WARMUP - 1 + rounds, first_seed=1)
+        eager, compiled = (a + b for a, b in zip(first, steps, strict=False))
+        ratios = [b[0] / a[0] for a, b in zip(eager[WARMUP:], compiled[WARMUP:], strict=True)]
+        rows.insert(0, about | {"budget": None, "measured_compiled_over_eager": ratios})
+        for (budget, side), taken in zip(managed.items(), steps[len(plain) :], strict=True):
+            pairs = pairs_of(compiled, [begun[budget], *taken], side.plan(), WARMUP)
+            found = pairs.summary()
+            if budget != next(iter(options)):
+                del found["plain_first_step_seconds"], found["managed_first_step_seconds"]
+            rows.append(about | {"budget": budget, "store": "host"} | found)
+    for row in rows:
+        print(describe(row), flush=True)
+    return rows
 
 
-def describe(row: dict[str, object]) -> str:
-    """One line on one case."""
+def describe(row: Row) -> str:
+    """One line on one row."""
+    start = f"{row['model']!s:10s} {row['budget'] or '':9s}"
+    if row["budget"] is None:
+        ratios: list[float] = row["measured_compiled_over_eager"]  # type: ignore[assignment]
+        return f"{start} compile/eager {statistics.median(ratios):.2f}"
+    if "floor_bytes" in row:
+        return f"{start} infeasible: the floor is {format_bytes(int(str(row['floor_bytes'])))}"
     plan, whole = int(str(row["planned_peak_bytes"])), int(str(row["unmanaged_peak_bytes"]))
-    first = float(str(row["managed_first_step_seconds"])) / float(str(row["plain_first_step_seconds"]))
+    compiling = ""
+    if "plain_first_step_seconds" in row:
+        first = float(str(row["managed_first_step_seconds"])) / float(str(row["plain_first_step_seconds"]))
+        compiling = f", of the first steps {first:.2f}"
     return (
-        f"{row['model']!s:10s} {row['budget']!s:9s} plan {format_bytes(plan)} of {format_bytes(whole)}: "
+        f"{start} plan {format_bytes(plan)} of {format_bytes(whole)}: "
         f"measured step time over torch.compile's {row['measured_ratio_median']:.2f} "
-        f"({row['measured_ratio_min']:.2f} to {row['measured_ratio_max']:.2f}), of the first steps {first:.2f}"
+        f"({row['measured_ratio_min']:.2f} to {row['measured_ratio_max']:.2f}){compiling}"
     )
 
 

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing import get_context
@@ -117,40 +117,51 @@ def compare(case: Case, options: Options, device: torch.device, pairs: int, warm
     InfeasibleBudget where the managed copy does.
     """
     compiled = options.backend == "inductor"
-    with _Side(case, None, device, compiled=compiled) as plain, _Side(case, options, device) as managed:
-        return Pairs(*_in_turns(plain, managed, pairs, warmup), managed.plan())
+    with Side(case, None, device, compiled=compiled) as plain, Side(case, options, device) as managed:
+        theirs, ours = steps_in_turn([plain, managed], warmup + pairs)
+        return pairs_of(theirs, ours, managed.plan(), warmup)
 
 
-def compiled_ratios(case: Case, device: torch.device, pairs: int, warmup: int = 1) -> list[float]:
-    """Step times under `torch.compile` over those of eager PyTorch, pair by pair."""
-    with _Side(case, None, device) as eager, _Side(case, None, device, compiled=True) as compiled:
-        one, other, *_ = _in_turns(eager, compiled, pairs, warmup)
-        return [b / a for a, b in zip(one, other, strict=True)]
+Steps = list[tuple[float, float]]
+"""Seconds and loss of each step of one side."""
 
 
-def _in_turns(
-    one: _Side, other: _Side, pairs: int, warmup: int
-) -> tuple[list[float], list[float], tuple[float, float], bool]:
-    """The seconds of the steps that count, those of both first ones, and whether all losses are equal.
-
-    Neither runs beside the other's step.
-    """
-    steps = [(one.step(index), other.step(index)) for index in range(warmup + pairs)]
-    counted = steps[warmup:]
-    identical = all(a[1] == b[1] for a, b in steps)
-    first = steps[0][0][0], steps[0][1][0]
-    return [a[0] for a, _ in counted], [b[0] for _, b in counted], first, identical
+def steps_in_turn(sides: Sequence[Side], rounds: int, first_seed: int = 0) -> list[Steps]:
+    """The steps of each side, of which none runs beside another's; each round has a seed, from `first_seed` on."""
+    rows = [[side.step(first_seed + index) for side in sides] for index in range(rounds)]
+    return [list(steps) for steps in zip(*rows, strict=True)]
 
 
-class _Side:
-    """One copy of a job in a process of its own, which finds nothing that another has compiled."""
+def pairs_of(plain: Steps, managed: Steps, plan: Plan, warmup: int) -> Pairs:
+    """Steps that two sides took in turn, as pairs, of which the first `warmup` do not count."""
+    return Pairs(
+        [seconds for seconds, _ in plain[warmup:]],
+        [seconds for seconds, _ in managed[warmup:]],
+        (plain[0][0], managed[0][0]),
+        all(a[1] == b[1] for a, b in zip(plain, managed, strict=True)),
+        plan,
+    )
 
-    def __init__(self, case: Case, options: Options | None, device: torch.device, *, compiled: bool = False) -> None:
+
+class Side:
+    """One copy of a job in a process of its own. It finds nothing compiled but what is in the folder `cache`."""
+
+    def __init__(
+        self,
+        case: Case,
+        options: Options | None,
+        device: torch.device,
+        *,
+        compiled: bool = False,
+        cache: Path | None = None,
+    ) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.cache = tempfile.TemporaryDirectory(prefix="overspill-bench-")
+        self.own_cache = tempfile.TemporaryDirectory(prefix="overspill-bench-")
         self.process = context.Process(
-            target=_serve, args=(theirs, case, options, str(device), compiled, self.cache.name), daemon=True
+            target=_serve,
+            args=(theirs, case, options, str(device), compiled, str(cache or self.own_cache.name)),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -161,7 +172,7 @@ class _Side:
     def __exit__(self, *_: object) -> None:
         self.connection.close()  # at which the process ends
         self.process.join()
-        self.cache.cleanup()
+        self.own_cache.cleanup()
 
     def step(self, seed: int) -> tuple[float, float]:
         """Seconds and loss of one step."""
