@@ -9,7 +9,7 @@ from overspill import papers
 from overspill.papers import Claim
 
 KEYS = {
-    "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "note", "error",
+    "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "fitted", "note", "error",
 }  # fmt: skip
 
 
@@ -18,6 +18,7 @@ def two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     made = (
         Claim("vdnn", "Fig. 1", "one", "said so", "I", 28.0, "GB", lambda _: 28.0),
         Claim("vdnn", "Fig. 2", "two", "said so", "II", 2.0, "x", lambda _: 3.0, "[half] more by an experiment", ">"),
+        Claim("vdnn", "Fig. 3", "three", "said so", "III", 5.0, "ms", lambda _: 5.0, fitted="the clock is set by it."),
     )
     monkeypatch.setattr("overspill.papers.vdnn.CLAIMS", made)
 
@@ -29,9 +30,10 @@ def test_the_answer_has_a_row_a_claim(overspill: Overspill) -> None:
     answer = done.answer
     assert answer["paper"] == "vdnn"
     assert answer["simulated"] is True
-    assert [set(row) for row in answer["rows"]] == [KEYS, KEYS]
-    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5]
-    assert [row["note"] for row in answer["rows"]] == [None, "[half] more by an experiment"]
+    assert [set(row) for row in answer["rows"]] == [KEYS, KEYS, KEYS]
+    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5, 1.0]
+    assert [row["note"] for row in answer["rows"]] == [None, "[half] more by an experiment", None]
+    assert answer["counts"] == {"figures": 1, "agreeing": 1, "limits": 1, "limits_kept": 1, "fitted": 1}
 
 
 @pytest.mark.usefixtures("two_claims")
@@ -39,7 +41,8 @@ def test_the_table_says_that_it_is_simulated_and_what_each_figure_is(overspill: 
     done = overspill("reproduce vdnn")
     assert done.code == 0
     assert "simulated" in done.out
-    assert "2 of 2 figures" in done.out
+    assert "1 of 1 figures within 15%, 1 of 1 limits kept; 1 rows do not count" in done.out
+    assert "Does not count: the clock is set by it." in done.out
     assert "28 GB" in done.out
     assert "> 2 x" in done.out
     assert "(1) [half] more by an experiment" in done.out

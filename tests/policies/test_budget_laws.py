@@ -22,7 +22,8 @@ from overspill.policies import POLICIES, policy_named
 from overspill.simulate import simulate
 
 EXAMPLES = settings(max_examples=25, deadline=None)
-BY_THE_CLOCK = {"dymem", "vdnn-dynamic"}  # where a transfer is awaited follows from the rates
+BY_THE_CLOCK = {"dymem"}  # where a transfer is awaited follows from the rates
+FIRST_THAT_FITS = {"vdnn-dynamic"}  # be it the slower one, as in its paper
 PAPERS = set(POLICIES) - {"auto"}
 BUDGETED = sorted(name for name in PAPERS if POLICIES[name].plans_for_budget)
 
@@ -43,7 +44,7 @@ def between(graph: Graph, share: float) -> int:
     return least + int(share * (most - least))
 
 
-@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize("name", sorted(set(BUDGETED) - FIRST_THAT_FITS))
 @given(graph=networks(), device=devices(), shares=st.lists(st.floats(0, 1.1), min_size=2, max_size=4))
 @EXAMPLES
 def test_a_larger_budget_is_never_slower(name: str, graph: Graph, device: Device, shares: list[float]) -> None:

@@ -14,7 +14,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
 from overspill.policies.base import Policy
 from overspill.policies.in_core import Liveness
-from overspill.policies.vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic, downgraded
+from overspill.policies.vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic, VdnnFastest, downgraded
 from overspill.simulate import check, simulate
 
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -144,24 +144,32 @@ MIXED = with_menu(chain([CONV, POOL, CONV, CONV, POOL, POOL, CONV]), 40_000, 20_
 LEAST = VdnnAll(memory_optimal=True)
 
 
-def test_where_transfers_are_quick_the_fastest_pass_is_the_first_in_the_order_of_the_paper() -> None:
-    quick = replace(DEVICE, offload_bytes_per_second=1e15, prefetch_bytes_per_second=1e15, transfer_latency_seconds=0.0)
+QUICK = replace(DEVICE, offload_bytes_per_second=1e15, prefetch_bytes_per_second=1e15, transfer_latency_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "device"),
+    [
+        pytest.param(VdnnDynamic(), DEVICE, id="the first that fits"),
+        pytest.param(VdnnFastest(), QUICK, id="the fastest where transfers are quick"),
+    ],
+)
+def test_passes_come_in_the_order_of_the_paper(policy: Policy, device: Device) -> None:
     all_m, all_p, conv_p, none_p = (peak(MIXED, p) for p in (LEAST, VdnnAll(), VdnnConv(), Liveness()))
     assert all_m < all_p < conv_p < none_p
     for budget, same in (
         (none_p, Liveness()), (none_p - 1, VdnnConv()), (conv_p, VdnnConv()), (conv_p - 1, VdnnAll()), (all_p, VdnnAll()),
     ):  # fmt: skip
-        made = VdnnDynamic().plan(MIXED, quick, budget)
-        assert made == replace(same.plan(MIXED, quick), policy="vdnn-dynamic", budget_bytes=budget)
+        made = policy.plan(MIXED, device, budget)
+        assert made == replace(same.plan(MIXED, device), policy=policy.name, budget_bytes=budget)
 
 
-def test_where_they_are_slow_a_pass_that_moves_less_is_taken_before_it() -> None:
+def test_where_transfers_are_slow_the_fastest_is_a_later_pass_that_moves_less() -> None:
     all_p = peak(MIXED, VdnnAll())
     seconds = op_seconds(MIXED, DEVICE)
-    made = VdnnDynamic().plan(MIXED, DEVICE, all_p)
-    paper = VdnnAll().plan(MIXED, DEVICE)
-    assert len(made.targets(Verb.OFFLOAD)) < len(paper.targets(Verb.OFFLOAD))
-    assert simulate(MIXED, made, DEVICE, seconds).step_seconds < simulate(MIXED, paper, DEVICE, seconds).step_seconds
+    fastest, paper = (policy.plan(MIXED, DEVICE, all_p) for policy in (VdnnFastest(), VdnnDynamic()))
+    assert len(fastest.targets(Verb.OFFLOAD)) < len(paper.targets(Verb.OFFLOAD))
+    assert simulate(MIXED, fastest, DEVICE, seconds).step_seconds < simulate(MIXED, paper, DEVICE, seconds).step_seconds
 
 
 def test_the_last_phase_tries_conv_before_all_and_downgrades_only_what_overflows() -> None:

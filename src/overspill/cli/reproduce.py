@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -38,6 +39,7 @@ def reproduce(
         "machine": chosen.machine,
         "simulated": True,
         "seconds": time.perf_counter() - begun,
+        "counts": asdict(papers.Counts.of(found)),
         "rows": [result_figures(result) for result in found],
     }
     return Outcome(answer, reproduce_report(chosen, found))

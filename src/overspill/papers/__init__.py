@@ -10,6 +10,7 @@ from overspill.core.registry import did_you_mean
 
 from .claim import TOLERANCE as TOLERANCE
 from .claim import Claim as Claim
+from .claim import Counts as Counts
 from .claim import Result as Result
 from .claim import results as results
 from .lab import Lab as Lab

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from overspill.core.errors import InfeasibleBudget, RequestError
@@ -17,8 +17,9 @@ TOLERANCE = 0.15
 class Claim:
     """One figure of a paper: where it stands, in its own words, and how we compute ours.
 
-    `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper gives a limit only. `note` is what one
-    must know of ours; where ours is more than 15 % off, it is the reason, as an experiment showed it.
+    `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper gives a limit only. `fitted` names the
+    constant of ours that was set by this very row, which then shows nothing. `note` is what one must know of ours; where
+    ours is more than 15 % off, it is the reason, as an experiment showed it.
     """
 
     paper: str
@@ -31,6 +32,12 @@ class Claim:
     compute: Callable[[Lab], float]
     note: str = ""
     bound: str = "="
+    fitted: str = ""
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the paper gives a limit only."""
+        return self.bound != "="
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,31 @@ class Result:
         above = self.ratio >= 1 - TOLERANCE or self.claim.bound == "<"
         below = self.ratio <= 1 + TOLERANCE or self.claim.bound == ">"
         return above and below
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many figures agree, of those that can disagree; limits by themselves; and rows that were fitted, which count nothing."""
+
+    figures: int
+    agreeing: int
+    limits: int
+    limits_kept: int
+    fitted: int
+
+    @classmethod
+    def of(cls, found: Sequence[Result]) -> Counts:
+        """The counts of some results."""
+        judged = [result for result in found if not result.claim.fitted]
+        limits = [result for result in judged if result.claim.is_limit]
+        figures = [result for result in judged if not result.claim.is_limit]
+        return cls(
+            len(figures),
+            sum(r.agrees for r in figures),
+            len(limits),
+            sum(r.agrees for r in limits),
+            len(found) - len(judged),
+        )
 
 
 def results(claims: tuple[Claim, ...], lab: Lab) -> Iterator[Result]:

@@ -157,22 +157,19 @@ _BY_STEPS = (
     "Average over the memory manager's steps. Weighted by time the long early layers count more, and it would be 85 % for "
     "all(m), against the same base without the classifier."
 )
-_TUNED = "The algorithms' relative speeds are calibrated on this figure (costs/convolution.py)."
-_WORKSPACE = "The speed of transforms is calibrated on this figure (costs/convolution.py); all sizes are formulas."
-_EFFICIENCY = (
-    "The device's efficiency is calibrated on this figure and four of convnet-benchmarks (devices/titan-x.toml)."
-)
-_UNTUNED = "Nothing was tuned on this figure."
+_TUNED = "the algorithms' relative speeds are set by this figure (costs/convolution.py)."
+_WORKSPACE = "the speed of transforms is set by this figure (costs/convolution.py); all sizes are formulas."
+_EFFICIENCY = "the device's efficiency is set by this figure and four of convnet-benchmarks (devices/titan-x.toml)."
 _ASIDE = (
-    f"{_UNTUNED} As everywhere in Fig. 14 the classifier is left aside, its memory too: with it the first pooling's backward "
+    "As everywhere in Fig. 14 the classifier is left aside, its memory too: with it the first pooling's backward "
     "holds 11.9 GiB, where the GPU leaves 11.6 to the pool, and no schedule is found."
 )
 
 CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 1", "VGG-16 (256), baseline", _TOTALS, "I", 28, "GB", partial(_baseline_gb, "vgg16-vdnn", 256),
-           _WORKSPACE),
+           fitted=_WORKSPACE),
     _claim("Fig. 1", "VGG-16 (128), baseline", _BOTH, "V-C", 15, "GB", partial(_baseline_gb, "vgg16-vdnn", 128),
-           _WORKSPACE),
+           fitted=_WORKSPACE),
     _claim("Fig. 1", "AlexNet (128), baseline", 'required a "mere" 1.1 GB', "I", 1.1, "GB",
            partial(_baseline_gb, "alexnet", 128)),
     _claim("Fig. 4", "AlexNet (128), share of feature extraction", _SHARE, "III", 81, "%",
@@ -180,9 +177,9 @@ CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 4", "VGG-16 (256), share of feature extraction", _SHARE, "III", 96, "%",
            partial(_feature_share, VGG_256)),
     _claim("Fig. 6", "AlexNet (128), reuse distance of the first layer", _REUSE, "III-A", 60, "ms",
-           partial(_reuse_ms, ALEXNET), _EFFICIENCY, bound=">"),
+           partial(_reuse_ms, ALEXNET), bound=">", fitted=_EFFICIENCY),
     _claim("Fig. 6", "VGG-16 (64), reuse distance of the first layer", _REUSE, "III-A", 1200, "ms",
-           partial(_reuse_ms, VGG_64), _EFFICIENCY, bound=">"),
+           partial(_reuse_ms, VGG_64), bound=">", fitted=_EFFICIENCY),
     *(
         _claim("Fig. 11", f"{name} (128), all(m): saved of average memory", _UP_TO, "abstract", value, "%",
                partial(_saved_percent, (setting,), "vdnn-all:m", _average))
@@ -196,12 +193,12 @@ CLAIMS: tuple[Claim, ...] = (
            partial(_pool_gb, VGG_128, "vdnn-all:m"), _POOLING),
     _claim("Fig. 12", "VGG-16 (256), all: offloaded", "reaching up to 16 GB of GPU memory savings", "V-A", 16, "GB",
            partial(_offloaded_gb, VGG_256, "vdnn-all")),
-    _claim("Fig. 14", "dyn: throughput of the baseline's, six networks", _97, "V-C", 97, "%", _mean_throughput, _UNTUNED),
+    _claim("Fig. 14", "dyn: throughput of the baseline's, six networks", _97, "V-C", 97, "%", _mean_throughput),
     _claim("Fig. 14", "dyn: throughput of the baseline's, VGG-16 (256)", _97, "V-C", 82, "%",
            partial(_throughput_percent, VGG_256, DYNAMIC), _ASIDE),
     *(
         _claim("Fig. 14", f"{label}: throughput lost, {word} of six networks", _LOSS, "V-C", value, "%",
-               partial(_lost_percent, SIX, policy, of), _TUNED)
+               partial(_lost_percent, SIX, policy, of), fitted=_TUNED)
         for label, policy, mean, most in (("all(m)", "vdnn-all:m", 58, 65), ("conv(m)", "vdnn-conv:m", 55, 63))
         for word, value, of in (("mean", mean, fmean), ("most", most, max))
     ),

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from overspill.papers import TOLERANCE, Paper, Result
+from overspill.papers import TOLERANCE, Counts, Paper, Result
 
 from .listing import listing, yes
 
@@ -27,6 +27,7 @@ def result_figures(result: Result) -> dict[str, Any]:
         "ours": None if result.ours is None else float(result.ours),
         "ratio": None if result.ratio is None else float(result.ratio),
         "agrees": result.agrees,
+        "fitted": claim.fitted or None,
         "note": claim.note or None,
         "error": result.trouble or None,
     }
@@ -37,15 +38,12 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     remarks: dict[str, int] = {}
     rows = []
     for result in found:
-        remark = result.trouble or result.claim.note
+        remark = result.trouble or " ".join(filter(None, (_fitted(result), result.claim.note)))
         number = remarks.setdefault(remark, len(remarks) + 1) if remark else None
         rows.append(_cells(result, number))
     columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
-    agreeing = sum(result.agrees for result in found)
     parts: list[RenderableType] = [
-        Text(
-            f"{paper.title}: {agreeing} of {len(found)} figures within {TOLERANCE:.0%}, or on the paper's side of a limit"
-        ),
+        Text(f"{paper.title}: {_counted(Counts.of(found))}"),
         "",
         listing(columns, rows, numbers=(2, 3, 4)),
         "",
@@ -58,6 +56,18 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     return Group(*parts)
 
 
+def _counted(counts: Counts) -> str:
+    """`22 of 25 figures within 15%, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
+    said = [f"{counts.agreeing} of {counts.figures} figures within {TOLERANCE:.0%}"] if counts.figures else []
+    said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []
+    aside = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
+    return "; ".join(filter(None, (", ".join(said), aside)))
+
+
+def _fitted(result: Result) -> str:
+    return f"Does not count: {result.claim.fitted}" if result.claim.fitted else ""
+
+
 def _cells(result: Result, number: int | None) -> tuple[str, ...]:
     claim = result.claim
     bound = "" if claim.bound == "=" else f"{claim.bound} "
@@ -67,7 +77,7 @@ def _cells(result: Result, number: int | None) -> tuple[str, ...]:
         f"{bound}{_figure(claim.value)} {claim.unit}",
         "none" if result.ours is None else f"{_figure(result.ours)} {claim.unit}",
         "" if result.ratio is None else f"{result.ratio:.2f}",
-        yes(result.agrees) or "no",
+        "fitted" if claim.fitted else yes(result.agrees) or "no",
         "" if number is None else f"({number})",
     )
 
