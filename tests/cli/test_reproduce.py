@@ -57,7 +57,7 @@ def test_one_table_alone(overspill: Overspill) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("reproduce", "resnet"), "Papers: vdnn, dymem, window"),
+        (("reproduce", "resnet"), "Papers: vdnn, dymem, window, placement"),
         (("reproduce", "vdnn", "--table", "Fig. 99"), "Tables and figures: Fig. 1"),
         (("reproduce",), "PAPER"),
     ],

@@ -12,7 +12,9 @@ from .common import AsJson, Outcome, narrate, quiet_torch
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(metavar="PAPER", help="vdnn, dymem or window.", show_default=False)],
+    paper: Annotated[
+        str, typer.Argument(metavar="PAPER", help="vdnn, dymem, window or placement.", show_default=False)
+    ],
     table: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="One table or figure alone, as fig11 or table1.", show_default=False),

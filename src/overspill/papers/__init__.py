@@ -35,6 +35,12 @@ PAPERS = (
         "v100-nvlink, p100-nvlink",
         ("adaptive-window", "adaptive-window-virtual-addressing"),
     ),
+    Paper(
+        "placement",
+        "Profile-guided memory optimization, Sekiyama et al., 2018",
+        "p100-nvlink",
+        ("profile-guided", "profile-guided-placement"),
+    ),
 )
 _BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.aliases)}
 
