@@ -15,8 +15,9 @@ among backward's arguments; the last ones, as many as its metadata says, are not
 from __future__ import annotations
 
 import ast
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,20 +28,26 @@ from overspill.capture.programs.text import Text
 from overspill.core import Instruction, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 
-from .arena import Arena, Places, storage_at, tensor_at
+from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
 
 
-def lower_programs(
-    captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int, unchecked: int
-) -> tuple[Lowered, Lowered | None]:
-    """The forward and the backward that carry out `schedule` with buffers at `places`, and with engine number `engine`.
+class PlannedPrograms(NamedTuple):
+    """Programs with their plan: the schedule, the `places` of buffers in an arena of `arenas`, and the number of the `engine`."""
 
-    The last `unchecked` of what is saved may be changed.
-    """
+    captured: CapturedPrograms
+    schedule: Schedule
+    places: Places
+    arenas: Arenas
+    engine: int
+
+
+def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, Lowered | None]:
+    """The forward and the backward that carry out what is `planned`. The last `unchecked` of what is saved may be changed."""
+    captured, schedule, places = planned.captured, planned.schedule, planned.places
     programs = captured.programs
     text = _Text(captured, places)
     text.line(f"{_unpacked(programs.forward.inputs)} = args" if programs.forward.inputs else "pass")
@@ -71,7 +78,7 @@ def lower_programs(
         gradients = [text.gradients.get(i) or text.expression(e) for i, e in enumerate(programs.backward.outputs)]
         text.line(f"return [{', '.join(gradients)}]")
         source += text.function("backward")
-    namespace = _namespace(captured, places, engine)
+    namespace = _namespace(planned)
     exec(compile(source, "<Overspill's plan of Inductor's program>", "exec"), namespace)  # noqa: S102
     return namespace["forward"], namespace.get("backward")
 
@@ -80,15 +87,22 @@ _NOTHING = "overspill_nothing"
 """Stands where backward needs nothing of what forward once saved."""
 
 
-def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[str, Any]:
-    programs = captured.programs
+def _namespace(planned: PlannedPrograms) -> dict[str, Any]:
+    programs, engine = planned.captured.programs, planned.engine
+    device, arenas = _device_of(planned.captured), weakref.ref(planned.arenas)
+
+    def take_arena() -> torch.Tensor:
+        session_has = arenas()
+        assert session_has is not None  # while a model of it is called
+        return session_has.take(planned.places.arena_bytes, device)
+
     return programs.namespace | {
         "offload": lambda source: ops.engine_numbered(engine).offload(source),
         "await_offload": lambda handle, source: ops.engine_numbered(engine).await_offload(handle, source),
         "prefetch": lambda handle, into=None: ops.engine_numbered(engine).prefetch(handle, into),
         "await_prefetch": lambda arriving: ops.engine_numbered(engine).await_prefetch(arriving),
         _NOTHING: torch.empty(0),
-        "take_arena": Arena(places.arena_bytes, _device_of(captured)).take,
+        "take_arena": take_arena,
         "storage_at": storage_at,
         "tensor_at": tensor_at,
         "refuse_to_run_again": _refuse_to_run_again,

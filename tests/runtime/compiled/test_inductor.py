@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import overspill
 from overspill.capture.compiled.joint import copied
+from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Graph, Verb
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
@@ -327,14 +328,65 @@ def test_buffers_at_planned_addresses_have_the_same_bits() -> None:
     pair(in_arena, [32, 32, 12, 32])
 
 
-def test_planned_addresses_are_there_for_one_call_at_a_time() -> None:
+def test_a_graph_break_and_planned_addresses_are_refused_in_a_line() -> None:
+    def broken(x: Tensor) -> Tensor:
+        middle = model(x)
+        torch._dynamo.graph_break()
+        return middle.sin()
+
     model = Net()
-    call = in_arena(model, torch.optim.SGD(model.parameters(), 0.1), "1MiB")
-    waiting = call(torch.randn(32, 16))
-    with pytest.raises(UnsupportedError, match="waits for its backward"):
+    call = overspill.compile(broken, budget="1MiB", backend="inductor", placement="planned")
+    with pytest.raises(UnsupportedError, match="a model in one graph: pass fullgraph=True"):
         call(torch.randn(32, 16))
-    waiting.sum().backward()
-    call(torch.randn(32, 16)).sum().backward()
+
+
+class Losses(nn.Module):
+    """The loss of a small net, whose activations outweigh its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:this step calls a model 2 times", "ignore:a profiler runs")
+def test_calls_that_wait_for_their_backward_have_an_arena_each_within_the_budget() -> None:
+    batch, part, budget = torch.randn(512, 32), torch.randn(200, 32), 1_200_000
+    model = Losses()
+    model.net.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    call = overspill.compile(model, budget=budget, backend="inductor", placement="planned", partition=1)
+
+    def step(*inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        torch.stack([call(x) for x in inputs]).sum().backward()
+        optimizer.step()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            call(batch)
+
+    step(batch)  # compiles
+    live = sum(p.nbytes * 2 for p in model.parameters()) + batch.nbytes + part.nbytes
+    live += call.overspill.plans[0].retained_bytes  # its arena stays
+    peaks, kept = [], None
+    turns = [lambda: step(batch, part)] * 3 + [evaluate, lambda: step(part), lambda: step(batch)]
+    with allocations() as found:
+        for turn in turns:
+            with found.part():
+                turn()
+        kept = call(batch)  # no backward of it follows
+        with found.part():
+            step(batch)
+    for before, changes in zip(found.between_parts, found.by_part, strict=True):
+        peak, after = peak_of(changes)
+        live += sum(before)
+        peaks.append(live + peak)
+        live += after
+    assert kept.requires_grad
+    assert max(peaks[1:-1]) <= budget < peaks[0]  # which is warned of, and so is the last
 
 
 def test_a_backward_that_writes_over_what_it_read_does_not_run_twice() -> None:

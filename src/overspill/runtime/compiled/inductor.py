@@ -30,17 +30,15 @@ from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
-from overspill.core import Schedule
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.arena import Places
 from overspill.runtime.lower import NO_VERSION_CHECK
-from overspill.runtime.lower_programs import Lowered, lower_programs
+from overspill.runtime.lower_programs import Lowered, PlannedPrograms, lower_programs
 
 from .partitions import PARTITIONS, Partitioned
 
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned]
-Plan = Callable[[JointGraph, Capture], tuple[CapturedPrograms, Schedule, Places, int]]
-"""Given a joint graph, and how to make a Graph of it: the programs' graph, the schedule, the places of buffers, the number of the engine."""
+Plan = Callable[[JointGraph, Capture], PlannedPrograms]
+"""Given a joint graph, and how to make a Graph of it: the programs with their plan."""
 
 
 def compile_with_inductor(
@@ -58,8 +56,7 @@ def compile_with_inductor(
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
-    captured, schedule, places, engine = plan(usual.joint, by_partition.capture)
-    return by_partition.lowered(captured, schedule, places, engine)
+    return by_partition.lowered(plan(usual.joint, by_partition.capture))
 
 
 class _ByPartition:
@@ -80,13 +77,11 @@ class _ByPartition:
         """The Graphs of its programs, each made when it is asked for."""
         return Partitioned(c.captured(inputs, surroundings) for c in self._all())
 
-    def lowered(
-        self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int
-    ) -> Callable[..., Any]:
+    def lowered(self, planned: PlannedPrograms) -> Callable[..., Any]:
         """What runs by this plan. From now on no other partition is made, for which the examples, real tensors, had to be kept."""
         self._compile = None
-        chosen = next(c for c in self.compiled if c.programs is captured.programs)
-        chosen.lower(captured, schedule, places, engine)
+        chosen = next(c for c in self.compiled if c.programs is planned.captured.programs)
+        chosen.lower(planned)
         return self.compiled[chosen]
 
     def _all(self) -> Iterator[_Compiler]:
@@ -255,9 +250,9 @@ class _Compiler:
         assert self.joint is not None
         return capture_programs(self.programs, self.joint, inputs, surroundings, partition=self.partition)
 
-    def lower(self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int) -> None:
+    def lower(self, planned: PlannedPrograms) -> None:
         """From now on it runs by this plan."""
-        self._lowered = lower_programs(captured, schedule, places, engine, self._unchecked)
+        self._lowered = lower_programs(planned, self._unchecked)
 
 
 def _program_of(compiled: Any, prefix: str) -> Program:

@@ -22,8 +22,9 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.placement.packing import solver_named
-from overspill.plans.plan import Plan, retained_bytes, unmanaged_peak
+from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.runtime import batches
+from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
@@ -96,6 +97,7 @@ class Session:
         self._engine_number = 0
         self.device_name = ""
         self.watch_calls = Watch(options.on_unplanned)
+        self.arenas = Arenas()
         self.outdated = False
         """Whether plans have to be made anew, for something has come to the device that they do not know of."""
         self._fixed_budget: int | None = None
@@ -285,7 +287,7 @@ class Session:
                 self.pending.learn(kind, beside)
                 self._plan_anew(TOGETHER)
         planned = Planned(
-            frame, kind, plan, retained_bytes(plan.graph, plan.schedule) - room.pending_bytes, room,
+            frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
         )  # fmt: skip
         self._planned.append(planned)
