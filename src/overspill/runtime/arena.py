@@ -159,13 +159,13 @@ class Arenas:
             return found.view(-1)
 
     def give_back(self) -> None:
-        """Before a graph runs that has no arena, whose plan knows of none."""
+        """Free what no call has: before a graph runs whose plan knows of no arena."""
         if self._memories:
             with self._lock.lock:
                 self._give_back(0)
 
     def _give_back(self, besides: int) -> None:
-        """Free what no call has, but one of `besides` bytes: the plan of the graph that runs next counts that."""
+        """One of `besides` bytes is kept: the plan of the graph that runs next counts that."""
         idle = [m for m in self._memories if not _is_taken(m)]
         kept = next((m for m in idle if m.nbytes == besides), None)
         self._memories = [m for m in self._memories if m is kept or _is_taken(m)]

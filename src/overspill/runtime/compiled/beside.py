@@ -88,13 +88,13 @@ class Problem(Generic[C]):
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
         """The graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
-        if room.keep_bytes is None or not self.options.has_arena:
-            return captured, self.plan(self.options, captured, self.device, budget)
-        # It keeps all of its arena, so it may have no more than that from the beginning.
-        others = room.pending_bytes + sum(t.nbytes for t in captured.graph.tensors if t.persistent)
-        within = others + self.surroundings.reserved_bytes + room.loss_bytes + room.keep_bytes
-        plan = self.plan(self.options, captured, self.device, min(budget, within))
-        return captured, replace(plan, budget_bytes=budget)
+        plan, within = self.plan(self.options, captured, self.device, budget), budget
+        if room.keep_bytes is not None and self.options.has_arena:
+            # It keeps all of its arena: that is to be as much smaller as it keeps too much.
+            while (over := plan.retained_bytes - room.pending_bytes - room.keep_bytes) > 0:
+                within = min(within, plan.peak_bytes) - over
+                plan = replace(self.plan(self.options, captured, self.device, max(1, within)), budget_bytes=budget)
+        return captured, plan
 
     def floor_bytes(self, room: Room) -> int:
         """The smallest budget that works."""

@@ -227,12 +227,23 @@ class StepPlans:
         with self.processes.together():
             captured, names, results, python = self._capture(inputs, elsewhere, last=kept_in_store is None)
             device = device_for(self.options, self.state.where)
+            may_grow = budget is None and self.options.limit.smallest
             if budget is None:
                 budget = self._budget(captured.graph, device)
-        with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
-            plan = self.processes.plan(
-                captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
+
+        def planned(nbytes: int) -> Plan:
+            return self.processes.plan(
+                captured.graph, nbytes, lambda nbytes: plan_graph(self.options, captured.graph, device, nbytes)
             )
+
+        with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
+            try:
+                plan = planned(budget)
+            except InfeasibleBudget as error:
+                if not may_grow:
+                    raise
+                self._fixed_budget = error.floor_bytes
+                plan = planned(error.floor_bytes)
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
