@@ -72,8 +72,8 @@ def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, L
         text.begin([*saved, *(n for n in loose if n != _NOTHING), *programs.backward.inputs[len(programs.saved) :]])
         text.line(f"{_unpacked(arguments)} = args" if arguments else "pass")
         text.line("args.clear()")
-        if places.offsets:
-            text.line("refuse_to_run_again()")
+        if again := _no_second_time(planned):
+            text.line(f"refuse_to_run_again({again!r})")
         text.emit(backward_part, len(forward_part))
         gradients = [text.gradients.get(i) or text.expression(e) for i, e in enumerate(programs.backward.outputs)]
         text.line(f"return [{', '.join(gradients)}]")
@@ -114,12 +114,22 @@ def _device_of(captured: CapturedPrograms) -> torch.device:
     return next((v.device for v in values), torch.device("cpu"))
 
 
-def _refuse_to_run_again() -> None:
-    """Backward writes over what it has read. Raises UnsupportedError where autograd would run it once more."""
+def _no_second_time(planned: PlannedPrograms) -> str:
+    """What would let backward run twice, where it writes over what it has read; nothing where it does not."""
+    programs = planned.captured.programs
+    if planned.places.offsets:
+        return 'leave placement="planned" out'
+    given = {programs.key_of(name) for name in programs.forward.inputs}
+    saved = {programs.key_of(n) for e in programs.saved for n in programs.forward.uses_of(e)} - given
+    if any(key in saved for call in programs.calls[1] for key in call.updated):
+        return "set torch._functorch.config.donated_buffer = False before the model is called, as for torch.compile"
+    return ""
+
+
+def _refuse_to_run_again(cure: str) -> None:
+    """Raises UnsupportedError where autograd would run once more a backward that writes over what it has read."""
     if torch._C._autograd._get_current_graph_task_keep_graph():
-        raise UnsupportedError(
-            'backward(retain_graph=True) would read what this backward writes over; leave placement="planned" out'
-        )
+        raise UnsupportedError(f"backward(retain_graph=True) would read what this backward writes over; {cure}")
 
 
 def _unpacked(names: Sequence[str]) -> str:

@@ -187,9 +187,8 @@ class _GraphCompiler:
             )
 
     def compile(self) -> Compiled:
-        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a
-        # user who calls it outside of autocast's region.
-        with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
+        # Backward is that of a user who calls it outside of autocast's region.
+        with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
                 if self.session.options.on_unplanned != "warn":
                     return self._by_inductor()
@@ -199,7 +198,9 @@ class _GraphCompiler:
                 except UnsupportedError as error:
                     warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
                     self.module = unchanged
-            with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
+            # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
+            kept = torch._functorch.config.patch(donated_buffer=False)
+            with kept, eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
                 return aot_autograd(
                     fw_compiler=self._boxed,
                     bw_compiler=self._boxed,

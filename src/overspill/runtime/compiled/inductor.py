@@ -5,8 +5,8 @@ Inductor compiles a graph as `torch.compile` has it, partition and kernels alike
 then the text that carries it out (`runtime/lower_programs.py`).
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
-with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the setting
-`activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
+with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the settings
+`donated_buffer` and `activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class _Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """The identity of the usual partition."""
-        return "overspill: min-cut"
+        """The identity of the usual partition, and of what Inductor's cache forgets: whether backward may write over what was saved."""
+        return f"overspill: min-cut, donated_buffer={torch._functorch.config.donated_buffer}"
 
 
 class _SeenBefore(UnsupportedError):
@@ -195,7 +195,6 @@ class _Compiler:
         functorch = {
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
-            "donated_buffer": False,
             "activation_memory_budget": self.partition,
         }
         with inductor_failures('; use backend="eager"'), torch._functorch.config.patch(functorch):
