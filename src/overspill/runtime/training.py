@@ -264,7 +264,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                 (run.measured_peak_bytes,) = found
 
             _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
-        run.partition = options.partition
+        run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]

@@ -54,7 +54,9 @@ class Pair:
         self.plain = Plain(model, make_optimizer(model.parameters()), **(gradients or {}))
         self.optimizer = make_optimizer(self.model.parameters())
         self.inputs = batch_for(model, size)
-        given = {"budget": SMALLEST, "store": "host", "backend": "inductor"} | options | (gradients or {})
+        given = (
+            {"budget": SMALLEST, "store": "host", "backend": "inductor", "partition": 1.0} | options | (gradients or {})
+        )
         self.step: TrainStep = overspill.train_step(self.model, loss_fn, self.optimizer, **given)
         self.seed = 0
         self.compile()

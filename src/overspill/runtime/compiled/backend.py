@@ -222,11 +222,13 @@ class _GraphCompiler:
     def _ran(self) -> None:
         self.session.watch_calls.graphs_run += 1
 
-    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned]) -> PlannedPrograms:
+    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[CapturedPrograms]]) -> PlannedPrograms:
         """What `compile_with_inductor` asks for once it knows forward and backward."""
         placed: list[tuple[Plan, Places]] = []
 
-        def make(options: Options, partitioned: Partitioned, device: Device, budget_bytes: int) -> Plan:
+        def make(
+            options: Options, partitioned: Partitioned[CapturedPrograms], device: Device, budget_bytes: int
+        ) -> Plan:
             def planned(captured: CapturedPrograms) -> Plan:
                 if not options.has_arena:
                     return plan_captured(options, captured, device, budget_bytes)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -36,7 +37,7 @@ from overspill.runtime.lower_programs import Lowered, PlannedPrograms, lower_pro
 
 from .partitions import PARTITIONS, Partitioned
 
-Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned]
+Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[CapturedPrograms]]
 Plan = Callable[[JointGraph, Capture], PlannedPrograms]
 """Given a joint graph, and how to make a Graph of it: the programs with their plan."""
 
@@ -73,7 +74,9 @@ class _ByPartition:
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
-    def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
+    def capture(
+        self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings
+    ) -> Partitioned[CapturedPrograms]:
         """The Graphs of its programs, each made when it is asked for."""
         return Partitioned(c.captured(inputs, surroundings) for c in self._all())
 
@@ -99,30 +102,63 @@ class _ByPartition:
             return None
         self._tried.add(partition)
         compiler = _Compiler(self._ran, self.usual.seen, partition)
-        try:
+        with _left_out(partition):
             self.compiled[compiler] = compile_by(compiler)
-        except _SeenBefore:
-            return None
-        except UnsupportedError as error:
-            warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=2)
-            return None
-        return compiler
+            return compiler
+        return None
+
+
+@contextmanager
+def _left_out(partition: float) -> Iterator[None]:
+    """While this lasts a further partition is compiled; one like another, or that Inductor cannot compile, is left out."""
+    try:
+        yield
+    except _SeenBefore:
+        pass
+    except UnsupportedError as error:
+        warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=4)
+
+
+class StepPrograms(NamedTuple):
+    """Inductor's `programs` of the `joint` graph of a step by one partition."""
+
+    joint: JointGraph
+    programs: Storages
+    partition: float
 
 
 def programs_of(
-    module: fx.GraphModule, examples: Sequence[Any], lasting: Sequence[int], partition: float | None
-) -> tuple[JointGraph, Storages]:
-    """The joint graph of `module` on the fake `examples`, which trains, and Inductor's programs of it.
+    make_module: Callable[[], fx.GraphModule], examples: Sequence[Any], lasting: Sequence[int], partition: float | None
+) -> Iterator[StepPrograms]:
+    """Inductor's programs of a module on the fake `examples`, which trains: by the usual partition, then by each other one.
 
-    Of the inputs those at the positions `lasting` are there from step to step, as Dynamo says of parameters and buffers:
-    to save them for backward costs nothing. `partition` is that of the Options. The programs run by other means.
+    `make_module` makes the module, which is changed. Of the inputs those at the positions `lasting` are there from step
+    to step, as Dynamo says of parameters and buffers: to save them for backward costs nothing. `partition` is that of the
+    Options; where it or the user's own setting has chosen, there are no others. The programs run by other means.
     Raises UnsupportedError.
     """
-    compiler = _Compiler(lambda: None, set(), partition, list(lasting))
-    compiler.compiled(module, examples)
-    if compiler.joint is None or compiler.programs is None:
-        raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
-    return compiler.joint, compiler.programs
+    seen: set[Any] = set()
+
+    def programs(partition: float | None) -> StepPrograms:
+        compiler = _Compiler(lambda: None, seen, partition, list(lasting))
+        compiler.compiled(make_module(), examples)
+        if compiler.joint is None or compiler.programs is None:
+            raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
+        if len(compiler.joint.primals) != len(examples):
+            raise UnsupportedError(
+                f"Inductor compiled the step for {len(compiler.joint.primals)} inputs, not {len(examples)}; "
+                'use backend="eager"'
+            )
+        return StepPrograms(compiler.joint, compiler.programs, compiler.partition)
+
+    usual = programs(partition)
+    yield usual
+    for other in PARTITIONS[1:] if partition is None and usual.partition == PARTITIONS[0] else ():
+        found = None
+        with _left_out(other):
+            found = programs(other)
+        if found is not None:
+            yield found
 
 
 class _Partitioner(CustomPartitionerFn):
