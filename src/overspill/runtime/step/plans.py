@@ -168,6 +168,13 @@ class StepPlans:
         *_, part = batches.split(inputs, self.gradients.accumulate)
         return self._capture(part, self._elsewhere(part, inputs), last=True).steps.graph
 
+    def preview(self, inputs: tuple[Any, ...]) -> Plan:
+        """The plan of a step on `inputs`, for which nothing is made ready; of several micro-batches, of the last."""
+        *_, part = batches.split(inputs, self.gradients.accumulate)
+        found = self._capture(part, self._elsewhere(part, inputs), last=True)
+        planned = self._planner(found.steps)
+        return planned(self._budget(found.steps.graph, planned))
+
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
         """The fewest bytes for which a step on `inputs` has a plan."""
         *_, part = batches.split(inputs, self.gradients.accumulate)

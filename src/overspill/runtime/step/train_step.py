@@ -295,6 +295,13 @@ class TrainStep:
         """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
         return self._state.gate.alone(lambda: self._plans.graph(inputs))
 
+    def preview(self, *inputs: Any) -> Plan:
+        """The plan of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last.
+
+        Raises InfeasibleBudget and UnsupportedError.
+        """
+        return self._state.gate.alone(lambda: self._plans.preview(inputs))
+
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
         self._state.gate.alone(self._state.synchronize)
