@@ -84,9 +84,12 @@ def simclr(memory: Memory) -> Made:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     step = memory.step(model, lambda model, views: model(views), optimizer)
     for _ in range(3):
-        images = torch.rand(24, 1, 28, 28)
-        yield step(torch.cat([images + 0.1 * torch.randn_like(images), images.flip(3)]))
+        yield step(two_views(torch.rand(24, 1, 28, 28)))
     yield model
+
+
+def two_views(images: Tensor) -> Tensor:
+    return torch.cat([images + 0.1 * torch.randn_like(images), images.flip(3)])
 
 
 @program("triplet loss: the compiled encoder is called three times a step")

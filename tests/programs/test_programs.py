@@ -19,14 +19,9 @@ QUICK = (
     ("tied-autoencoder", "train_step"),
 )
 """Those that do not wait for the long suite."""
-BY_INDUCTOR = (
-    "gan", "dcgan", "diffusion", "vit", "convnext", "unet", "segmentation", "channels-last", "deep-supervision",
-    "evaluation-and-partial-batches",
-)  # fmt: skip
-"""Those that are tried with Inductor's kernels too, against stock torch.compile."""
 WAYS = [
     *((name, way) for name, found in PROGRAMS.items() for way in found.ways),
-    *((name, INDUCTOR) for name in BY_INDUCTOR),
+    *((name, INDUCTOR) for name in PROGRAMS),  # against stock torch.compile
 ]
 CASES = [
     pytest.param(

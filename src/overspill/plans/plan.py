@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,8 @@ class Plan:
     """A checked schedule with its simulated figures.
 
     `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.
-    `op_seconds` are those of the ops with their fastest algorithms.
+    `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
+    device between forward and backward.
     """
 
     graph: Graph
@@ -37,6 +38,7 @@ class Plan:
     plan_seconds: float
     device: Device
     op_seconds: tuple[float, ...]
+    retained_bytes: int
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -114,6 +116,7 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
         plan_seconds=time.perf_counter() - begun,
         device=device,
         op_seconds=seconds,
+        retained_bytes=retained_bytes(graph, schedule),
     )
 
 
@@ -125,8 +128,8 @@ def smallest_budget(plan_within: Callable[[int], Plan]) -> int:
         return error.floor_bytes
 
 
-def retained_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Bytes, persistent ones aside, that `schedule` leaves on the device between forward and backward."""
+def retained_bytes(graph: Graph, schedule: Schedule, besides: Container[int] = ()) -> int:
+    """Bytes, persistent ones and tensors `besides` aside, that `schedule` leaves on the device between forward and backward."""
     present: set[int] = set()
     for instruction in schedule.instructions:
         target = instruction.target
@@ -138,7 +141,7 @@ def retained_bytes(graph: Graph, schedule: Schedule) -> int:
             present.discard(target)
         elif instruction.verb is Verb.PREFETCH and not graph.tensors[target].persistent:
             present.add(target)
-    return sum(graph.tensors[t].nbytes for t in present)
+    return sum(graph.tensors[t].nbytes for t in present if t not in besides)
 
 
 def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes: int) -> InfeasibleBudget:

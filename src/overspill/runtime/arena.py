@@ -2,7 +2,8 @@
 
 Every buffer that a program allocates, and every tensor that comes back from the store, is a block with the time that the
 schedule gives it, forward and backward together. What leaves the step (outputs, gradients) is not, for its owner says
-how long it lives, and neither is what library calls allocate for themselves.
+how long it lives, and neither is what library calls allocate for themselves. So a call has one arena from its forward to
+the end of its backward, and all of that arena is what it keeps between them.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._C._construct_storage_from_data_pointer`, so that
 each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
@@ -19,12 +20,14 @@ from torch import Tensor
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.storages import storage_key
 from overspill.core import Block, Schedule, Trace, Verb
-from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_apart
 from overspill.placement.packing import Limits, Solver
 from overspill.placement.place import REPLANS
-from overspill.plans.plan import Plan
+from overspill.plans.plan import Plan, retained_bytes
 from overspill.simulate import trace_of
+
+from .transfer.forks import ForkedLock
 
 ALIGNMENT = 64
 """Bytes that addresses are multiples of, as those that PyTorch's allocators give are."""
@@ -34,16 +37,18 @@ ALIGNMENT = 64
 class Places:
     """Where blocks lie in the arena: `offsets` in bytes by tensor and by the position in the schedule that allocates it.
 
-    `outside_bytes` is the most that is live besides at any time.
+    `outside_bytes` is the most that is live besides at any time, and `retained_bytes` what of that is there between forward and
+    backward, persistent bytes aside.
     """
 
     offsets: dict[tuple[int, int], int]
     arena_bytes: int
     outside_bytes: int
+    retained_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """What the device has to have: the arena stays from step to step."""
+        """What the device has to have: the arena is there all the while."""
         return self.arena_bytes + self.outside_bytes
 
 
@@ -68,7 +73,10 @@ def places_of(captured: CapturedPrograms, schedule: Schedule, solver: Solver, li
     if layout is None:
         raise RequestError(f"the solver {solver.name!r} found no layout within its time")
     beside = Trace(tuple(outside)).lower_bound_bytes
-    return Places(dict(zip(keys, layout.offsets, strict=True)), layout.peak_bytes, beside)
+    programs = captured.programs
+    inside_then = {t for t, key in captured.key_of.items() if programs.roots[key][0] in programs.allocations}
+    retained = retained_bytes(captured.graph, schedule, besides=inside_then & {t for t, _ in wanted.values()})
+    return Places(dict(zip(keys, layout.offsets, strict=True)), layout.peak_bytes, beside, retained)
 
 
 def _allocations(captured: CapturedPrograms, schedule: Schedule) -> list[tuple[int, int]]:
@@ -112,7 +120,8 @@ def plan_in_arena(
             plan, is_least = make(error.floor_bytes), True
         places = places_of(captured, plan.schedule, solver, limits)
         if places.total_bytes <= budget_bytes:
-            return replace(plan, budget_bytes=budget_bytes), places
+            kept = places.arena_bytes + places.retained_bytes
+            return replace(plan, budget_bytes=budget_bytes, peak_bytes=places.total_bytes, retained_bytes=kept), places
         least = min(places.total_bytes, least or places.total_bytes)
         if is_least:
             break
@@ -124,35 +133,46 @@ def plan_in_arena(
         f"infeasible: with planned addresses the buffers of no plan lie within {budget}; the least that one took is {taken}",
         budget_bytes=budget_bytes,
         floor_bytes=least,
-        cause="an arena that stays from step to step",
+        cause="an arena that stays until the end of backward",
     )
 
 
 _OURS = 2
-"""References to an arena's storage that nobody waits with: ours, and that of who asks."""
+"""References to an arena's storage when no call has it: ours, and that of who asks."""
 
 
-class Arena:
-    """The memory that the buffers of a program lie in, from step to step."""
+class Arenas:
+    """The arenas of a session's calls. One that no call has any more stays for the next of the same size."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = nbytes
-        self.device = device
-        self._memory: Tensor | None = None
+    def __init__(self) -> None:
+        self._memories: list[Tensor] = []
+        self._lock = ForkedLock()
 
-    def take(self) -> Tensor:
-        """The memory for one call, which has it as long as it holds this tensor.
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """The memory for one call, which has it as long as it holds this tensor."""
+        with self._lock.lock:
+            self._give_back(nbytes)
+            idle = (m for m in self._memories if not _is_taken(m) and m.device == device)
+            if (found := next(idle, None)) is None:
+                found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._memories.append(found)
+            return found.view(-1)
 
-        Raises UnsupportedError where another call has it.
-        """
-        if self._memory is None:
-            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        elif torch._C._storage_Use_Count(self._memory.untyped_storage()._cdata) > _OURS:
-            raise UnsupportedError(
-                "the model is called while another call of it waits for its backward, and planned addresses are there once; "
-                'leave placement="planned" out, or call the model under torch.no_grad() where no backward follows'
-            )
-        return self._memory.view(-1)
+    def give_back(self) -> None:
+        """Free what no call has: before a graph runs whose plan knows of no arena."""
+        if self._memories:
+            with self._lock.lock:
+                self._give_back(0)
+
+    def _give_back(self, besides: int) -> None:
+        """One of `besides` bytes is kept: the plan of the graph that runs next counts that."""
+        idle = [m for m in self._memories if not _is_taken(m)]
+        kept = next((m for m in idle if m.nbytes == besides), None)
+        self._memories = [m for m in self._memories if m is kept or _is_taken(m)]
+
+
+def _is_taken(memory: Tensor) -> bool:
+    return torch._C._storage_Use_Count(memory.untyped_storage()._cdata) > _OURS
 
 
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:

@@ -15,8 +15,9 @@ among backward's arguments; the last ones, as many as its metadata says, are not
 from __future__ import annotations
 
 import ast
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,20 +28,26 @@ from overspill.capture.programs.text import Text
 from overspill.core import Instruction, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 
-from .arena import Arena, Places, storage_at, tensor_at
+from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
 
 
-def lower_programs(
-    captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int, unchecked: int
-) -> tuple[Lowered, Lowered | None]:
-    """The forward and the backward that carry out `schedule` with buffers at `places`, and with engine number `engine`.
+class PlannedPrograms(NamedTuple):
+    """Programs with their plan: the schedule, the `places` of buffers in an arena of `arenas`, and the number of the `engine`."""
 
-    The last `unchecked` of what is saved may be changed.
-    """
+    captured: CapturedPrograms
+    schedule: Schedule
+    places: Places
+    arenas: Arenas
+    engine: int
+
+
+def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, Lowered | None]:
+    """The forward and the backward that carry out what is `planned`. The last `unchecked` of what is saved may be changed."""
+    captured, schedule, places = planned.captured, planned.schedule, planned.places
     programs = captured.programs
     text = _Text(captured, places)
     text.line(f"{_unpacked(programs.forward.inputs)} = args" if programs.forward.inputs else "pass")
@@ -65,13 +72,13 @@ def lower_programs(
         text.begin([*saved, *(n for n in loose if n != _NOTHING), *programs.backward.inputs[len(programs.saved) :]])
         text.line(f"{_unpacked(arguments)} = args" if arguments else "pass")
         text.line("args.clear()")
-        if places.offsets:
-            text.line("refuse_to_run_again()")
+        if again := _no_second_time(planned):
+            text.line(f"refuse_to_run_again({again!r})")
         text.emit(backward_part, len(forward_part))
         gradients = [text.gradients.get(i) or text.expression(e) for i, e in enumerate(programs.backward.outputs)]
         text.line(f"return [{', '.join(gradients)}]")
         source += text.function("backward")
-    namespace = _namespace(captured, places, engine)
+    namespace = _namespace(planned)
     exec(compile(source, "<Overspill's plan of Inductor's program>", "exec"), namespace)  # noqa: S102
     return namespace["forward"], namespace.get("backward")
 
@@ -80,15 +87,22 @@ _NOTHING = "overspill_nothing"
 """Stands where backward needs nothing of what forward once saved."""
 
 
-def _namespace(captured: CapturedPrograms, places: Places, engine: int) -> dict[str, Any]:
-    programs = captured.programs
+def _namespace(planned: PlannedPrograms) -> dict[str, Any]:
+    programs, engine = planned.captured.programs, planned.engine
+    device, arenas = _device_of(planned.captured), weakref.ref(planned.arenas)
+
+    def take_arena() -> torch.Tensor:
+        session_has = arenas()
+        assert session_has is not None  # while a model of it is called
+        return session_has.take(planned.places.arena_bytes, device)
+
     return programs.namespace | {
         "offload": lambda source: ops.engine_numbered(engine).offload(source),
         "await_offload": lambda handle, source: ops.engine_numbered(engine).await_offload(handle, source),
         "prefetch": lambda handle, into=None: ops.engine_numbered(engine).prefetch(handle, into),
         "await_prefetch": lambda arriving: ops.engine_numbered(engine).await_prefetch(arriving),
         _NOTHING: torch.empty(0),
-        "take_arena": Arena(places.arena_bytes, _device_of(captured)).take,
+        "take_arena": take_arena,
         "storage_at": storage_at,
         "tensor_at": tensor_at,
         "refuse_to_run_again": _refuse_to_run_again,
@@ -100,12 +114,22 @@ def _device_of(captured: CapturedPrograms) -> torch.device:
     return next((v.device for v in values), torch.device("cpu"))
 
 
-def _refuse_to_run_again() -> None:
-    """Backward writes over what it has read. Raises UnsupportedError where autograd would run it once more."""
+def _no_second_time(planned: PlannedPrograms) -> str:
+    """What would let backward run twice, where it writes over what it has read; nothing where it does not."""
+    programs = planned.captured.programs
+    if planned.places.offsets:
+        return 'leave placement="planned" out'
+    given = {programs.key_of(name) for name in programs.forward.inputs}
+    saved = {programs.key_of(n) for e in programs.saved for n in programs.forward.uses_of(e)} - given
+    if any(key in saved for call in programs.calls[1] for key in call.updated):
+        return "set torch._functorch.config.donated_buffer = False before the model is called, as for torch.compile"
+    return ""
+
+
+def _refuse_to_run_again(cure: str) -> None:
+    """Raises UnsupportedError where autograd would run once more a backward that writes over what it has read."""
     if torch._C._autograd._get_current_graph_task_keep_graph():
-        raise UnsupportedError(
-            'backward(retain_graph=True) would read what this backward writes over; leave placement="planned" out'
-        )
+        raise UnsupportedError(f"backward(retain_graph=True) would read what this backward writes over; {cure}")
 
 
 def _unpacked(names: Sequence[str]) -> str:

@@ -88,6 +88,11 @@ class Options:
             raise RequestError("a session has its own budget, policy and store; give these to overspill.Session")
 
     @property
+    def has_arena(self) -> bool:
+        """Whether the buffers of compiled programs lie in an arena of ours."""
+        return self.backend == "inductor" and self.placement == PLANNED
+
+    @property
     def placer(self) -> str | None:
         """The allocator or solver that plans are placed by: for `planned` the solver that is the default."""
         return DEFAULT if self.placement == PLANNED else self.placement

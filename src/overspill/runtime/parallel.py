@@ -38,6 +38,7 @@ _FAILED = -1
 class OneProcess:
     """What a step asks of its process group, answered by a process that trains alone."""
 
+    size = 1
     average: Callable[..., None] | None = None
     """Averages gradients of one dtype and device over all ranks, in place; None where there is nothing to average."""
 

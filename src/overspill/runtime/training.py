@@ -114,16 +114,18 @@ def preview(training: Training, options: Options) -> Plan:
     For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    if options.backend == "inductor" and training.whole_step:
-        raise RequestError(
-            "a whole step by Inductor is planned when it runs; train it, or plan it on the eager backend"
-        )
     if options.backend == "inductor":
-        from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
+        from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
+
+        from .compiled.unrun import plan_unrun  # noqa: PLC0415
 
         with FakeTensorMode(allow_non_fake_inputs=True):
             step, batch = _prepare(training, "cpu")
-            return plan_unrun(step, batch, optimizer_named(training.optimizer)(step.parameters()), options)
+            optimizer = optimizer_named(training.optimizer)(step.parameters())
+            if not training.whole_step:
+                return plan_unrun(step, batch, optimizer, options)
+        with nothing_compiled():
+            return TrainStep(step.model, step.loss, optimizer, options, training.gradients).preview(*batch)
     where = torch.device("cpu")
     device = device_for(options, where)
     graph = graph_on(training, device, options.reserve)
@@ -264,7 +266,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                 (run.measured_peak_bytes,) = found
 
             _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
-        run.partition = options.partition
+        run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]

@@ -289,6 +289,16 @@ def test_the_smallest_budget_is_the_floor() -> None:
     assert error.value.floor_bytes == plan.budget_bytes
 
 
+def test_the_smallest_budget_grows_with_what_needs_more(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = twins(lambda: Net(8, *[64] * 6, 8))
+    compiled = overspill.compile(model, budget="smallest", store="host")
+    caplog.set_level("INFO", logger="overspill")
+    assert train(compiled, model, [16, 64, 32]) == train(plain, plain, [16, 64, 32])
+    first, second, third = (plan.budget_bytes for plan in compiled.overspill.plans)
+    assert first < second == third
+    assert caplog.text.count("the smallest budget is") == 1
+
+
 class Gan:
     """Two models, two optimizers, three forwards a step; from step 3 on live bytes are counted."""
 

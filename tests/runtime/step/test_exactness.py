@@ -164,6 +164,15 @@ def test_a_budget_that_follows_from_the_first_step_holds_for_a_partial_batch(bud
     assert (first.budget_bytes == first.peak_bytes) or budget != "smallest"
 
 
+def test_the_smallest_budget_grows_with_a_larger_batch() -> None:
+    pair = Pair(Mlp, options={"policy": "auto", "budget": "smallest"})
+    pair.train(2)
+    pair.train(2, tuple(t.repeat(2, *[1] * (t.dim() - 1)) for t in pair.inputs))
+    pair.assert_same()
+    first, second = (plan.budget_bytes for plan in pair.step.plans)
+    assert first < second
+
+
 def test_parameters_can_be_frozen_and_thawed() -> None:
     pair = Pair(Mlp, OPTIMIZERS["momentum"])
     pair.train(2)

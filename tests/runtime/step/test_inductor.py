@@ -32,7 +32,7 @@ from overspill.core.errors import InfeasibleBudget, RequestError, StoreError, Un
 from overspill.models import load, names
 from overspill.runtime.options import Options
 from overspill.runtime.step.train_step import GradientOptions, TrainStep
-from overspill.runtime.training import Run, Training, same_bits, train, train_plain
+from overspill.runtime.training import Run, Training, preview, same_bits, train, train_plain
 
 
 class Pair:
@@ -54,7 +54,9 @@ class Pair:
         self.plain = Plain(model, make_optimizer(model.parameters()), **(gradients or {}))
         self.optimizer = make_optimizer(self.model.parameters())
         self.inputs = batch_for(model, size)
-        given = {"budget": SMALLEST, "store": "host", "backend": "inductor"} | options | (gradients or {})
+        given = (
+            {"budget": SMALLEST, "store": "host", "backend": "inductor", "partition": 1.0} | options | (gradients or {})
+        )
         self.step: TrainStep = overspill.train_step(self.model, loss_fn, self.optimizer, **given)
         self.seed = 0
         self.compile()
@@ -230,9 +232,9 @@ def checked(model: str, optimizer: str, policy: str, store: str, budget: str) ->
     """A run within `budget`, or the smallest that works; it equals stock torch.compile and keeps the budget."""
     job = training(model, optimizer)
     try:
-        run = train(job, Options(budget, policy, store, backend="inductor"))
+        run = train(job, Options(budget, policy, store, backend="inductor", partition=1))
     except InfeasibleBudget as error:
-        run = train(job, Options(error.floor_bytes, policy, store, backend="inductor"))
+        run = train(job, Options(error.floor_bytes, policy, store, backend="inductor", partition=1))
     assert run.plan is not None
     assert run.identical_to(stock(model, optimizer))
     assert run.measured_peak_bytes <= run.plan.budget_bytes
@@ -266,3 +268,44 @@ def test_what_is_recomputed_is_identical_too() -> None:
     run = checked("gpt2", "adamw", "auto", "host", SMALLEST)
     assert run.plan is not None
     assert run.plan.schedule.targets(Verb.RECOMPUTE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gradients", [GradientOptions(), GradientOptions(accumulate=2)], ids=["alone", "accumulated"])
+@pytest.mark.parametrize("model", ["gpt2", "resnet18"])
+def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(
+    model: str, gradients: GradientOptions
+) -> None:
+    job = training(model, "momentum", gradients)
+    usual = train_plain(job, Options(backend="inductor"))
+    budget = usual.measured_peak_bytes // 2
+    try:
+        run = train(job, Options(budget, store="host", backend="inductor"))
+    except InfeasibleBudget as error:
+        run = train(job, Options(error.floor_bytes, store="host", backend="inductor"))
+    assert run.partition is not None
+    assert run.identical_to(train_plain(job, Options(backend="inductor"), partition=run.partition))
+    assert run.plan is not None
+    assert run.measured_peak_bytes <= run.plan.budget_bytes
+
+
+@pytest.mark.long
+def test_micro_batches_have_one_partition() -> None:
+    model = made(Lm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = overspill.train_step(
+        model, cross_entropy, optimizer, budget=SMALLEST, store="host", backend="inductor", accumulate=3
+    )
+    step(*batch_for(model, 32))
+    assert len(step.plans) == len(step.partitions) > 1
+    assert len({*step.partitions}) == 1
+    assert step.partitions[0] is not None
+
+
+@pytest.mark.long
+def test_a_preview_is_the_plan_of_the_run() -> None:
+    job, options = training("gpt2", "momentum"), Options("70%", store="host", backend="inductor", partition=1)
+    seen, run = preview(job, options), train(job, options).plan
+    assert run is not None
+    assert seen.schedule.instructions == run.schedule.instructions
+    assert (seen.peak_bytes, seen.budget_bytes) == (run.peak_bytes, run.budget_bytes)

@@ -29,6 +29,9 @@ RANDOM_STATE = "random state"
 CLONES_STORAGE = frozenset({"copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"})
 """Ops that, when they run, clone all of the storage behind their first argument, whatever view of it that is."""
 
+TANGENTS_ARE_GIVEN = hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Whether backward may free the gradients that it is given; else autograd (of 2.11, say) holds them until it has run."""
+
 HANDLE_BYTES = 8
 """What the runtime leaves in place of an offloaded tensor: the id of its place in the store, one int64."""
 
@@ -310,7 +313,7 @@ class CaptureOfStep:
         return sum(sizes.values())
 
     def _add_gradients_and_update(self) -> None:
-        tangents = self._ids({k for n in self.joint.tangents for k in storages(n)})
+        tangents = () if TANGENTS_ARE_GIVEN else self._ids({k for n in self.joint.tangents for k in storages(n)})
         gradients = self._ids({key for key in self.grads if key in self.tensor_of})
         if not gradients:
             return

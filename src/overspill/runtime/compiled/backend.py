@@ -33,7 +33,7 @@ from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
-from overspill.core import Device, Schedule
+from overspill.core import Device
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing import solver_named
@@ -42,7 +42,8 @@ from overspill.plans.plan import Plan
 from overspill.runtime.arena import NOWHERE, Places, plan_in_arena
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
-from overspill.runtime.options import PLANNED, Options
+from overspill.runtime.lower_programs import PlannedPrograms
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 
@@ -141,6 +142,7 @@ class _GraphCompiler:
         self.inputs = describe_inputs(module, examples)
         self.frame = frame
         self.planned: Planned | None = None
+        self.has_arena = False
 
     @property
     def session(self) -> Session:
@@ -149,18 +151,24 @@ class _GraphCompiler:
 
     def watched(self, compiled: Compiled) -> Compiled:
         """`compiled`, of which the session knows which calls wait for their backward, and which refuses a backward of that."""
-        session_now, planned = self._session, self.planned
+        session_now, planned, has_arena = self._session, self.planned, self.has_arena
         if planned is None:  # no ops
             return compiled
+
+        def begin_backward(session: Session, call: Any) -> None:
+            session.see(planned, call=call)
+            session.arenas.give_back()  # of calls whose backward is over
 
         def run(*args: Any) -> Any:
             session = session_now()
             session.see(planned, args)
+            if not has_arena:
+                session.arenas.give_back()
             outputs = compiled(*args)
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)
                 # The node has the session now: a model may be dropped before its backward.
-                session.pending.begin(node, planned.kind, lambda call: session.see(planned, call=call))
+                session.pending.begin(node, planned.kind, partial(begin_backward, session))
             return outputs
 
         return run
@@ -179,9 +187,8 @@ class _GraphCompiler:
             )
 
     def compile(self) -> Compiled:
-        # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away. It is that of a
-        # user who calls it outside of autocast's region.
-        with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
+        # Backward is that of a user who calls it outside of autocast's region.
+        with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
             if self.session.options.backend == "inductor":
                 if self.session.options.on_unplanned != "warn":
                     return self._by_inductor()
@@ -191,7 +198,9 @@ class _GraphCompiler:
                 except UnsupportedError as error:
                     warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
                     self.module = unchanged
-            with eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
+            # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
+            kept = torch._functorch.config.patch(donated_buffer=False)
+            with kept, eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
                 return aot_autograd(
                     fw_compiler=self._boxed,
                     bw_compiler=self._boxed,
@@ -202,21 +211,26 @@ class _GraphCompiler:
     def _by_inductor(self) -> Compiled:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
 
+        if self.session.options.has_arena and self.frame.broken:
+            raise UnsupportedError(
+                "the model has a graph break, and planned addresses are for a model in one graph: pass fullgraph=True, "
+                'which says where it breaks, or leave placement="planned" out'
+            )
         partition = self.session.options.partition
         return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran, partition)
 
     def _ran(self) -> None:
         self.session.watch_calls.graphs_run += 1
 
-    def _plan_programs(
-        self, joint: JointGraph, how: Callable[..., Partitioned]
-    ) -> tuple[CapturedPrograms, Schedule, Places, int]:
+    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[CapturedPrograms]]) -> PlannedPrograms:
         """What `compile_with_inductor` asks for once it knows forward and backward."""
         placed: list[tuple[Plan, Places]] = []
 
-        def make(options: Options, partitioned: Partitioned, device: Device, budget_bytes: int) -> Plan:
+        def make(
+            options: Options, partitioned: Partitioned[CapturedPrograms], device: Device, budget_bytes: int
+        ) -> Plan:
             def planned(captured: CapturedPrograms) -> Plan:
-                if options.placement != PLANNED:
+                if not options.has_arena:
                     return plan_captured(options, captured, device, budget_bytes)
                 live = replace(options, placement=None)
                 found = plan_in_arena(
@@ -236,8 +250,9 @@ class _GraphCompiler:
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
         engine = self.session.engine_for(plan, torch_device(self.examples))
-        places = next((places for made, places in placed if made is plan), NOWHERE)
-        return captured, plan.schedule, places, engine
+        places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
+        self.has_arena = bool(places.offsets)
+        return PlannedPrograms(captured, plan.schedule, places, self.session.arenas, engine)
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any

@@ -80,7 +80,7 @@ class Problem(Generic[C]):
         )
         found = self.capture(self.joint, self.inputs, around)
         keep = self.least_bytes if self.broken else room.keep_bytes
-        if keep is None:
+        if keep is None or self.options.has_arena:
             return found
         rest = budget - room.pending_bytes - keep - sum(t.nbytes for t in found.graph.tensors if t.persistent)
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
@@ -88,7 +88,13 @@ class Problem(Generic[C]):
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
         """The graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
-        return captured, self.plan(self.options, captured, self.device, budget)
+        plan, within = self.plan(self.options, captured, self.device, budget), budget
+        if room.keep_bytes is not None and self.options.has_arena:
+            # It keeps all of its arena: that is to be as much smaller as it keeps too much.
+            while (over := plan.retained_bytes - room.pending_bytes - room.keep_bytes) > 0:
+                within = min(within, plan.peak_bytes) - over
+                plan = replace(self.plan(self.options, captured, self.device, max(1, within)), budget_bytes=budget)
+        return captured, plan
 
     def floor_bytes(self, room: Room) -> int:
         """The smallest budget that works."""
@@ -236,7 +242,7 @@ class Settlement:
 
     def _keeps(self, kind: Kind, room: Room, budget: int) -> int:
         _, plan = self.problems[kind].planned(room, budget)
-        return retained_bytes(plan.graph, plan.schedule) - room.pending_bytes
+        return plan.retained_bytes - room.pending_bytes
 
     def _tried(self, keeps: Mapping[Kind, int], caps: Mapping[Kind, int], budget: int) -> dict[Kind, Room] | None:
         """The rooms with which each kind of call has a plan that keeps no more than `keeps`; None where there are none."""

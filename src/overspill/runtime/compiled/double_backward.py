@@ -6,6 +6,7 @@ autograd node of a compiled graph.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +23,14 @@ DEPTH = 4
 
 def refuse_double_backward(node: Node) -> None:
     """Let the gradients of a compiled graph, whose node this is, raise an UnsupportedError where they are differentiated."""
-    node.register_hook(_mark)
+    this = weakref.ref(node)
+
+    def before(_given: Any) -> None:
+        # Only where that is asked for: for a hook of this kind autograd keeps what the node is given until it has run.
+        if torch.is_grad_enabled() and (here := this()) is not None:
+            here.register_hook(_mark)
+
+    node.register_prehook(before)
 
 
 def compiled_node(outputs: Any) -> Node | None:
@@ -43,11 +51,10 @@ def _node_behind(output: Any) -> Node | None:
 
 def _mark(gradients: tuple[Tensor | None, ...], _: Any) -> None:
     """With create_graph=True autograd knows where gradients come from: let that node refuse."""
-    if torch.is_grad_enabled():
-        for gradient in gradients:
-            if gradient is not None and gradient.grad_fn is not None:
-                gradient.grad_fn.register_prehook(_refuse)
-                return
+    for gradient in gradients:
+        if gradient is not None and gradient.grad_fn is not None:
+            gradient.grad_fn.register_prehook(_refuse)
+            return
 
 
 def _refuse(_: Any) -> None:

@@ -5,15 +5,16 @@ Inductor compiles a graph as `torch.compile` has it, partition and kernels alike
 then the text that carries it out (`runtime/lower_programs.py`).
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
-with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the setting
-`activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
+with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the settings
+`donated_buffer` and `activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -30,17 +31,15 @@ from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
-from overspill.core import Schedule
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.arena import Places
 from overspill.runtime.lower import NO_VERSION_CHECK
-from overspill.runtime.lower_programs import Lowered, lower_programs
+from overspill.runtime.lower_programs import Lowered, PlannedPrograms, lower_programs
 
 from .partitions import PARTITIONS, Partitioned
 
-Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned]
-Plan = Callable[[JointGraph, Capture], tuple[CapturedPrograms, Schedule, Places, int]]
-"""Given a joint graph, and how to make a Graph of it: the programs' graph, the schedule, the places of buffers, the number of the engine."""
+Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[CapturedPrograms]]
+Plan = Callable[[JointGraph, Capture], PlannedPrograms]
+"""Given a joint graph, and how to make a Graph of it: the programs with their plan."""
 
 
 def compile_with_inductor(
@@ -58,8 +57,7 @@ def compile_with_inductor(
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
-    captured, schedule, places, engine = plan(usual.joint, by_partition.capture)
-    return by_partition.lowered(captured, schedule, places, engine)
+    return by_partition.lowered(plan(usual.joint, by_partition.capture))
 
 
 class _ByPartition:
@@ -76,17 +74,17 @@ class _ByPartition:
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
-    def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned:
+    def capture(
+        self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings
+    ) -> Partitioned[CapturedPrograms]:
         """The Graphs of its programs, each made when it is asked for."""
         return Partitioned(c.captured(inputs, surroundings) for c in self._all())
 
-    def lowered(
-        self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int
-    ) -> Callable[..., Any]:
+    def lowered(self, planned: PlannedPrograms) -> Callable[..., Any]:
         """What runs by this plan. From now on no other partition is made, for which the examples, real tensors, had to be kept."""
         self._compile = None
-        chosen = next(c for c in self.compiled if c.programs is captured.programs)
-        chosen.lower(captured, schedule, places, engine)
+        chosen = next(c for c in self.compiled if c.programs is planned.captured.programs)
+        chosen.lower(planned)
         return self.compiled[chosen]
 
     def _all(self) -> Iterator[_Compiler]:
@@ -104,30 +102,63 @@ class _ByPartition:
             return None
         self._tried.add(partition)
         compiler = _Compiler(self._ran, self.usual.seen, partition)
-        try:
+        with _left_out(partition):
             self.compiled[compiler] = compile_by(compiler)
-        except _SeenBefore:
-            return None
-        except UnsupportedError as error:
-            warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=2)
-            return None
-        return compiler
+            return compiler
+        return None
+
+
+@contextmanager
+def _left_out(partition: float) -> Iterator[None]:
+    """While this lasts a further partition is compiled; one like another, or that Inductor cannot compile, is left out."""
+    try:
+        yield
+    except _SeenBefore:
+        pass
+    except UnsupportedError as error:
+        warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=4)
+
+
+class StepPrograms(NamedTuple):
+    """Inductor's `programs` of the `joint` graph of a step by one partition."""
+
+    joint: JointGraph
+    programs: Storages
+    partition: float
 
 
 def programs_of(
-    module: fx.GraphModule, examples: Sequence[Any], lasting: Sequence[int], partition: float | None
-) -> tuple[JointGraph, Storages]:
-    """The joint graph of `module` on the fake `examples`, which trains, and Inductor's programs of it.
+    make_module: Callable[[], fx.GraphModule], examples: Sequence[Any], lasting: Sequence[int], partition: float | None
+) -> Iterator[StepPrograms]:
+    """Inductor's programs of a module on the fake `examples`, which trains: by the usual partition, then by each other one.
 
-    Of the inputs those at the positions `lasting` are there from step to step, as Dynamo says of parameters and buffers:
-    to save them for backward costs nothing. `partition` is that of the Options. The programs run by other means.
+    `make_module` makes the module, which is changed. Of the inputs those at the positions `lasting` are there from step
+    to step, as Dynamo says of parameters and buffers: to save them for backward costs nothing. `partition` is that of the
+    Options; where it or the user's own setting has chosen, there are no others. The programs run by other means.
     Raises UnsupportedError.
     """
-    compiler = _Compiler(lambda: None, set(), partition, list(lasting))
-    compiler.compiled(module, examples)
-    if compiler.joint is None or compiler.programs is None:
-        raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
-    return compiler.joint, compiler.programs
+    seen: set[Any] = set()
+
+    def programs(partition: float | None) -> StepPrograms:
+        compiler = _Compiler(lambda: None, seen, partition, list(lasting))
+        compiler.compiled(make_module(), examples)
+        if compiler.joint is None or compiler.programs is None:
+            raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
+        if len(compiler.joint.primals) != len(examples):
+            raise UnsupportedError(
+                f"Inductor compiled the step for {len(compiler.joint.primals)} inputs, not {len(examples)}; "
+                'use backend="eager"'
+            )
+        return StepPrograms(compiler.joint, compiler.programs, compiler.partition)
+
+    usual = programs(partition)
+    yield usual
+    for other in PARTITIONS[1:] if partition is None and usual.partition == PARTITIONS[0] else ():
+        found = None
+        with _left_out(other):
+            found = programs(other)
+        if found is not None:
+            yield found
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -156,8 +187,8 @@ class _Partitioner(CustomPartitionerFn):
         return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """The identity of the usual partition."""
-        return "overspill: min-cut"
+        """The identity of the usual partition, and of what Inductor's cache forgets: whether backward may write over what was saved."""
+        return f"overspill: min-cut, donated_buffer={torch._functorch.config.donated_buffer}"
 
 
 class _SeenBefore(UnsupportedError):
@@ -200,7 +231,6 @@ class _Compiler:
         functorch = {
             "enable_autograd_cache": False,
             "force_non_lazy_backward_lowering": True,
-            "donated_buffer": False,
             "activation_memory_budget": self.partition,
         }
         with inductor_failures('; use backend="eager"'), torch._functorch.config.patch(functorch):
@@ -255,9 +285,9 @@ class _Compiler:
         assert self.joint is not None
         return capture_programs(self.programs, self.joint, inputs, surroundings, partition=self.partition)
 
-    def lower(self, captured: CapturedPrograms, schedule: Schedule, places: Places, engine: int) -> None:
+    def lower(self, planned: PlannedPrograms) -> None:
         """From now on it runs by this plan."""
-        self._lowered = lower_programs(captured, schedule, places, engine, self._unchecked)
+        self._lowered = lower_programs(planned, self._unchecked)
 
 
 def _program_of(compiled: Any, prefix: str) -> Program:

@@ -10,11 +10,13 @@ saving less is faster.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Generic
 
-from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
+
+from .beside import C
 
 PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Values of `activation_memory_budget`; the first is PyTorch's own."""
@@ -22,14 +24,14 @@ SLOWER = 1.02
 """A plan that takes so many times the unmanaged step, at most, is good enough."""
 
 
-class Partitioned:
-    """The programs of a step by each partition, the usual one first; the others are made when they are first asked for."""
+class Partitioned(Generic[C]):
+    """What is captured of a step by each partition, the usual one first; the others are made when they are first asked for."""
 
-    def __init__(self, captured: Iterable[CapturedPrograms]) -> None:
+    def __init__(self, captured: Iterable[C]) -> None:
         self._rest = iter(captured)
         self._found = [next(self._rest)]
 
-    def __iter__(self) -> Iterator[CapturedPrograms]:
+    def __iter__(self) -> Iterator[C]:
         position = 0
         while position < len(self._found):
             yield self._found[position]
@@ -42,11 +44,11 @@ class Partitioned:
         """The step by the usual partition, which is what stock torch.compile runs: shares of a budget are of this."""
         return self._found[0].graph
 
-    def of(self, graph: Graph) -> CapturedPrograms:
-        """The programs that `graph` is of."""
+    def of(self, graph: Graph) -> C:
+        """What `graph` is of."""
         return next(captured for captured in self._found if captured.graph is graph)
 
-    def best_plan(self, plan: Callable[[CapturedPrograms], Plan]) -> Plan:
+    def best_plan(self, plan: Callable[[C], Plan]) -> Plan:
         """The fastest of the plans that `plan` makes, by simulation; one that is good enough ends the search.
 
         Raises InfeasibleBudget where no partition has a plan, with the least floor.

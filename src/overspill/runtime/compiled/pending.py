@@ -1,7 +1,8 @@
 """Calls whose backward is still to come: which of them have been there at once, of one model or of several.
 
-A call is known by its node in the autograd graph. It is over when that node has run, unless autograd was told to keep
-what it saved, or when the node is dropped with the call's outputs.
+A call is known by its node in the autograd graph. It is over when that node begins to run, unless autograd was told to
+keep what it saved, or when the node is dropped with the call's outputs. Not when the node has run: for hooks of that
+time autograd would keep the gradients that it was given.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `_get_current_graph_task_keep_graph`.
 """
@@ -43,12 +44,12 @@ class PendingCalls:
         call = weakref.ref(node, self._over)
         self._alive[call] = kind
 
-        def after(_gradients: Any, _given: Any) -> None:
+        def before(_given: Any) -> None:
+            before_backward(call)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
                 self._over(call)
 
-        node.register_prehook(lambda _: before_backward(call))
-        node.register_hook(after)
+        node.register_prehook(before)
 
     def others(self, call: weakref.ref[Node] | None) -> Counter[Kind]:
         """The pending calls besides `call`, by their kinds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections import Counter
@@ -19,11 +20,12 @@ from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes, parse_bytes
+from overspill.core.units import format_apart, format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.placement.packing import solver_named
-from overspill.plans.plan import Plan, retained_bytes, unmanaged_peak
+from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.runtime import batches
+from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
@@ -55,6 +57,7 @@ MOST_ROUNDS = 4
 MOST_WAITING = 1024
 """So many calls plans that are out of date stay in use while any call waits for its backward."""
 TOGETHER = "keeps what several models need for backward at once"
+_LOG = logging.getLogger("overspill")
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -96,6 +99,7 @@ class Session:
         self._engine_number = 0
         self.device_name = ""
         self.watch_calls = Watch(options.on_unplanned)
+        self.arenas = Arenas()
         self.outdated = False
         """Whether plans have to be made anew, for something has come to the device that they do not know of."""
         self._fixed_budget: int | None = None
@@ -211,6 +215,7 @@ class Session:
     def forget_plans(self) -> None:
         """Drop the plans, before the models are compiled anew."""
         self._planned.clear()
+        self.arenas.give_back()
         self._counted.clear()
         self._fixed_budget = None
         self.outdated = False
@@ -277,15 +282,18 @@ class Session:
             try:
                 captured, plan = problem.planned(room if trains else ALONE, budget)
             except InfeasibleBudget:
-                if not trains or kind in self._rooms or not beside:
+                if self.options.limit.smallest:
+                    budget = self._grown(problem, room if trains else ALONE)
+                elif trains and kind not in self._rooms and beside:
+                    # The others were planned as if they were alone. From the next step on they leave room to one another.
+                    room = Room(pending_bytes=self._retained_elsewhere(frame))
+                    self.pending.learn(kind, beside)
+                    self._plan_anew(TOGETHER)
+                else:
                     raise
-                # The others were planned as if they were alone. From the next step on they leave room to one another.
-                room = Room(pending_bytes=self._retained_elsewhere(frame))
-                captured, plan = problem.planned(room, budget)
-                self.pending.learn(kind, beside)
-                self._plan_anew(TOGETHER)
+                captured, plan = problem.planned(room if trains else ALONE, budget)
         planned = Planned(
-            frame, kind, plan, retained_bytes(plan.graph, plan.schedule) - room.pending_bytes, room,
+            frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
         )  # fmt: skip
         self._planned.append(planned)
@@ -443,6 +451,12 @@ class Session:
         if self._fixed_budget is None:
             # Evaluation before training: nothing is known of the step yet. It may have what it needs.
             return max(unmanaged_peak(graph, problem.device), self.peak_bytes)
+        return self._fixed_budget
+
+    def _grown(self, problem: Problem[Any], room: Room) -> int:
+        """The smallest budget, where a graph needs more than those before it: that of a further model, say, or of a larger batch."""
+        before, self._fixed_budget = self._fixed_budget or 0, problem.floor_bytes(replace(room, keep_bytes=None))
+        _LOG.info("the smallest budget is %s now, not %s", *format_apart(self._fixed_budget, before))
         return self._fixed_budget
 
     def _part(self, examples: Sequence[Any]) -> Part:

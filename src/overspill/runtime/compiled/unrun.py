@@ -51,7 +51,7 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
                 found.append(error)
             raise Written
 
-        with torch._functorch.config.patch({"donated_buffer": False, "backward_pass_autocast": "off"}):
+        with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
             return compile_with_inductor(module, examples, plan, lambda: None, options.partition)
 
     write(step, batch, backend)

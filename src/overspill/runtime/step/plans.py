@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
 from overspill.capture.programs.whole_step import capture_step_of_programs
-from overspill.core import Device, Graph, TensorKind
+from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
+from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.lower import lower_step
 from overspill.runtime.options import (
     Options,
@@ -40,7 +41,7 @@ from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
 
 from .gate import without_collections
-from .programs import Step, after, step_programs
+from .programs import Step, StepPrograms, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
@@ -96,6 +97,23 @@ class Compiled:
     kept_in_store: frozenset[str]
     results: Results
     python: PythonState
+    partition: float | None
+
+
+class Found(NamedTuple):
+    """A step that was captured: with Inductor's kernels by each partition, the `usual` one first.
+
+    `takes` says what the first inputs of each are; the rest follows from the updates that it has.
+    """
+
+    steps: Partitioned[CapturedStep]
+    takes: tuple[str | int, ...]
+    results: Results
+    python: PythonState
+
+
+Capturing = tuple[CapturedStep, Callable[[Elsewhere], CapturedStep]]
+"""A captured step, and how to capture it with other bytes elsewhere."""
 
 
 class StepPlans:
@@ -129,6 +147,11 @@ class StepPlans:
         """The plans in force, in the order in which they were made."""
         return [compiled.plan for found in self._compiled.values() for compiled in found]
 
+    @property
+    def partitions(self) -> list[float | None]:
+        """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
+        return [compiled.partition for found in self._compiled.values() for compiled in found]
+
     def clear(self) -> None:
         """Forget all plans."""
         self._compiled.clear()
@@ -143,12 +166,20 @@ class StepPlans:
     def graph(self, inputs: tuple[Any, ...]) -> Graph:
         """The Graph of a step on `inputs`; of several micro-batches, of the last."""
         *_, part = batches.split(inputs, self.gradients.accumulate)
-        return self._capture(part, self._elsewhere(part, inputs), last=True)[0].graph
+        return self._capture(part, self._elsewhere(part, inputs), last=True).steps.graph
+
+    def preview(self, inputs: tuple[Any, ...]) -> Plan:
+        """The plan of a step on `inputs`, for which nothing is made ready; of several micro-batches, of the last."""
+        *_, part = batches.split(inputs, self.gradients.accumulate)
+        found = self._capture(part, self._elsewhere(part, inputs), last=True)
+        planned = self._planner(found.steps)
+        return planned(self._budget(found.steps.graph, planned))
 
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
         """The fewest bytes for which a step on `inputs` has a plan."""
-        graph, device = self.graph(inputs), device_for(self.options, self.state.where)
-        return smallest_budget(lambda nbytes: plan_graph(self.options, graph, device, nbytes))
+        *_, part = batches.split(inputs, self.gradients.accumulate)
+        found = self._capture(part, self._elsewhere(part, inputs), last=True)
+        return smallest_budget(self._planner(found.steps))
 
     def compile(self, inputs: tuple[Any, ...], whole: tuple[Any, ...], *, last: bool) -> Compiled:
         """The plan for `inputs`, a micro-batch of the call's inputs `whole`; the `last` one's has the update."""
@@ -209,12 +240,15 @@ class StepPlans:
         stored = frozenset(name for name in state if name in last.stored)
         staying = sum(self.state.residency[name].spec.nbytes for name in state if name not in stored)
         budget = last.plan.budget_bytes
+        # By one partition all of them, as a loop with `torch.compile` has it.
+        partition = self.options.partition if last.partition is None else last.partition
         try:
-            return self._planned(inputs, (*outside, (TensorKind.OPTIMIZER_STATE, staying)), stored, budget)
+            around = (*outside, (TensorKind.OPTIMIZER_STATE, staying))
+            return self._planned(inputs, around, stored, budget, partition)
         except InfeasibleBudget:
             if not staying:
                 raise
-        return self._planned(inputs, outside, frozenset(state), budget)
+        return self._planned(inputs, outside, frozenset(state), budget, partition)
 
     def _planned(
         self,
@@ -222,17 +256,32 @@ class StepPlans:
         elsewhere: Elsewhere,
         kept_in_store: frozenset[str] | None = None,
         budget: int | None = None,
+        partition: float | None = None,
     ) -> Compiled:
-        """The plan of one micro-batch, the last one if no set of state is `kept_in_store` in the store during it."""
+        """The plan of one micro-batch, the last one if no set of state is `kept_in_store` in the store during it.
+
+        `partition` is as that of the Options.
+        """
+        may_grow = budget is None and self.options.limit.smallest
         with self.processes.together():
-            captured, names, results, python = self._capture(inputs, elsewhere, last=kept_in_store is None)
-            device = device_for(self.options, self.state.where)
+            found = self._capture(inputs, elsewhere, last=kept_in_store is None, partition=partition)
+            planned = self._planner(found.steps)
             if budget is None:
-                budget = self._budget(captured.graph, device)
+                budget = self._budget(found.steps.graph, planned)
+
+        def agreed(nbytes: int) -> Plan:
+            return self.processes.plan(found.steps.graph, nbytes, planned)
+
         with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
-            plan = self.processes.plan(
-                captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
-            )
+            try:
+                plan = agreed(budget)
+            except InfeasibleBudget as error:
+                if not may_grow:
+                    raise
+                self._fixed_budget = error.floor_bytes
+                plan = agreed(error.floor_bytes)
+        captured = found.steps.of(plan.graph)
+        names = (*found.takes, *self._state_of(captured))
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -242,31 +291,38 @@ class StepPlans:
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         module = lower_step(captured, plan.schedule, self.state.engine_number)
         if self.options.profile:
-            self._timers.append((device.name, timer := OpTimer(captured.graph, self.state.where)))
+            self._timers.append((plan.device.name, timer := OpTimer(captured.graph, self.state.where)))
             timer.instrument(module)
         primals = captured.joint.primals
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
         return Compiled(
-            plan, LoweredStep(module), tuple(names),
+            plan, LoweredStep(module), names,
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),
-            results,
-            python,
+            found.results,
+            found.python,
+            captured.partition,
         )  # fmt: skip
 
-    def _budget(self, graph: Graph, device: Device) -> int:
+    def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
+        """What gives the best plan of `steps` within some bytes."""
+        device = device_for(self.options, self.state.where)
+        return lambda nbytes: steps.best_plan(lambda step: plan_graph(self.options, step.graph, device, nbytes))
+
+    def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
         """The budget in bytes; one that follows from a step is fixed by the first, and holds for all kinds of inputs."""
+        device = device_for(self.options, self.state.where)
         if not self.options.limit.is_relative:
             return budget_for(self.options, graph, device, self.state.where)
         if self._fixed_budget is None:
-            self._fixed_budget = budget_for(self.options, graph, device, self.state.where)
+            self._fixed_budget = budget_for(self.options, graph, device, self.state.where, planned)
         return self._fixed_budget
 
     def _capture(
-        self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool
-    ) -> tuple[CapturedStep, list[str | int], Results, PythonState]:
+        self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool, partition: float | None = None
+    ) -> Found:
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         names = [*self.state.parameters, *self.state.buffers]
@@ -297,16 +353,19 @@ class StepPlans:
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
-        capture = self._capture_programs if by_inductor else self._capture_ops
         with CAPTURES.lock, without_collections():
-            captured, again, python = capture(function, infos, values, ops, elsewhere)
-            if captured.others:  # the caller may still hold those of the step before
-                kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
-                captured = again((*elsewhere, (TensorKind.TEMPORARY, kept)))
-        takes += [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
-        if self.gradients.accumulate > 1:
-            takes += self._sum_residents(captured)
-        return captured, takes, results, python
+            if by_inductor:
+                partition = self.options.partition if partition is None else partition
+                made, python = self._capture_programs(function, infos, values, ops, elsewhere, partition)
+            else:
+                made, python = self._capture_ops(function, infos, values, ops, elsewhere)
+        return Found(Partitioned(_with_others(made, elsewhere)), tuple(takes), results, python)
+
+    def _state_of(self, captured: CapturedStep) -> list[str]:
+        """What a captured step takes besides parameters, buffers and inputs: optimizer state, and sums of gradients."""
+        names = [*self.state.parameters]
+        found = [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
+        return found + (self._sum_residents(captured) if self.gradients.accumulate > 1 else [])
 
     def _capture_ops(
         self,
@@ -315,8 +374,8 @@ class StepPlans:
         values: Sequence[FakeTensor],
         ops: GradientOps,
         elsewhere: Elsewhere,
-    ) -> tuple[CapturedStep, Callable[[Elsewhere], CapturedStep], PythonState]:
-        """The step `function` as aten ops, how to capture it with other bytes elsewhere, and the Python that it follows from."""
+    ) -> tuple[Iterator[Capturing], PythonState]:
+        """The step `function` as aten ops, and the Python that it follows from."""
 
         def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
             return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere)
@@ -324,7 +383,7 @@ class StepPlans:
         found, python = watched(
             lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code
         )
-        return found, partial(captured, function), python
+        return iter([(found, partial(captured, function))]), python
 
     def _capture_programs(
         self,
@@ -333,16 +392,20 @@ class StepPlans:
         values: Sequence[FakeTensor],
         ops: GradientOps,
         elsewhere: Elsewhere,
-    ) -> tuple[CapturedStep, Callable[[Elsewhere], CapturedStep], PythonState]:
-        """The same by Inductor's programs."""
+        partition: float | None,
+    ) -> tuple[Iterator[Capturing], PythonState]:
+        """The same by Inductor's programs, by each partition; for several processes, which have to agree, by one."""
+        if partition is None and self.processes.size > 1:
+            partition = float(torch._functorch.config.activation_memory_budget)
         lasting = len(self.state.parameters) + len(self.state.buffers)
-        found = step_programs(function, self.state.module, values, lasting, self.options.partition)
+        made, python = step_programs(function, self.state.module, values, lasting, partition)
 
-        def captured(elsewhere: Elsewhere) -> CapturedStep:
+        def captured(found: StepPrograms, elsewhere: Elsewhere) -> CapturedStep:
             share = self.gradients.accumulate
-            return capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
+            step = capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
+            return replace(step, partition=found.partition)
 
-        return captured(elsewhere), captured, found.python
+        return ((captured(found, elsewhere), partial(captured, found)) for found in made), python
 
     def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
         """Kind, fake value and source of parameters, buffers and inputs, in this order."""
@@ -396,6 +459,19 @@ class StepPlans:
                     self.state.residency.residents[where] = Resident.blank(where, spec)
         self.state.sums = tuple(dict.fromkeys((*self.state.sums, *found)))
         return found
+
+
+def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere) -> Iterator[CapturedStep]:
+    """The captured steps, each made when it is asked for, with room for the tensors that the step before has returned."""
+    while True:
+        with CAPTURES.lock, without_collections():
+            if (found := next(made, None)) is None:
+                return
+            captured, again = found
+            if captured.others:  # the caller may still hold them
+                kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
+                captured = again((*elsewhere, (TensorKind.TEMPORARY, kept)))
+        yield captured
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:

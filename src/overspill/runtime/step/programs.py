@@ -10,50 +10,46 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.step_joint import joint_of_step, returned
-from overspill.capture.programs.storages import Storages
-from overspill.core.errors import UnsupportedError
-from overspill.runtime.compiled.inductor import programs_of
+from overspill.runtime.compiled.inductor import StepPrograms, programs_of
 
 from .python_state import PythonState
 from .watching import watched
 
+__all__ = ["Step", "StepPrograms", "after", "step_programs"]
+
 Step = Callable[..., tuple[Tensor, ...]]
-
-
-class StepPrograms(NamedTuple):
-    """Inductor's `programs` of a step, the `joint` graph that they are of, and the state of Python that it follows from."""
-
-    joint: JointGraph
-    programs: Storages
-    python: PythonState
 
 
 def step_programs(
     step: Step, module: nn.Module, values: Sequence[FakeTensor], lasting: int, partition: float | None
-) -> StepPrograms:
-    """The programs of `step(*values)`, a function of `module`, of which the first `lasting` values are parameters and buffers.
+) -> tuple[Iterator[StepPrograms], PythonState]:
+    """The programs of `step(*values)` by each partition, made when they are asked for, and the Python that it follows from.
 
-    `partition` is that of the Options. Raises UnsupportedError.
+    The step is a function of `module`, and the first `lasting` values are parameters and buffers. `partition` is that of
+    the Options. Raises UnsupportedError.
     """
     with _compiling():
         watched_joint, python = watched(
             lambda begin: joint_of_step(after(begin, step), module, values), lambda joint: joint.module.code
         )
-        count = len(returned(watched_joint.module.graph))
-        joint, programs = programs_of(_graph_of(step, len(values), count), values, range(lasting), partition)
-    if len(joint.primals) != len(values):
-        raise UnsupportedError(
-            f'Inductor compiled the step for {len(joint.primals)} inputs, not {len(values)}; use backend="eager"'
-        )
-    return StepPrograms(joint, programs, python)
+    count = len(returned(watched_joint.module.graph))
+    made = programs_of(lambda: _graph_of(step, len(values), count), values, range(lasting), partition)
+
+    def by_partition() -> Iterator[StepPrograms]:
+        while True:
+            with _compiling():
+                if (found := next(made, None)) is None:
+                    return
+            yield found
+
+    return by_partition(), python
 
 
 def after(begin: Callable[[], None], step: Step) -> Step:

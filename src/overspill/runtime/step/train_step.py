@@ -230,6 +230,11 @@ class TrainStep:
         return self._plans.plans
 
     @property
+    def partitions(self) -> list[float | None]:
+        """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
+        return self._plans.partitions
+
+    @property
     def peak_bytes(self) -> int:
         """The planned peak of the step."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
@@ -289,6 +294,13 @@ class TrainStep:
     def graph(self, *inputs: Any) -> Graph:
         """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
         return self._state.gate.alone(lambda: self._plans.graph(inputs))
+
+    def preview(self, *inputs: Any) -> Plan:
+        """The plan of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last.
+
+        Raises InfeasibleBudget and UnsupportedError.
+        """
+        return self._state.gate.alone(lambda: self._plans.preview(inputs))
 
     def synchronize(self) -> None:
         """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
@@ -429,6 +441,7 @@ def train_step(
     placement: str | None = None,
     process_group: torch.distributed.ProcessGroup | Literal[False] | None = None,
     checksum: bool = False,
+    partition: float | None = None,
     session: Session | None = None,
 ) -> TrainStep:
     """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
@@ -444,14 +457,15 @@ def train_step(
     from the store is compared with what went there. Steps and compiled models that are given one `session` share its
     budget: while one runs, the others keep their parameters and optimizer states. With `backend="inductor"` forward and
     backward are the programs that Inductor writes of the loss function, and the numbers those of a loop with
-    `torch.compile(loss_fn)` and the optimizer (docs/compiled.md). The other arguments are those of `overspill.compile`.
+    `torch.compile(loss_fn)` and the optimizer, of the partition that was chosen (docs/compiled.md). The other arguments are those of `overspill.compile`.
 
     Raises RequestError and UnsupportedError for what cannot be right, and at the first call InfeasibleBudget with the
     smallest budget that works, or StoreError.
     """
     options = Options(
-        budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum
-    )
+        budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum,
+        partition=partition,
+    )  # fmt: skip
     gradients = GradientOptions(accumulate, clip_norm, clip_value)
     if isinstance(model, torch._dynamo.OptimizedModule):  # the whole step is one graph already
         model = model._orig_mod
