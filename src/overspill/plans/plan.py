@@ -24,7 +24,9 @@ class Plan:
     """A checked schedule with its simulated figures.
 
     `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.
-    `op_seconds` are those of the ops with their fastest algorithms.
+    `op_seconds` are those of the ops with their fastest algorithms. `peak_bytes` and `budget_bytes` are live bytes. Of a
+    plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context, and
+    `device_budget_bytes` what the card may have (None: as much as the live bytes need).
     """
 
     graph: Graph
@@ -37,6 +39,9 @@ class Plan:
     plan_seconds: float
     device: Device
     op_seconds: tuple[float, ...]
+    reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    device_budget_bytes: int | None = None
 
     @cached_property
     def lower_bound_seconds(self) -> float:

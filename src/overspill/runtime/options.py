@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from overspill.placement.place import check_placer, plan_within
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
-from .hardware import device_noun, usable_bytes
+from .hardware import card_bytes, card_of, device_noun, usable_bytes
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import make_store, whole_pages
 
+T = TypeVar("T")
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
@@ -118,8 +119,31 @@ def budget_for(
 
 
 def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
-    """The budget in bytes that does not follow from a step: a size, or the whole device."""
+    """The budget in bytes that does not follow from a step: a size, or the whole device; of a card no more than it can give."""
+    if is_of_card(options, device):
+        return min(options.limit.nbytes or device.memory_bytes, card_bytes(device))
     return options.limit.nbytes or (device.usable_bytes if options.device else usable_bytes(where))
+
+
+def is_of_card(options: Options, device: Device) -> bool:
+    """Whether a budget in bytes is the size of a card, with the context and what PyTorch's allocator takes: on CUDA.
+
+    With a placement that is asked for it is what that takes. A share of the unmanaged peak is of live bytes.
+    """
+    return device.index is not None and options.placement is None and not options.limit.is_relative
+
+
+def within_budget(
+    options: Options, device: Device, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]
+) -> tuple[T, Plan]:
+    """What `make` gives for the live bytes that `budget_bytes` has room for. Raises InfeasibleBudget.
+
+    On CUDA the plan knows what card it needs, whatever the budget is of.
+    """
+    if is_of_card(options, device):
+        return card_of(device).planned(budget_bytes, make)
+    found, plan = make(budget_bytes)
+    return found, plan if device.index is None or options.placement is not None else card_of(device).measured(plan)
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -133,7 +157,12 @@ def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, 
 
 
 def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
-    """The plan of `graph`. Raises InfeasibleBudget."""
+    """The plan of `graph` within a budget, of live bytes or of a card. Raises InfeasibleBudget."""
+    return within_budget(options, device, budget_bytes, lambda live: (None, plan_live(options, graph, device, live)))[1]
+
+
+def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
+    """The plan of `graph` whose live bytes, or those where it is placed, are within a budget. Raises InfeasibleBudget."""
     if options.placer is None:
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
     return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan

@@ -35,8 +35,9 @@ from overspill.runtime.options import (
     fixed_budget,
     infeasible_for,
     open_engine,
-    plan_graph,
+    plan_live,
     store_bytes,
+    within_budget,
 )
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.surroundings import outputs_of, surroundings_of
@@ -60,7 +61,7 @@ _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 def plan_captured(options: Options, captured: HasGraph, device: Device, budget_bytes: int) -> Plan:
     """The plan of a captured graph. Raises InfeasibleBudget."""
-    return plan_graph(options, captured.graph, device, budget_bytes)
+    return plan_live(options, captured.graph, device, budget_bytes)
 
 
 class Session:
@@ -275,13 +276,13 @@ class Session:
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
             try:
-                captured, plan = problem.planned(room if trains else ALONE, budget)
+                captured, plan = self._within(problem, room if trains else ALONE, budget)
             except InfeasibleBudget:
                 if not trains or kind in self._rooms or not beside:
                     raise
                 # The others were planned as if they were alone. From the next step on they leave room to one another.
                 room = Room(pending_bytes=self._retained_elsewhere(frame))
-                captured, plan = problem.planned(room, budget)
+                captured, plan = self._within(problem, room, budget)
                 self.pending.learn(kind, beside)
                 self._plan_anew(TOGETHER)
         planned = Planned(
@@ -297,6 +298,10 @@ class Session:
             self.outdated |= any(p.plan.peak_bytes > budget for p in self._planned)
         self._tell_of_other_sessions(where)
         return captured, planned
+
+    def _within(self, problem: Problem[C], room: Room, budget: int) -> tuple[C, Plan]:
+        """A graph and its plan within the budget, which on CUDA is that of a card. Raises InfeasibleBudget."""
+        return within_budget(self.options, problem.device, budget, lambda live: problem.planned(room, live))
 
     def _known_beside(self, kind: Kind) -> Counter[Kind]:
         """Calls that the plan of a call of `kind` has to leave room for: those that were settled, or what is seen of other models."""
@@ -362,8 +367,11 @@ class Session:
         settlement = Settlement(self._problems, known)
         if settlement.kinds:
             device_bytes = max(planned.plan.budget_bytes for planned in self._planned)
-            self._settled_budget = self.options.limit.bytes_of(
-                settlement.unmanaged_peak, device_bytes, lambda: settlement.smallest()[0]
+            limit = self.options.limit  # of live bytes, as the plans' budgets are; a size may be that of a card
+            self._settled_budget = (
+                limit.bytes_of(settlement.unmanaged_peak, device_bytes, lambda: settlement.smallest()[0])
+                if limit.is_relative
+                else device_bytes
             )
             self._rooms = settlement.rooms(self._settled_budget)
         return True
