@@ -111,8 +111,7 @@ class Card:
         return InfeasibleBudget(
             f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for the "
             f"context and {format_bytes(plan.reserved_bytes)} in PyTorch's allocator, for {format_bytes(plan.peak_bytes)} of "
-            f"live bytes ({cause}) and {format_bytes(sum(self.handle_bytes))} of library workspaces a thread; raise the budget "
-            f"or make the batch smaller{advice}",
+            f"live bytes ({cause}), library workspaces and fragmentation; raise the budget or make the batch smaller{advice}",
             budget_bytes=budget_bytes,
             floor_bytes=plan.device_bytes,
             cause=cause,
@@ -190,7 +189,9 @@ class _Run:
             return [nbytes]
         if not self.graph.whole_step:
             return _pieces(nbytes, self.parameters)
-        return _pieces(nbytes, [min(SLICE_BYTES, max((self.graph.tensors[t].nbytes for t in op.reads), default=nbytes))])
+        return _pieces(
+            nbytes, [min(SLICE_BYTES, max((self.graph.tensors[t].nbytes for t in op.reads), default=nbytes))]
+        )
 
     def take_handles(self, op: Op, thread: str) -> None:
         """What libraries keep for a thread from its first matrix product on."""

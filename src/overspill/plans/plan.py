@@ -53,6 +53,11 @@ class Plan:
         return bound(self.graph, self.device, self.budget_bytes, self.op_seconds)
 
     @property
+    def asked_bytes(self) -> int:
+        """The budget as it was asked for: live bytes, or those of a card."""
+        return self.budget_bytes if self.device_budget_bytes is None else self.device_budget_bytes
+
+    @property
     def gap(self) -> float:
         """How much longer the step takes than the bound, as a share of the bound; at most this can be gained."""
         return self.step_seconds / self.lower_bound_seconds - 1 if self.lower_bound_seconds else 0.0

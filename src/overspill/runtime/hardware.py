@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import cache
 
 import torch
 
 from overspill.core import Device
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.costs import Interval, context_bytes, cublas_workspace_bytes, cublaslt_workspace_bytes, kernel_image_bytes
+from overspill.costs import (
+    Interval,
+    context_bytes,
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    kernel_image_bytes,
+)
 from overspill.costs.blas_workspace import Lifetime
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
@@ -21,6 +26,7 @@ from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
 """Whose rates stand in for those of a GPU that has no data file; its memory is asked of the driver."""
+_CONTEXTS: dict[int, int] = {}
 
 
 def device_noun(device: torch.device) -> Device:
@@ -90,18 +96,19 @@ def _held_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if ours is None else ours.statistics().reserved_bytes
 
 
-@cache
 def _context_bytes(index: int, known: Device) -> int:
     """The context on a CUDA device: as it is now, if it can be told from other processes', and the kernels that will come.
 
     Measured once, when the first plan is made: later some of these kernels are in it.
     """
-    software = _software()
-    free, total = torch.cuda.mem_get_info(index)
-    beside = total - free - _held_bytes(torch.device("cuda", index))
-    usual = context_bytes(known, software.cuda_version)
-    bare = beside if beside <= usual.high else usual.central
-    return bare + _to_come(software, known).central
+    if index not in _CONTEXTS:
+        software = _software()
+        free, total = torch.cuda.mem_get_info(index)
+        beside = total - free - _held_bytes(torch.device("cuda", index))
+        usual = context_bytes(known, software.cuda_version)
+        bare = beside if beside <= usual.high else usual.central
+        _CONTEXTS[index] = bare + _to_come(software, known).central
+    return _CONTEXTS[index]
 
 
 def _to_come(software: Software, device: Device) -> Interval:

@@ -85,13 +85,17 @@ class Training:
 class Run:
     """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers.
 
-    `partition` is the `activation_memory_budget` that Inductor's programs were parted by.
+    `partition` is the `activation_memory_budget` that Inductor's programs were parted by. `planned_peak_bytes` are live
+    bytes; on CUDA `planned_reserved_bytes` are what PyTorch's allocator takes for them, and `planned_device_bytes` that and
+    the context: what the card must have.
     """
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     measured_peak_bytes: int = 0
     planned_peak_bytes: int = 0
+    planned_reserved_bytes: int | None = None
+    planned_device_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = None
@@ -169,6 +173,7 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
+        run.planned_reserved_bytes, run.planned_device_bytes = session.reserved_bytes, session.device_bytes
         run.partition = session.partitions[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
         run.times = session.measured_times
@@ -267,6 +272,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
         run.partition = options.partition
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
+        run.planned_reserved_bytes, run.planned_device_bytes = whole.reserved_bytes, whole.device_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]
         run.times = whole.measured_times
         run.state = _final_state(step) if training.keep_state else {}

@@ -192,6 +192,16 @@ class Session:
         """The planned peak of the whole step."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
 
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
+        return max((plan.reserved_bytes for plan in self.plans if plan.reserved_bytes is not None), default=None)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The same with the context: what the card must have."""
+        return max((plan.device_bytes for plan in self.plans if plan.device_bytes is not None), default=None)
+
     def room_bytes(self) -> int:
         """What the budget has room for beside every plan: what was set aside, and what the plans leave."""
         aside = 0 if self.options.reserve is None else parse_bytes(self.options.reserve)

@@ -235,6 +235,16 @@ class TrainStep:
         return max((plan.peak_bytes for plan in self.plans), default=0)
 
     @property
+    def reserved_bytes(self) -> int | None:
+        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
+        return max((plan.reserved_bytes for plan in self.plans if plan.reserved_bytes is not None), default=None)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The same with the context: what the card must have."""
+        return max((plan.device_bytes for plan in self.plans if plan.device_bytes is not None), default=None)
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether an error has stopped a step that `resume` can finish, or `abandon` give up."""
         return self._call is not None
