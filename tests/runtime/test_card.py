@@ -74,14 +74,11 @@ def budget_of(job: Training, share: float) -> int:
 
 
 @pytest.mark.parametrize("whole_step", [False, True])
-@pytest.mark.parametrize(
-    ("model", "batch", "small"),
-    [(DECODER, 16, False), pytest.param("resnet18", 64, True, marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("model", "batch"), [(DECODER, 16), pytest.param("resnet18", 4, marks=pytest.mark.long)])
 def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
-    model: str, batch: int, small: bool, whole_step: bool, tmp_path: Any
+    model: str, batch: int, whole_step: bool, tmp_path: Any
 ) -> None:
-    job = Training(lambda: load(model, small=small), batch, "adamw", 3, whole_step=whole_step, keep_state=False)
+    job = Training(lambda: load(model), batch, "adamw", 3, whole_step=whole_step, keep_state=False)
     budget = budget_of(job, 0.75)
     found = []
     asked = Options(device=GPU, budget=budget, store="disk", store_dir=tmp_path)
@@ -206,5 +203,5 @@ def test_the_allocator_is_as_the_environment_says(cuda: dict[str, int], monkeypa
 
 def test_the_handle_of_cublas_is_counted(cuda: dict[str, int]) -> None:
     card = hardware.card_of(noun())
-    assert card.handle_bytes[0] == 8519680
+    assert card.handle_bytes[-1] == 8519680
     assert card.context_bytes == noun().context_bytes

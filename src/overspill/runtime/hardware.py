@@ -72,7 +72,10 @@ def card_of(device: Device) -> Card:
     capability, environment, release = device.compute_capability, software.environment, software.torch_version
     blas = cublas_workspace_bytes(capability, environment, release)
     lt = cublaslt_workspace_bytes(capability, environment, release)
-    handles = (blas.own_bytes, lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0)
+    handles = (
+        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
+        blas.own_bytes,
+    )  # in the order in which they come up
     return Card(device.context_bytes, tuple(filter(None, handles)), allocator_config())
 
 
