@@ -32,7 +32,7 @@ struct CachingConfig {
     double garbage_collection_threshold = 0;
     bool expandable_segments = false;
     double per_process_memory_fraction = 1;
-    bool oldest_first = false;
+    int by_age = 0;  // among free blocks of equal size: 1 the oldest first, -1 the newest, 0 the lowest address
 };
 
 inline Bytes round_size(Bytes nbytes, const std::array<std::int64_t, kDivisionIntervals>& divisions) {
@@ -111,7 +111,7 @@ class CachingAllocator final : public Allocator, private PoolOwner {
     std::int64_t birth() override { return ++births_; }
 
     Key key(const PoolBlock* block) const override {
-        return {block->stream, block->size, config_.oldest_first ? block->born : 0, block->address};
+        return {block->stream, block->size, config_.by_age * block->born, block->address};
     }
 
     void put(PoolBlock* block) override {
@@ -255,7 +255,8 @@ inline const Registered kCaching("pytorch", [](Device& device, const Settings& s
     config.garbage_collection_threshold = settings.number("garbage_collection_threshold");
     config.expandable_segments = settings.flag("expandable_segments");
     config.per_process_memory_fraction = settings.number("per_process_memory_fraction");
-    config.oldest_first = settings.text("tie_break") == "oldest";
+    const auto tie_break = settings.text("tie_break");
+    config.by_age = tie_break == "oldest" ? 1 : tie_break == "newest" ? -1 : 0;
     return std::make_unique<CachingAllocator>(device, config);
 });
 

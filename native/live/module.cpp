@@ -16,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "allocator.hpp"
@@ -90,6 +91,8 @@ class Core {
     void start_recording() { allocator_->start_recording(); }
     void forget_plan() { allocator_->forget_plan(); }
     void trim() { allocator_->trim(); }
+    void limit(Bytes capacity_bytes) { allocator_->limit(capacity_bytes); }
+    bool drains() const { return allocator_->drains(); }
 
     // (what, block, bytes, stream) a row
     nb::ndarray<nb::numpy, std::int64_t> stop_recording() {
@@ -211,6 +214,14 @@ extern "C" {
     }
 }
 
+// PyTorch begins a capture of a CUDA graph, or the use of a memory pool: its blocks would have to keep their addresses.
+[[gnu::visibility("default")]] void overspill_begin_pool(int, std::pair<unsigned long long, unsigned long long>,
+                                                         std::function<bool(void*)>) {
+    throw std::runtime_error(
+        "CUDA graphs and memory pools do not work with Overspill's live allocator (placement='planned'), which gives blocks "
+        "other addresses in other steps; take placement='planned' or the graph away");
+}
+
 [[gnu::visibility("default")]] void overspill_empty_cache() {
     for (const auto& allocator : overspill::live::installed)
         if (auto* found = allocator.load()) found->trim();
@@ -230,6 +241,8 @@ NB_MODULE(_live, module) {
     using overspill::live::Core;
     using overspill::live::Unlocked;
     module.doc() = "The native core of overspill.runtime.live.allocator.";
+    // An allocator that serves PyTorch lives as long as the process, and with it what Python has of it.
+    nb::set_leak_warnings(false);
     nb::class_<Core>(module, "LiveCore")
         .def(nb::init<const std::string&, const std::string&, int, std::optional<overspill::Bytes>, overspill::Bytes,
                       overspill::Bytes, bool>(),
@@ -248,6 +261,8 @@ NB_MODULE(_live, module) {
              nb::arg("start"), nb::arg("end"))
         .def("forget_plan", &Core::forget_plan, Unlocked())
         .def("trim", &Core::trim, Unlocked())
+        .def("limit", &Core::limit, nb::arg("capacity_bytes"), Unlocked())
+        .def("drains", &Core::drains)
         .def("drive", &Core::drive, nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"),
              nb::arg("block_count"), nb::arg("repeats"), Unlocked())
         .def("complete", &Core::complete, nb::arg("stream"), Unlocked())

@@ -13,7 +13,7 @@
 extern "C" {
 void* __cxa_allocate_exception(std::size_t) noexcept;
 void __cxa_free_exception(void*) noexcept;
-[[noreturn]] void __cxa_throw(void*, std::type_info*, void (*)(void*));
+[[noreturn]] void __cxa_throw(void*, void* type, void (*)(void*));  // declared as GCC does by itself
 }
 
 namespace overspill::live {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
@@ -17,7 +17,8 @@ from overspill.plans.plan import Plan
 
 from .allocators.caching_config import CachingConfig
 from .events import ALLOCATE, FREE, Events
-from .replay import replay
+from .place import place_plan
+from .replay import minimum_capacity, replay
 
 T = TypeVar("T")
 STEPS = 3
@@ -29,6 +30,8 @@ ELASTIC = frozenset({"convolution", "convolution_backward"})
 """Ops whose library may take less workspace than is likely, or none."""
 SHARES = (0.0, 0.5, 1.0)
 """Of the likely workspaces of ELASTIC ops, those that are tried."""
+TIE_BREAKS: tuple[Literal["address", "oldest", "newest"], ...] = ("address", "oldest", "newest")
+"""The orders of equal free blocks that are tried."""
 SPARE_BYTES = 4 << 20
 """Two small segments: for scalars and other small blocks that no plan counts."""
 TRIES = 6
@@ -40,26 +43,39 @@ SLICE_BYTES = 64 << 20
 @dataclass(frozen=True)
 class Card:
     """A card as a job meets it: `context_bytes` are the driver's and of loaded kernels, `handle_bytes` what the libraries keep
-    of the allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings.
+    of the allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
+    blocks get planned addresses (`runtime/live/`): until these are known the allocator gives back what it can at the limit.
     """
 
     context_bytes: int
     handle_bytes: tuple[int, ...] = ()
     config: CachingConfig = field(default_factory=CachingConfig)
+    solver: str | None = None
 
     def reserved_bytes(self, plan: Plan) -> int:
         """The most that PyTorch's caching allocator takes from the device in some steps of `plan`.
 
-        Which workspaces cuDNN takes is known for none, and what is not taken lets other blocks lie elsewhere: so the most
-        over several shares of them counts.
+        Blocks lie elsewhere where cuDNN takes less workspace than is likely, and where the driver gives segments at other
+        addresses, by which the allocator chooses among equals. So the most over several ways counts.
         """
+        if self.solver is not None:
+            return self._planned_bytes(plan, self.solver)
         has_elastic = any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
-        return SPARE_BYTES + max(
-            replay(
-                events_of(plan.graph, plan.schedule, self.handle_bytes, share), "pytorch", config=self.config
-            ).peak_device_bytes
-            for share in (SHARES if has_elastic else SHARES[-1:])
-        )
+        found = []
+        for share in SHARES if has_elastic else SHARES[-1:]:
+            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share)
+            for tie_break in TIE_BREAKS:
+                config = replace(self.config, tie_break=tie_break)
+                found.append(replay(events, "pytorch", config=config).peak_device_bytes)
+        return max(found) + SPARE_BYTES
+
+    def _planned_bytes(self, plan: Plan, solver: str) -> int:
+        """The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it."""
+        events = events_of(plan.graph, plan.schedule, self.handle_bytes)
+        first = minimum_capacity(events, "pytorch", self.config)
+        threads = 1 if plan.graph.whole_step else 2
+        arena = place_plan(plan, solver).peak_bytes
+        return max(first, arena + threads * sum(self.handle_bytes)) + SPARE_BYTES
 
     def measured(self, plan: Plan) -> Plan:
         """`plan` with what a card must have for it."""
@@ -118,7 +134,7 @@ class Card:
         assert plan.device_bytes is not None
         needed, budget = format_apart(plan.device_bytes, budget_bytes)
         advice = ""
-        if not self.config.expandable_segments:
+        if not self.config.expandable_segments and self.solver is None:
             other = replace(self, config=replace(self.config, expandable_segments=True, max_split_bytes=None))
             with_it = other.reserved_bytes(plan) + self.context_bytes
             if with_it < plan.device_bytes:

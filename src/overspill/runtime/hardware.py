@@ -66,8 +66,8 @@ def card_bytes(device: Device) -> int:
     return usable_bytes(where) - _to_come(_software(), device).central + device.context_bytes
 
 
-def card_of(device: Device) -> Card:
-    """The GPU `device` as a job meets it. Raises UnsupportedError where nobody knows what PyTorch's allocator takes."""
+def card_of(device: Device, solver: str | None = None) -> Card:
+    """The GPU `device` as a job meets it, with planned addresses by `solver` if it is given. Raises UnsupportedError where nobody knows what PyTorch's allocator takes."""
     software = _software()
     capability, environment, release = device.compute_capability, software.environment, software.torch_version
     blas = cublas_workspace_bytes(capability, environment, release)
@@ -76,7 +76,8 @@ def card_of(device: Device) -> Card:
         lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
         blas.own_bytes,
     )  # in the order in which they come up
-    return Card(device.context_bytes, tuple(filter(None, handles)), allocator_config())
+    config = allocator_config() if solver is None else CachingConfig()  # that of the live allocator's pool
+    return Card(device.context_bytes, tuple(filter(None, handles)), config, solver)
 
 
 def allocator_config() -> CachingConfig:

@@ -18,12 +18,14 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
+from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer, plan_within
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
+from .live.planned_steps import PlannedSteps
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import make_store, whole_pages
@@ -128,9 +130,19 @@ def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
 def is_of_card(options: Options, device: Device) -> bool:
     """Whether a budget in bytes is the size of a card, with the context and what PyTorch's allocator takes: on CUDA.
 
-    With a placement that is asked for it is what that takes. A share of the unmanaged peak is of live bytes.
+    With another allocator or solver it is what that takes. A share of the unmanaged peak is of live bytes.
     """
-    return device.index is not None and options.placement is None and not options.limit.is_relative
+    return _knows_card(options, device) and not options.limit.is_relative
+
+
+def _knows_card(options: Options, device: Device) -> bool:
+    live = options.placement == PLANNED and options.backend == "eager"
+    return device.index is not None and (options.placement is None or live)
+
+
+def card_for(options: Options, device: Device) -> Card:
+    """The card that plans are for. Raises UnsupportedError."""
+    return card_of(device, options.placer)
 
 
 def within_budget(
@@ -141,9 +153,9 @@ def within_budget(
     On CUDA the plan knows what card it needs, whatever the budget is of.
     """
     if is_of_card(options, device):
-        return card_of(device).planned(budget_bytes, make)
+        return card_for(options, device).planned(budget_bytes, make)
     found, plan = make(budget_bytes)
-    return found, plan if device.index is None or options.placement is not None else card_of(device).measured(plan)
+    return found, card_for(options, device).measured(plan) if _knows_card(options, device) else plan
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -156,6 +168,12 @@ def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, 
     return engine, register_engine(engine)
 
 
+def limit_steps(steps: PlannedSteps, plan: Plan) -> None:
+    """From now on the live allocator takes no more of the card than `plan` has of it; more than one plan share the largest."""
+    if plan.device_budget_bytes is not None:
+        steps.limit(plan.device_budget_bytes - plan.device.context_bytes)
+
+
 def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
     """The plan of `graph` within a budget, of live bytes or of a card. Raises InfeasibleBudget."""
     return within_budget(options, device, budget_bytes, lambda live: (None, plan_live(options, graph, device, live)))[1]
@@ -163,7 +181,7 @@ def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int
 
 def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
     """The plan of `graph` whose live bytes, or those where it is placed, are within a budget. Raises InfeasibleBudget."""
-    if options.placer is None:
+    if options.placer is None or is_of_card(options, device):
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
     return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
 

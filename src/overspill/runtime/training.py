@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ from . import batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .live.allocator import serving
-from .options import Options, budget_for, device_for, plan_graph
+from .live.planned_steps import planned_steps
+from .options import PLANNED, Options, budget_for, device_for, plan_graph
 from .step.train_step import GradientOptions, TrainStep
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
@@ -169,6 +171,8 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
     if training.whole_step:
         return _train_whole(training, options, on_step)
     session = Session(options)
+    if _places(training, options):
+        session.place_live(index=torch.device(training.device).index or 0)
     try:
         run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
@@ -181,6 +185,12 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
     finally:
         session.close()
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some sessions
+
+
+def _places(training: Training, options: Options) -> bool:
+    """Whether the live allocator gives the run its memory."""
+    on_cuda = torch.device(training.device).type == "cuda"
+    return on_cuda and options.placement == PLANNED and options.backend == "eager"
 
 
 def train_plain(
@@ -204,6 +214,7 @@ def train_plain(
 def _train(
     training: Training, session: Session | None, on_step: Callable[[int, float], None] | None, *, compiled: bool
 ) -> Run:
+    _leave_nothing(training.device)
     step, batch = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     model: Callable[..., Tensor] = step
@@ -249,6 +260,9 @@ def _train(
 
 
 def _train_whole(training: Training, options: Options, on_step: Callable[[int, float], None] | None) -> Run:
+    _leave_nothing(training.device)
+    if _places(training, options):
+        planned_steps(index=torch.device(training.device).index or 0)  # before the model is on the GPU
     step, batch = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     whole = TrainStep(step.model, step.loss, optimizer, options, training.gradients)
@@ -308,7 +322,15 @@ def _clip(parameters: Iterator[nn.Parameter], gradients: GradientOptions) -> Non
 
 
 def _final_state(step: TrainingStep) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in step.state_dict().items()}
+    """Weights and buffers, in host memory: copies on a GPU would be part of the next run's peak."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in step.state_dict().items()}
+
+
+def _leave_nothing(device: str) -> None:
+    """Before a run is measured: what runs before it have left in cycles and in the allocator's cache is given back."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

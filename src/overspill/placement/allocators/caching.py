@@ -180,8 +180,9 @@ class CachingAllocator(PythonAllocator):
 
     def key(self, block: PoolBlock) -> Key:
         """Where `block` belongs among the free ones: by stream, size, and the tie-break."""
-        if self.config.tie_break == "oldest":
-            return (block.stream, block.size, block.born, block.address)
+        if self.config.tie_break != "address":
+            age = block.born if self.config.tie_break == "oldest" else -block.born
+            return (block.stream, block.size, age, block.address)
         return (block.stream, block.size, block.address)
 
     def put(self, block: PoolBlock) -> None:

@@ -21,12 +21,10 @@ from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.placement.packing import solver_named
 from overspill.plans.plan import Plan, retained_bytes, unmanaged_peak
 from overspill.runtime import batches
 from overspill.runtime.hardware import usable_bytes
-from overspill.runtime.live.allocator import LiveAllocator
-from overspill.runtime.live.planned_steps import PlannedSteps
+from overspill.runtime.live.planned_steps import PlannedSteps, planned_steps
 from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 from overspill.runtime.options import (
     Options,
@@ -34,6 +32,7 @@ from overspill.runtime.options import (
     device_for,
     fixed_budget,
     infeasible_for,
+    limit_steps,
     open_engine,
     plan_live,
     store_bytes,
@@ -160,10 +159,7 @@ class Session:
 
         On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already.
         """
-        allocator = LiveAllocator(device, **settings)
-        if device == "cuda":
-            allocator.serve_pytorch()
-        self.steps = PlannedSteps(allocator, solver_named())
+        self.steps = planned_steps(device, **settings)
 
     # -- what a user may ask
 
@@ -295,6 +291,8 @@ class Session:
                 captured, plan = self._within(problem, room, budget)
                 self.pending.learn(kind, beside)
                 self._plan_anew(TOGETHER)
+        if self.steps is not None:
+            limit_steps(self.steps, plan)
         planned = Planned(
             frame, kind, plan, retained_bytes(plan.graph, plan.schedule) - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
