@@ -30,10 +30,12 @@ ELASTIC = frozenset({"convolution", "convolution_backward"})
 """Ops whose library may take less workspace than is likely, or none."""
 SHARES = (0.0, 0.5, 1.0)
 """Of the likely workspaces of ELASTIC ops, those that are tried."""
-TIE_BREAKS: tuple[Literal["address", "oldest", "newest"], ...] = ("address", "oldest", "newest")
+TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
 """The orders of equal free blocks that are tried."""
 SPARE_BYTES = 4 << 20
 """Two small segments: for scalars and other small blocks that no plan counts."""
+ENOUGH_SHARE = 0.03
+"""Where a plan fits and one for so much more of the room does not, no other is made."""
 TRIES = 6
 """How many plans are made for one card."""
 SLICE_BYTES = 64 << 20
@@ -89,29 +91,26 @@ class Card:
         InfeasibleBudget with the size of a card that would do.
         """
         room = budget_bytes - self.context_bytes
-        asked, over, best = room, room + 1, None
+        asked, low, over, best = room, 0, room, None
         for _ in range(TRIES):
             try:
                 found, plan = make(max(asked, 1))
             except InfeasibleBudget:
-                if best is None:
-                    break
-                low = asked
+                found, plan = self._smallest(budget_bytes, make)
+            plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
+            assert plan.reserved_bytes is not None
+            excess = plan.reserved_bytes - room
+            if excess <= 0:
+                best = min((found, plan), best or (found, plan), key=lambda b: b[1].step_seconds)
+                low = max(low, min(asked, plan.peak_bytes))
             else:
-                plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
-                assert plan.reserved_bytes is not None
-                excess = plan.reserved_bytes - room
-                if excess <= 0:
-                    best = min((found, plan), best or (found, plan), key=lambda b: b[1].step_seconds)
-                    if asked == room:
-                        break
-                    low = asked
-                elif best is None:
-                    over, asked = asked, min(asked, plan.peak_bytes) - excess
-                    continue
-                else:
-                    over = asked
-            asked = (low + over) // 2
+                over = asked
+            if best is None:
+                asked = min(asked, plan.peak_bytes) - excess
+            elif over - low <= ENOUGH_SHARE * room:
+                break
+            else:
+                asked = (low + over) // 2
         return best or self._smallest(budget_bytes, make)
 
     def _smallest(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:

@@ -103,7 +103,7 @@ class CachingAllocator(PythonAllocator):
             return self._expandable.grow(pool, size, stream)
         block = self._segment_malloc(nbytes, stream)
         if block is not None:
-            block.pool, block.born = pool, self.birth()
+            block.pool, block.born, block.base = pool, self.birth(), block.address
         return block
 
     def _splits(self, pool: Pool, rest: int, size: int) -> bool:
@@ -181,8 +181,8 @@ class CachingAllocator(PythonAllocator):
     def key(self, block: PoolBlock) -> Key:
         """Where `block` belongs among the free ones: by stream, size, and the tie-break."""
         if self.config.tie_break != "address":
-            age = block.born if self.config.tie_break == "oldest" else -block.born
-            return (block.stream, block.size, age, block.address)
+            rank = block.born if self.config.tie_break == "oldest" else -block.base
+            return (block.stream, block.size, rank, block.address)
         return (block.stream, block.size, block.address)
 
     def put(self, block: PoolBlock) -> None:
