@@ -36,7 +36,7 @@ DECODER = "decoder:width=128,depth=4,heads=4,vocabulary=4096,seq_len=64"
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card with 100 MiB of context."""
-    monkeypatch.setattr(options, "card_of", lambda _: CARD)
+    monkeypatch.setattr(options, "card_of", lambda *_: CARD)
     monkeypatch.setattr(options, "card_bytes", lambda device: device.memory_bytes)
 
 

@@ -55,7 +55,9 @@ def test_a_larger_step_is_served_and_then_planned_anew() -> None:
     loop = Loop()
     for _ in range(4):
         loop.run(batch=4)
-    assert loop.planned_share(batch=5) == 0.5  # the gradients
+    assert (
+        loop.planned_share(batch=5) == 0.7
+    )  # the gradients, and what has a place of its size behind its own or fits there
     for _ in range(2):
         loop.run(batch=5)
         assert loop.steps.phase is Phase.RECORDING
@@ -133,3 +135,25 @@ def test_a_limit_gives_back_what_is_over_and_unused() -> None:
         allocator.allocate(8 << 20)
     allocator.limit(32 << 20)
     allocator.allocate(8 << 20)
+
+
+def test_an_extra_request_does_not_shift_the_others() -> None:
+    """As a kernel's scratch that was not recorded: it and what the plan has no place for come from the pool."""
+    loop = Loop()
+    for _ in range(4):
+        loop.run(batch=4)
+    allocate = loop.witness.allocate
+    extra: list[int] = []
+
+    def with_extra(nbytes: int) -> int:
+        if nbytes == 512 * 4 * 4:
+            extra.append(allocate(100_000))
+        return allocate(nbytes)
+
+    before = loop.witness.allocator.statistics()
+    loop.witness.allocate = with_extra  # type: ignore[method-assign, assignment]
+    loop.run(batch=4)
+    now = loop.witness.allocator.statistics()
+    assert len(extra) == 1
+    assert now.requests - before.requests == 11
+    assert now.planned - before.planned == 10
