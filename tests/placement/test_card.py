@@ -43,6 +43,16 @@ def test_a_plan_survives_on_a_card_of_exactly_the_budget(share: float) -> None:
     assert (share < 1) == (plan.offloaded_bytes + plan.recomputed_ops > 0)
 
 
+def test_what_fits_as_it_is_is_planned_once_and_no_card_is_planned_for_more_than_six_times() -> None:
+    def tries(budget: int) -> int:
+        asked: list[int] = []
+        CARD.planned(budget, lambda live: (asked.append(live), make_plan(STEP, DEVICE, "auto", live)))
+        return len(asked)
+
+    assert tries(1 << 40) == 1
+    assert 1 < tries(CARD.context_bytes + 60 * MIB) <= 6
+
+
 def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:
     """What was planned before: the budget's bytes as live bytes."""
     budget = unmanaged_peak(STEP, DEVICE)

@@ -97,12 +97,13 @@ class Card:
                 found, plan = make(max(asked, 1))
             except InfeasibleBudget:
                 found, plan = self._smallest(budget_bytes, make)
+                asked = plan.peak_bytes
             plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
             assert plan.reserved_bytes is not None
             excess = plan.reserved_bytes - room
             if excess <= 0:
                 best = min((found, plan), best or (found, plan), key=lambda b: b[1].step_seconds)
-                low = max(low, min(asked, plan.peak_bytes))
+                low = max(low, asked)
             else:
                 over = asked
             if best is None:
