@@ -27,7 +27,7 @@ struct PoolBlock {
     PoolBlock* next = nullptr;
     std::int64_t born = 0;        // numbers blocks by their creation
     std::int64_t indexed_at = 0;  // the age counter when the block became free
-    Address base = 0;             // where an expandable segment starts
+    Address base = 0;             // where its segment starts
 
     bool split() const { return prev != nullptr || next != nullptr; }
 

@@ -32,7 +32,8 @@ struct CachingConfig {
     double garbage_collection_threshold = 0;
     bool expandable_segments = false;
     double per_process_memory_fraction = 1;
-    bool oldest_first = false;
+    // Among free blocks of equal size the lowest address is taken, or the oldest, or as if later segments lay lower.
+    enum class TieBreak { kAddress, kOldest, kFalling } tie_break = TieBreak::kAddress;
 };
 
 inline Bytes round_size(Bytes nbytes, const std::array<std::int64_t, kDivisionIntervals>& divisions) {
@@ -111,7 +112,10 @@ class CachingAllocator final : public Allocator, private PoolOwner {
     std::int64_t birth() override { return ++births_; }
 
     Key key(const PoolBlock* block) const override {
-        return {block->stream, block->size, config_.oldest_first ? block->born : 0, block->address};
+        std::int64_t rank = 0;
+        if (config_.tie_break == CachingConfig::TieBreak::kOldest) rank = block->born;
+        if (config_.tie_break == CachingConfig::TieBreak::kFalling) rank = -block->base;
+        return {block->stream, block->size, rank, block->address};
     }
 
     void put(PoolBlock* block) override {
@@ -169,6 +173,7 @@ class CachingAllocator final : public Allocator, private PoolOwner {
         if (block != nullptr) {
             block->in_small = pool.small;
             block->born = birth();
+            block->base = block->address;
         }
         return block;
     }
@@ -255,7 +260,9 @@ inline const Registered kCaching("pytorch", [](Device& device, const Settings& s
     config.garbage_collection_threshold = settings.number("garbage_collection_threshold");
     config.expandable_segments = settings.flag("expandable_segments");
     config.per_process_memory_fraction = settings.number("per_process_memory_fraction");
-    config.oldest_first = settings.text("tie_break") == "oldest";
+    const auto tie_break = settings.text("tie_break");
+    if (tie_break == "oldest") config.tie_break = CachingConfig::TieBreak::kOldest;
+    if (tie_break == "falling") config.tie_break = CachingConfig::TieBreak::kFalling;
     return std::make_unique<CachingAllocator>(device, config);
 });
 

@@ -174,6 +174,7 @@ class SimulatedDevice final : public Device {
     void unmap(Address, Bytes nbytes) override { used_bytes_ -= nbytes; }
 
     std::optional<Bytes> capacity_bytes() const override { return capacity_bytes_; }
+    void limit(Bytes capacity_bytes) { capacity_bytes_ = capacity_bytes; }
     Bytes used_bytes() const override { return used_bytes_; }
 
   private:

@@ -174,8 +174,23 @@ class LiveAllocator {
         return std::exchange(log_, {});
     }
 
+    // Take no more of the device than this from now on; what is over is given back as far as no block uses it.
+    void limit(Bytes capacity_bytes) {
+        const std::lock_guard lock(mutex_);
+        device_->limit(capacity_bytes);
+        if (device_->used_bytes() <= capacity_bytes) return;
+        settle(true);
+        pool_->trim();
+    }
+
+    // Whether blocks of an arena that was given up are still live.
+    bool drains() const {
+        const std::lock_guard lock(mutex_);
+        return !retired_.empty();
+    }
+
     // Whether there was memory for an arena of `nbytes`, in which requests are placed from the next step on. The i-th
-    // place is for requests on the i-th stream.
+    // place is for requests on the i-th stream. The arena before goes first, if none of its blocks is live.
     bool plan(Bytes nbytes, std::vector<Place> places, const std::vector<Stream>& streams) {
         const std::lock_guard lock(mutex_);
         for (std::size_t i = 0; i < places.size(); ++i) places[i].stream = numbered(streams[i]).number;
@@ -354,7 +369,7 @@ class LiveAllocator {
         statistics_.peak_reserved = std::max(statistics_.peak_reserved, statistics_.reserved);
     }
 
-    std::mutex mutex_;
+    mutable std::mutex mutex_;
     std::unique_ptr<LiveDevice> device_;
     std::unique_ptr<MemoryPool> pool_;
     std::unique_ptr<Arena> arena_;

@@ -1,4 +1,5 @@
-// The planned part of a step (profile-guided placement, section 4.2): the i-th request gets the i-th planned place.
+// The planned part of a step (profile-guided placement, section 4.2): the i-th request gets the i-th planned place. A
+// request that the plan does not have, or one less, does not shift the others: what follows finds its place by its size.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,8 @@ enum class Answer {
 
 // Requests come in the recorded order, but nothing is sure about the frees. A block whose free the plan counts on when
 // a place is given out is *late* while it is still there, and blocks of the step before are, at the beginning of one;
-// a place is given out only where no late block lies. All others are apart from it by the layout.
+// a place is given out only where no late block lies. All others are apart from it by the layout: places are given out in
+// the order of the plan, though some may be left out.
 class Arena {
   public:
     Arena(Address base, Bytes nbytes, std::vector<Place> places) : base_(base), nbytes_(nbytes) {
@@ -66,11 +68,13 @@ class Arena {
 
     Answer take(Bytes nbytes, std::int32_t stream, Address& address) {
         if (next_ == slots_.size()) return begun_ ? Answer::kMismatch : Answer::kOutside;
-        const auto index = static_cast<std::int32_t>(next_++);
-        Slot& slot = slots_[static_cast<std::size_t>(index)];
+        const std::size_t found = wanted(round_up(nbytes, kAlignmentBytes), stream);
+        if (found == slots_.size()) return Answer::kMismatch;
+        next_ = found + 1;
+        const auto index = static_cast<std::int32_t>(found);
+        Slot& slot = slots_[found];
         while (due_ < slot.due) note_late(free_order_[due_++]);
         if (slot.nbytes == Place::kOutside) return Answer::kOutside;
-        if (nbytes > slot.nbytes || stream != slot.stream) return Answer::kMismatch;
         if (!late_.empty() && late_at(slot)) return Answer::kOccupied;
         slot.state = State::kLive;
         slot.requested = nbytes;
@@ -117,6 +121,21 @@ class Arena {
     static constexpr std::int32_t kNobody = -1;
 
   private:
+    static constexpr std::size_t kLooksAhead = 32;
+    static constexpr Bytes kAlignmentBytes = 512;  // to which recorded sizes are rounded up
+
+    // The planned request that this is: the next one if it is as large; or one of those behind it that is; or the next one
+    // if its place is large enough. The number of slots if it is none: an extra one.
+    std::size_t wanted(Bytes nbytes, std::int32_t stream) const {
+        const auto is_exact = [&](const Slot& slot) { return slot.nbytes == nbytes && slot.stream == stream; };
+        const Slot& next = slots_[next_];
+        if (next.nbytes == Place::kOutside || is_exact(next)) return next_;
+        const std::size_t end = std::min(next_ + kLooksAhead, slots_.size());
+        for (std::size_t i = next_ + 1; i < end; ++i)
+            if (is_exact(slots_[i])) return i;
+        return nbytes <= next.nbytes && stream == next.stream ? next_ : slots_.size();
+    }
+
     enum class State : std::uint8_t { kFree, kLive, kPending };
 
     static constexpr std::uint32_t kNever = ~std::uint32_t{0};

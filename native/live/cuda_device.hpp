@@ -232,6 +232,7 @@ class CudaDevice final : public LiveDevice {
     }
 
     std::optional<Bytes> capacity_bytes() const override { return capacity_bytes_; }
+    void limit(Bytes capacity_bytes) override { capacity_bytes_ = capacity_bytes; }
     Bytes used_bytes() const override { return used_bytes_; }
 
   private:

@@ -41,6 +41,7 @@ class LiveDevice {
     virtual void destroy(Event event) = 0;
 
     virtual std::optional<Bytes> capacity_bytes() const = 0;
+    virtual void limit(Bytes capacity_bytes) = 0;  // from now on; what is taken already stays
     virtual Bytes used_bytes() const = 0;  // plain memory and chunks
 };
 
@@ -105,6 +106,7 @@ class SimulatedLiveDevice final : public LiveDevice {
     void complete(Stream stream) { events_.complete(stream); }
 
     std::optional<Bytes> capacity_bytes() const override { return device_.capacity_bytes(); }
+    void limit(Bytes capacity_bytes) override { device_.limit(capacity_bytes); }
     Bytes used_bytes() const override { return device_.used_bytes(); }
 
   private:

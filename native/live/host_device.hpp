@@ -94,6 +94,7 @@ class HostDevice final : public LiveDevice {
     void complete(Stream stream) { events_.complete(stream); }
 
     std::optional<Bytes> capacity_bytes() const override { return capacity_bytes_; }
+    void limit(Bytes capacity_bytes) override { capacity_bytes_ = capacity_bytes; }
     Bytes used_bytes() const override { return used_bytes_; }
 
     // The pages of plain memory and of chunks that the kernel holds for us now.

@@ -8,15 +8,20 @@
 
 #include <array>
 #include <atomic>
+#include <cstdio>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "allocator.hpp"
 #include "by_name.hpp"
+#include "torch_error.hpp"
 
 namespace nb = nanobind;
 
@@ -41,6 +46,27 @@ LiveAllocator* installed_on(int device) {
     return device >= 0 && device < kMostDevices ? installed[static_cast<std::size_t>(device)].load() : nullptr;
 }
 
+// What all devices without an allocator of their own get one by, once one serves PyTorch: CUDAPluggableAllocator serves
+// them all.
+std::mutex making;
+std::function<std::unique_ptr<LiveAllocator>(int)> make_for_device;
+
+LiveAllocator* installed_or_made(int device) {
+    if (auto* found = installed_on(device)) return found;
+    if (device < 0 || device >= kMostDevices) return nullptr;
+    const std::lock_guard lock(making);
+    if (auto* found = installed_on(device)) return found;
+    if (!make_for_device) return nullptr;
+    auto* made = make_for_device(device).release();  // never deleted, as said above
+    installed[static_cast<std::size_t>(device)].store(made);
+    return made;
+}
+
+void tell_once(const std::exception& error) noexcept {
+    static std::atomic<bool> told{false};
+    if (!told.exchange(true)) std::fprintf(stderr, "overspill: a block could not be freed: %s\n", error.what());
+}
+
 class Core {
   public:
     Core(const std::string& device, const std::string& pool, int index, std::optional<Bytes> capacity_bytes,
@@ -48,6 +74,11 @@ class Core {
         auto memory = make_device(device, index, capacity_bytes, events_by_hand);
         auto blocks = make_pool(pool, *memory, main_bytes, chunk_bytes);
         allocator_ = std::make_shared<LiveAllocator>(std::move(memory), std::move(blocks));
+        make_alike_ = [device, pool, capacity_bytes, main_bytes, chunk_bytes](int other) {
+            auto its_memory = make_device(device, other, capacity_bytes, false);
+            auto its_blocks = make_pool(pool, *its_memory, main_bytes, chunk_bytes);
+            return std::make_unique<LiveAllocator>(std::move(its_memory), std::move(its_blocks));
+        };
     }
 
     std::optional<Address> allocate(Bytes nbytes, Stream stream) { return allocator_->allocate(nbytes, stream); }
@@ -60,6 +91,8 @@ class Core {
     void start_recording() { allocator_->start_recording(); }
     void forget_plan() { allocator_->forget_plan(); }
     void trim() { allocator_->trim(); }
+    void limit(Bytes capacity_bytes) { allocator_->limit(capacity_bytes); }
+    bool drains() const { return allocator_->drains(); }
 
     // (what, block, bytes, stream) a row
     nb::ndarray<nb::numpy, std::int64_t> stop_recording() {
@@ -142,11 +175,14 @@ class Core {
         if (!installed[static_cast<std::size_t>(device)].compare_exchange_strong(nobody, allocator_.get()))
             return nobody == allocator_.get();
         new std::shared_ptr<LiveAllocator>(allocator_);  // never deleted, as said above
+        const std::lock_guard lock(making);
+        if (!make_for_device) make_for_device = make_alike_;
         return true;
     }
 
   private:
     std::shared_ptr<LiveAllocator> allocator_;
+    std::function<std::unique_ptr<LiveAllocator>(int)> make_alike_;
 };
 
 }  // namespace
@@ -156,19 +192,34 @@ class Core {
 extern "C" {
 
 [[gnu::visibility("default")]] void* overspill_malloc(ssize_t size, int device, void* stream) {
-    auto* allocator = overspill::live::installed_on(device);
+    auto* allocator = overspill::live::installed_or_made(device);
     if (allocator == nullptr)
         throw std::runtime_error("no Overspill allocator was installed on CUDA device " + std::to_string(device));
     const auto address = allocator->allocate(size, reinterpret_cast<overspill::live::Stream>(stream));
     if (!address)
-        throw std::runtime_error("CUDA out of memory: Overspill's allocator finds no room for " + std::to_string(size) +
-                                 " bytes");
+        overspill::live::TorchOutOfMemory::get().raise(
+            "CUDA out of memory: Overspill's allocator finds no room for " + std::to_string(size) + " bytes on device " +
+            std::to_string(device) + ", of which it holds " + std::to_string(allocator->statistics().reserved));
     return reinterpret_cast<void*>(*address);
 }
 
-[[gnu::visibility("default")]] void overspill_free(void* ptr, ssize_t, int device, void*) {
-    if (auto* allocator = overspill::live::installed_on(device))
-        allocator->free(reinterpret_cast<overspill::Address>(ptr));
+// Called by destructors, which must not throw: after a sticky error of the device every call fails, and what counts is that
+// error, which PyTorch's next call reports.
+[[gnu::visibility("default")]] void overspill_free(void* ptr, ssize_t, int device, void*) noexcept {
+    try {
+        if (auto* allocator = overspill::live::installed_on(device))
+            allocator->free(reinterpret_cast<overspill::Address>(ptr));
+    } catch (const std::exception& error) {
+        overspill::live::tell_once(error);
+    }
+}
+
+// PyTorch begins a capture of a CUDA graph, or the use of a memory pool: its blocks would have to keep their addresses.
+[[gnu::visibility("default")]] void overspill_begin_pool(int, std::pair<unsigned long long, unsigned long long>,
+                                                         std::function<bool(void*)>) {
+    throw std::runtime_error(
+        "CUDA graphs and memory pools do not work with Overspill's live allocator (placement='planned'), which gives blocks "
+        "other addresses in other steps; take placement='planned' or the graph away");
 }
 
 [[gnu::visibility("default")]] void overspill_empty_cache() {
@@ -190,6 +241,8 @@ NB_MODULE(_live, module) {
     using overspill::live::Core;
     using overspill::live::Unlocked;
     module.doc() = "The native core of overspill.runtime.live.allocator.";
+    // An allocator that serves PyTorch lives as long as the process, and with it what Python has of it.
+    nb::set_leak_warnings(false);
     nb::class_<Core>(module, "LiveCore")
         .def(nb::init<const std::string&, const std::string&, int, std::optional<overspill::Bytes>, overspill::Bytes,
                       overspill::Bytes, bool>(),
@@ -208,6 +261,8 @@ NB_MODULE(_live, module) {
              nb::arg("start"), nb::arg("end"))
         .def("forget_plan", &Core::forget_plan, Unlocked())
         .def("trim", &Core::trim, Unlocked())
+        .def("limit", &Core::limit, nb::arg("capacity_bytes"), Unlocked())
+        .def("drains", &Core::drains)
         .def("drive", &Core::drive, nb::arg("action"), nb::arg("block"), nb::arg("nbytes"), nb::arg("stream"),
              nb::arg("block_count"), nb::arg("repeats"), Unlocked())
         .def("complete", &Core::complete, nb::arg("stream"), Unlocked())

@@ -5,6 +5,7 @@ import torch
 
 from overspill.models import load
 from overspill.policies import POLICIES
+from overspill.runtime.hardware import device_noun
 from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train, train_plain
 from overspill.runtime.transfer.engine import make_engine
@@ -51,3 +52,32 @@ def test_a_budget_halves_the_allocated_peak_of_resnet50(deterministic) -> None:
     assert managed.plan is not None
     assert managed.plan.offloaded_bytes > 0
     assert managed.measured_peak_bytes < 0.75 * plain.measured_peak_bytes  # kernels' workspaces come on top of the plan
+
+
+def test_a_card_of_exactly_the_budget_is_enough(deterministic) -> None:
+    """`set_per_process_memory_fraction` makes the card so small that one segment more than planned is out of memory."""
+    job = Training(lambda: load("resnet50"), 16, "sgd", 3, device="cuda")
+    whole = train(job, Options()).planned_device_bytes
+    assert whole is not None
+    total = torch.cuda.get_device_properties(0).total_memory
+    context = device_noun(torch.device("cuda")).context_bytes
+    for share in (1.0, 0.8, 0.7):
+        budget = int(share * whole)
+        torch.cuda.memory.reset_accumulated_memory_stats()
+        torch.cuda.set_per_process_memory_fraction((budget - context) / total)
+        try:
+            run = train(job, Options(budget=budget))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert run.reserved_peak_bytes is not None
+        assert run.planned_reserved_bytes is not None
+        assert run.reserved_peak_bytes <= run.planned_reserved_bytes <= budget - context
+        assert not torch.cuda.memory_stats()["num_alloc_retries"]
+
+
+def test_the_measured_peak_does_not_depend_on_what_ran_before() -> None:
+    job = Training(lambda: load("resnet18"), 16, "sgd", 2, device="cuda")
+    peaks = [
+        (train_plain(job, Options()).measured_peak_bytes, train(job, Options()).measured_peak_bytes) for _ in range(2)
+    ]
+    assert peaks[0] == peaks[1]

@@ -63,7 +63,7 @@ def _caching(r: random.Random) -> CachingConfig:
         chosen["per_process_memory_fraction"] = r.choice([0.5, 0.7, 0.99])
         chosen["garbage_collection_threshold"] = r.choice([0.0, 0.2, 0.5, 0.8])
     if r.random() < 0.3:
-        chosen["tie_break"] = "oldest"
+        chosen["tie_break"] = r.choice(["oldest", "falling"])
     if r.random() < 0.2:
         chosen["large_segment_bytes"] = r.choice([12, 16, 20]) * MIB
     return CachingConfig(**chosen)

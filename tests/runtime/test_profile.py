@@ -1,12 +1,14 @@
 """Measured op times: a profiled run stays exact, and what it measured is what the next plan uses."""
 
 import pytest
+import torch
 
 from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.devices import load_device
 from overspill.models import load
 from overspill.runtime.options import Options
+from overspill.runtime.profile import OpTimer
 from overspill.runtime.training import Training, preview, train, train_plain
 
 JOB = Training(lambda: load("resnet18", small=True), 2, "momentum", 2)
@@ -37,3 +39,39 @@ def test_a_plan_uses_measured_times_of_its_own_device_only() -> None:
 def test_profiling_is_for_the_eager_backend() -> None:
     with pytest.raises(RequestError, match="eager backend"):
         Options(profile=True, backend="inductor")
+
+
+def test_on_cuda_events_time_ops_and_nothing_waits_before_the_times_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for events that read 2 ms later each time, and no device."""
+    log: list[str] = []
+
+    class Event:
+        count = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            Event.count += 1
+            self.at = 2.0 * Event.count
+            log.append(f"recorded on {stream}")
+
+        def synchronize(self) -> None:
+            log.append("waited")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    graph = preview(JOB, Options(budget="1GiB")).graph
+    op = next(op.id for op in graph.ops if op.name == "convolution")
+    timer = OpTimer(graph, torch.device("cuda", 1))
+    for _ in range(2):
+        timer._start()
+        timer._stop(op)
+    assert log == ["recorded on the stream of cuda:1"] * 4
+    assert timer.times("h100").seconds == {signature(graph, graph.ops[op]): pytest.approx(0.002)}
+    assert log[4:] == ["waited"] * 2

@@ -16,7 +16,8 @@ class Device(Saved):
     `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU
     competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
     first tensor, between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
-    `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from.
+    `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from. `index`
+    is which of this machine's CUDA devices it is; None where it is none of them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Device(Saved):
     context_high_bytes: int = 0
     compute_capability: str = ""
     multiprocessors: int = 0
+    index: int | None = None
 
     @property
     def usable_bytes(self) -> int:

@@ -35,6 +35,8 @@ from math import ceil, prod
 
 from overspill.core import Algorithm, Device, Graph, Op, Tensor, TensorKind
 
+from .precision import peak_flops_per_second
+
 TRANSFORM_SHARE = 0.2
 IMPLICIT_SHARE = 0.55
 LOWERED_SHARE = 0.8
@@ -158,7 +160,7 @@ def _with_menu(graph: Graph, op: Op, device: Device, cudnn: int) -> Op:
 def _rate(graph: Graph, op: Op, device: Device) -> float:
     """FLOP/s that implicit-precomp-gemm reaches."""
     dtype = graph.tensors[op.writes[0]].dtype
-    peak = device.flops_per_second.get(dtype) or device.flops_per_second["float32"]
+    peak = peak_flops_per_second(device, dtype, op.layer_type)
     return peak * device.efficiency.get(op.layer_type, 1.0)
 
 

@@ -8,6 +8,7 @@ from overspill.core import Device, Graph, Op
 from overspill.core.saved import Saved
 
 from .convolution import fastest_seconds
+from .precision import peak_flops_per_second
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,6 @@ def _seconds(graph: Graph, op: Op, device: Device, known: dict[str, float]) -> f
     if op.algorithms and (chosen := fastest_seconds(graph, op, device)) is not None:
         return device.op_overhead_seconds + chosen
     dtype = graph.tensors[op.writes[0]].dtype if op.writes else "float32"
-    rate = device.flops_per_second.get(dtype) or device.flops_per_second["float32"]
+    rate = peak_flops_per_second(device, dtype, op.layer_type)
     compute = op.flops / (rate * device.efficiency.get(op.layer_type, 1.0))
     return device.op_overhead_seconds + max(compute, op.moved_bytes / device.memory_bytes_per_second)

@@ -25,7 +25,9 @@ class Plan:
 
     `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.
     `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
-    device between forward and backward.
+    device between forward and backward. `peak_bytes` and `budget_bytes` are live bytes. Of a
+    plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context, and
+    `device_budget_bytes` what the card may have (None: as much as the live bytes need).
     """
 
     graph: Graph
@@ -39,6 +41,9 @@ class Plan:
     device: Device
     op_seconds: tuple[float, ...]
     retained_bytes: int
+    reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    device_budget_bytes: int | None = None
 
     @cached_property
     def lower_bound_seconds(self) -> float:
@@ -48,6 +53,11 @@ class Plan:
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
         return bound(self.graph, self.device, self.budget_bytes, self.op_seconds)
+
+    @property
+    def asked_bytes(self) -> int:
+        """The budget as it was asked for: live bytes, or those of a card."""
+        return self.budget_bytes if self.device_budget_bytes is None else self.device_budget_bytes
 
     @property
     def gap(self) -> float:

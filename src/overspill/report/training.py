@@ -101,25 +101,36 @@ def _title(trained: Trained) -> str:
 def _peaks(trained: Trained) -> Table:
     run, plan = trained.managed, trained.plan
     rows = [
-        ("budget", plan.budget_bytes),
+        ("budget", plan.asked_bytes),
         ("planned peak", run.planned_peak_bytes),
-        (f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes),
+        *_of_card(trained),
         ("measured peak", run.measured_peak_bytes),
+        *([("measured peak, reserved", run.reserved_peak_bytes)] if run.reserved_peak_bytes is not None else []),
         ("unmanaged peak (planned)", plan.unmanaged_peak_bytes),
     ]
     if trained.reference is not None:
         rows.append(("unmanaged peak (measured)", trained.reference.measured_peak_bytes))
     cells = [
-        (what, format_bytes(n), percent(n, plan.budget_bytes), percent(n, plan.unmanaged_peak_bytes))
-        for what, n in rows
+        (what, format_bytes(n), percent(n, plan.asked_bytes), percent(n, plan.unmanaged_peak_bytes)) for what, n in rows
     ]
     return listing(("", "size", "of the budget", "of unmanaged"), cells, numbers=(1, 2, 3))
+
+
+def _of_card(trained: Trained) -> list[tuple[str, int]]:
+    """What the plan's blocks take where they lie; on CUDA over the first steps, and with the context."""
+    run = trained.managed
+    if run.planned_reserved_bytes is None or run.planned_device_bytes is None:
+        return [(f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes)]
+    return [
+        ("planned peak, reserved", run.planned_reserved_bytes),
+        ("planned peak, on the card", run.planned_device_bytes),
+    ]
 
 
 def _headline(trained: Trained) -> str:
     measured, unmanaged = trained.managed.measured_peak_bytes, trained.plan.unmanaged_peak_bytes
     return (
-        f"measured peak {format_bytes(measured)} of a {format_bytes(trained.plan.budget_bytes)} budget; "
+        f"measured peak {format_bytes(measured)} of a {format_bytes(trained.plan.asked_bytes)} budget; "
         f"unmanaged {format_bytes(unmanaged)} ({percent(measured, unmanaged)})"
     )
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
 
 from overspill.core import Device
-from overspill.core.errors import RequestError
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.costs import (
+    Interval,
+    context_bytes,
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    kernel_image_bytes,
+)
+from overspill.costs.blas_workspace import Lifetime
+from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.card import Card
 
 from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
 """Whose rates stand in for those of a GPU that has no data file; its memory is asked of the driver."""
+_CONTEXTS: dict[int, int] = {}
 
 
 def device_noun(device: torch.device) -> Device:
@@ -28,14 +41,84 @@ def device_noun(device: torch.device) -> Device:
         known = load_device(name)
     except RequestError:
         known = replace(load_device(UNKNOWN_GPU), name=name)
-    return replace(known, memory_bytes=total)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    major, minor = torch.cuda.get_device_capability(index)
+    return replace(
+        known,
+        memory_bytes=total,
+        compute_capability=f"{major}.{minor}",
+        index=index,
+        context_bytes=_context_bytes(index, known),
+    )
 
 
 def usable_bytes(device: torch.device) -> int:
     """Bytes that tensors may take on `device`: physical memory on the CPU, what the driver leaves on CUDA."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        ours = serving()
-        held = torch.cuda.memory_reserved(device) if ours is None else ours.statistics().reserved_bytes
-        return int(free) + held
+        return int(free) + _held_bytes(device)
     return device_noun(device).memory_bytes
+
+
+def card_bytes(device: Device) -> int:
+    """The largest card that a job can have of the GPU `device`: what the driver leaves, what is ours, and the context."""
+    where = torch.device("cuda", device.index)
+    return usable_bytes(where) - _to_come(_software(), device).central + device.context_bytes
+
+
+def card_of(device: Device, solver: str | None = None) -> Card:
+    """The GPU `device` as a job meets it, with planned addresses by `solver` if it is given. Raises UnsupportedError where nobody knows what PyTorch's allocator takes."""
+    software = _software()
+    capability, environment, release = device.compute_capability, software.environment, software.torch_version
+    blas = cublas_workspace_bytes(capability, environment, release)
+    lt = cublaslt_workspace_bytes(capability, environment, release)
+    handles = (
+        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
+        blas.own_bytes,
+    )  # in the order in which they come up
+    config = allocator_config() if solver is None else CachingConfig()  # that of the live allocator's pool
+    return Card(device.context_bytes, tuple(filter(None, handles)), config, solver)
+
+
+def allocator_config() -> CachingConfig:
+    """The settings of PyTorch's CUDA allocator in this process, as its environment gives them.
+
+    Raises UnsupportedError for another allocator than PyTorch's own, and RequestError for settings that it does not know.
+    """
+    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    if "cudaMallocAsync" in text:
+        raise UnsupportedError(
+            "a budget on CUDA follows the rules of PyTorch's native allocator, and this process has backend:cudaMallocAsync; "
+            "take it out of PYTORCH_CUDA_ALLOC_CONF"
+        )
+    return CachingConfig.parse(text)
+
+
+def _held_bytes(device: torch.device) -> int:
+    """What the process has reserved of a CUDA device."""
+    ours = serving()
+    return torch.cuda.memory_reserved(device) if ours is None else ours.statistics().reserved_bytes
+
+
+def _context_bytes(index: int, known: Device) -> int:
+    """The context on a CUDA device: as it is now, if it can be told from other processes', and the kernels that will come.
+
+    Measured once, when the first plan is made: later some of these kernels are in it.
+    """
+    if index not in _CONTEXTS:
+        software = _software()
+        free, total = torch.cuda.mem_get_info(index)
+        beside = total - free - _held_bytes(torch.device("cuda", index))
+        usual = context_bytes(known, software.cuda_version)
+        bare = beside if beside <= usual.high else usual.central
+        _CONTEXTS[index] = bare + _to_come(software, known).central
+    return _CONTEXTS[index]
+
+
+def _to_come(software: Software, device: Device) -> Interval:
+    """The kernels that a job loads while it runs, cuDNN's among them."""
+    return kernel_image_bytes(device, software.cuda_version, cudnn=True)
+
+
+def _software() -> Software:
+    return Software(torch.__version__, torch.version.cuda or Software.cuda_version)

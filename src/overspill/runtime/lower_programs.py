@@ -101,7 +101,7 @@ def _namespace(planned: PlannedPrograms) -> dict[str, Any]:
         "await_offload": lambda handle, source: ops.engine_numbered(engine).await_offload(handle, source),
         "prefetch": lambda handle, into=None: ops.engine_numbered(engine).prefetch(handle, into),
         "await_prefetch": lambda arriving: ops.engine_numbered(engine).await_prefetch(arriving),
-        _NOTHING: torch.empty(0),
+        _NOTHING: torch.empty(0, device="cpu"),
         "take_arena": take_arena,
         "storage_at": storage_at,
         "tensor_at": tensor_at,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,16 +18,19 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
+from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer, plan_within
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
-from .hardware import device_noun, usable_bytes
+from .hardware import card_bytes, card_of, device_noun, usable_bytes
+from .live.planned_steps import PlannedSteps
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import make_store, whole_pages
 
+T = TypeVar("T")
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
@@ -123,8 +126,41 @@ def budget_for(
 
 
 def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
-    """The budget in bytes that does not follow from a step: a size, or the whole device."""
+    """The budget in bytes that does not follow from a step: a size, or the whole device; of a card no more than it can give."""
+    if is_of_card(options, device):
+        return min(options.limit.nbytes or device.memory_bytes, card_bytes(device))
     return options.limit.nbytes or (device.usable_bytes if options.device else usable_bytes(where))
+
+
+def is_of_card(options: Options, device: Device) -> bool:
+    """Whether a budget in bytes is the size of a card, with the context and what PyTorch's allocator takes: on CUDA.
+
+    With another allocator or solver it is what that takes. A share of the unmanaged peak is of live bytes.
+    """
+    return _knows_card(options, device) and not options.limit.is_relative
+
+
+def _knows_card(options: Options, device: Device) -> bool:
+    live = options.placement == PLANNED and options.backend == "eager"
+    return device.index is not None and (options.placement is None or live)
+
+
+def card_for(options: Options, device: Device) -> Card:
+    """The card that plans are for. Raises UnsupportedError."""
+    return card_of(device, options.placer)
+
+
+def within_budget(
+    options: Options, device: Device, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]
+) -> tuple[T, Plan]:
+    """What `make` gives for the live bytes that `budget_bytes` has room for. Raises InfeasibleBudget.
+
+    On CUDA the plan knows what card it needs, whatever the budget is of.
+    """
+    if is_of_card(options, device):
+        return card_for(options, device).planned(budget_bytes, make)
+    found, plan = make(budget_bytes)
+    return found, card_for(options, device).measured(plan) if _knows_card(options, device) else plan
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -137,9 +173,20 @@ def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, 
     return engine, register_engine(engine)
 
 
+def limit_steps(steps: PlannedSteps, plan: Plan) -> None:
+    """From now on the live allocator takes no more of the card than `plan` has of it; more than one plan share the largest."""
+    if plan.device_budget_bytes is not None:
+        steps.limit(plan.device_budget_bytes - plan.device.context_bytes)
+
+
 def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
-    """The plan of `graph`. Raises InfeasibleBudget."""
-    if options.placer is None:
+    """The plan of `graph` within a budget, of live bytes or of a card. Raises InfeasibleBudget."""
+    return within_budget(options, device, budget_bytes, lambda live: (None, plan_live(options, graph, device, live)))[1]
+
+
+def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
+    """The plan of `graph` whose live bytes, or those where it is placed, are within a budget. Raises InfeasibleBudget."""
+    if options.placer is None or is_of_card(options, device):
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
     return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
 

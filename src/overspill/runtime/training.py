@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ from . import batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .live.allocator import serving
-from .options import Options, budget_for, device_for, plan_graph
+from .live.planned_steps import planned_steps
+from .options import PLANNED, Options, budget_for, device_for, plan_graph
 from .step.train_step import GradientOptions, TrainStep
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
@@ -85,13 +87,17 @@ class Training:
 class Run:
     """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers.
 
-    `partition` is the `activation_memory_budget` that Inductor's programs were parted by.
+    `partition` is the `activation_memory_budget` that Inductor's programs were parted by. `planned_peak_bytes` are live
+    bytes; on CUDA `planned_reserved_bytes` are what PyTorch's allocator takes for them, and `planned_device_bytes` that and
+    the context: what the card must have.
     """
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     measured_peak_bytes: int = 0
     planned_peak_bytes: int = 0
+    planned_reserved_bytes: int | None = None
+    planned_device_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
     plan: Plan | None = None
@@ -167,10 +173,13 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
     if training.whole_step:
         return _train_whole(training, options, on_step)
     session = Session(options)
+    if _places(training, options):
+        session.place_live(index=torch.device(training.device).index or 0)
     try:
         run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
+        run.planned_reserved_bytes, run.planned_device_bytes = session.reserved_bytes, session.device_bytes
         run.partition = session.partitions[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
         run.times = session.measured_times
@@ -178,6 +187,12 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
     finally:
         session.close()
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some sessions
+
+
+def _places(training: Training, options: Options) -> bool:
+    """Whether the live allocator gives the run its memory."""
+    on_cuda = torch.device(training.device).type == "cuda"
+    return on_cuda and options.placement == PLANNED and options.backend == "eager"
 
 
 def train_plain(
@@ -201,6 +216,7 @@ def train_plain(
 def _train(
     training: Training, session: Session | None, on_step: Callable[[int, float], None] | None, *, compiled: bool
 ) -> Run:
+    _leave_nothing(training.device)
     step, batch = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     model: Callable[..., Tensor] = step
@@ -246,6 +262,9 @@ def _train(
 
 
 def _train_whole(training: Training, options: Options, on_step: Callable[[int, float], None] | None) -> Run:
+    _leave_nothing(training.device)
+    if _places(training, options):
+        planned_steps(index=torch.device(training.device).index or 0)  # before the model is on the GPU
     step, batch = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     whole = TrainStep(step.model, step.loss, optimizer, options, training.gradients)
@@ -269,6 +288,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
         run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
+        run.planned_reserved_bytes, run.planned_device_bytes = whole.reserved_bytes, whole.device_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]
         run.times = whole.measured_times
         run.state = _final_state(step) if training.keep_state else {}
@@ -304,7 +324,15 @@ def _clip(parameters: Iterator[nn.Parameter], gradients: GradientOptions) -> Non
 
 
 def _final_state(step: TrainingStep) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in step.state_dict().items()}
+    """Weights and buffers, in host memory: copies on a GPU would be part of the next run's peak."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in step.state_dict().items()}
+
+
+def _leave_nothing(device: str) -> None:
+    """Before a run is measured: what runs before it have left in cycles and in the allocator's cache is given back."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -128,8 +128,10 @@ def test_a_block_is_only_used_again_on_its_stream(make: Any) -> None:
     assert allocator.allocate(12 * MIB, 1) == first
 
 
-@pytest.mark.parametrize(("tie_break", "taken"), [("address", "young"), ("oldest", "old")])
-def test_among_equal_blocks_the_lowest_is_taken_or_the_one_created_first(tie_break: str, taken: str, make: Any) -> None:
+@pytest.mark.parametrize(("tie_break", "taken"), [("address", "young"), ("oldest", "old"), ("falling", "old")])
+def test_among_equal_blocks_the_lowest_is_taken_or_the_one_created_first_or_the_higher_segment(
+    tie_break: str, taken: str, make: Any
+) -> None:
     allocator = make(capacity_mib=48, tie_break=tie_break)
     lowest, old = allocator.allocate(20 * MIB), allocator.allocate(20 * MIB)
     allocator.free(lowest)

@@ -52,6 +52,8 @@ void in_context() { require(pushed == 1, "a call outside of the context"); }
 
 }  // namespace
 
+static bool broken = false;
+
 extern "C" {
 
 int cuInit(unsigned flags) { return flags == 0 ? 0 : 1; }
@@ -180,7 +182,7 @@ int cuEventCreate(void** event, unsigned flags) {
 }
 int cuEventRecord(void*, void*) {
     in_context();
-    return 0;
+    return broken ? 700 : 0;
 }
 int cuEventQuery(void* event) {  // it passes at the third look
     in_context();
@@ -204,4 +206,5 @@ int fake_leaks() {
     return static_cast<int>(plain.size() + reserved.size() + mapped.size() + handles.size()) + events;
 }
 int fake_waits() { return waits; }
+void fake_break() { broken = true; }  // as a kernel does that reads an address which is not there
 }

@@ -174,7 +174,10 @@ def random_trace(r: random.Random, count: int = 60, streams: int = 1) -> Trace:
 
 
 class Replayed:
-    """What replay must answer, by definition: a request gets its place if it is the planned one and nobody is there."""
+    """What replay must answer, by definition: a request gets its place if it is the planned one and nobody is there.
+
+    It is the next one, if that is as large; else the first of the 31 behind it that is; else the next one, if it has room.
+    """
 
     def __init__(self, trace: Trace, layout: Layout) -> None:
         order = np.argsort([b.start for b in trace.blocks], kind="stable")
@@ -189,10 +192,15 @@ class Replayed:
         """The offset that it gets, or None: the pool's."""
         if self.next == len(self.plan):
             return None
-        offset, size, planned_stream = self.plan[self.next]
-        self.next += 1
+        exact = (-(-nbytes // 512) * 512, stream)
+        ahead = range(self.next, min(self.next + 32, len(self.plan)))
+        found = next((i for i in ahead if self.plan[i][1:] == exact), self.next)
+        offset, size, planned_stream = self.plan[found]
+        if nbytes > size or stream != planned_stream:
+            return None
+        self.next = found + 1
         meets = any(low < offset + size and offset < low + n for low, n in self.live.items())
-        if nbytes > size or stream != planned_stream or meets:
+        if meets:
             return None
         self.live[offset] = size
         return offset

@@ -112,6 +112,9 @@ class Pluggable:
     def set_reset_fn(self, pointer: int) -> None:
         self.hooks["reset"] = pointer
 
+    def set_begin_allocate_to_pool(self, pointer: int) -> None:
+        self.hooks["begin_pool"] = pointer
+
 
 def test_pytorch_is_given_all_four_functions_and_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = LiveAllocator("host", index=62)
@@ -131,7 +134,7 @@ def test_pytorch_is_given_all_four_functions_and_may_refuse(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", change)
     allocator.serve_pytorch()
     assert len(taken[0].functions) == 2
-    assert all(taken[0].hooks[name] for name in ("record_stream", "reset"))
+    assert all(taken[0].hooks[name] for name in ("record_stream", "reset", "begin_pool"))
     with pytest.raises(RequestError, match="be its allocator before it uses the GPU"):
         allocator.serve_pytorch()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

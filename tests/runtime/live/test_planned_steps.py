@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.runtime.live.live import FirstFit, Witness
 
-from overspill.core.errors import RequestError
+from overspill.core.errors import OutOfMemory, RequestError
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import Phase, PlannedSteps
 
@@ -55,10 +55,14 @@ def test_a_larger_step_is_served_and_then_planned_anew() -> None:
     loop = Loop()
     for _ in range(4):
         loop.run(batch=4)
-    assert loop.planned_share(batch=5) == 0.5  # the gradients
+    assert (
+        loop.planned_share(batch=5) == 0.7
+    )  # the gradients, and what has a place of its size behind its own or fits there
     for _ in range(2):
         loop.run(batch=5)
         assert loop.steps.phase is Phase.RECORDING
+    loop.run(batch=5)
+    assert loop.steps.phase is Phase.DRAINING  # the gradients that lie in the old arena go in this step
     assert loop.planned_share(batch=5) == 1
     assert loop.steps.plans == 2
 
@@ -84,3 +88,72 @@ def test_the_arena_is_as_large_as_the_layout_and_holds_the_step() -> None:
 def test_a_negative_warm_up_is_refused() -> None:
     with pytest.raises(RequestError, match="-1 steps"):
         PlannedSteps(LiveAllocator("host"), FirstFit(), warm_up_steps=-1)
+
+
+def test_an_arena_goes_before_the_next_one_comes() -> None:
+    """Each step leaves gradients in the arena; for one step the pool serves all, so that no two arenas are there at once."""
+    loop = Loop()
+    for _ in range(4):
+        loop.run(batch=64)
+    assert loop.steps.layout is not None
+    first = loop.steps.layout.peak_bytes
+    most = 0
+    phases = []
+    for _ in range(6):
+        loop.run(batch=65)
+        phases.append(loop.steps.phase)
+        if loop.steps.phase is Phase.PLANNED:
+            most = max(most, loop.witness.allocator.statistics().reserved_bytes)
+    assert phases[1:] == [Phase.RECORDING, Phase.RECORDING, Phase.DRAINING, Phase.PLANNED, Phase.PLANNED]
+    assert loop.planned_share(batch=65) == 1
+    assert loop.steps.layout.peak_bytes > first
+    assert most - (2 << 20) < first + loop.steps.layout.peak_bytes  # a segment of the pool, and not two arenas
+
+
+def test_within_a_limit_steps_go_on_though_there_is_no_room_for_an_arena() -> None:
+    loop = Loop()
+    loop.run(batch=4)
+    loop.steps.limit(loop.witness.allocator.statistics().reserved_bytes)
+    for _ in range(2):
+        loop.run(batch=4)
+    with pytest.warns(UserWarning, match="steps keep the addresses that the pool gives, within the same limit"):
+        loop.run(batch=4)
+    loop.run(batch=4)
+    assert loop.steps.plans == 1
+    assert loop.planned_share(batch=4) == 0
+    now = loop.witness.allocator.statistics()
+    assert now.peak_reserved_bytes == loop.witness.allocator.capacity_bytes
+
+
+def test_a_limit_gives_back_what_is_over_and_unused() -> None:
+    allocator = LiveAllocator("host")
+    allocator.free(allocator.allocate(30 << 20))
+    assert allocator.statistics().reserved_bytes == 30 << 20
+    allocator.limit(4 << 20)
+    assert allocator.statistics().reserved_bytes == 0
+    with pytest.raises(OutOfMemory):
+        allocator.allocate(8 << 20)
+    allocator.limit(32 << 20)
+    allocator.allocate(8 << 20)
+
+
+def test_an_extra_request_does_not_shift_the_others() -> None:
+    """As a kernel's scratch that was not recorded: it and what the plan has no place for come from the pool."""
+    loop = Loop()
+    for _ in range(4):
+        loop.run(batch=4)
+    allocate = loop.witness.allocate
+    extra: list[int] = []
+
+    def with_extra(nbytes: int) -> int:
+        if nbytes == 512 * 4 * 4:
+            extra.append(allocate(100_000))
+        return allocate(nbytes)
+
+    before = loop.witness.allocator.statistics()
+    loop.witness.allocate = with_extra  # type: ignore[method-assign, assignment]
+    loop.run(batch=4)
+    now = loop.witness.allocator.statistics()
+    assert len(extra) == 1
+    assert now.requests - before.requests == 11
+    assert now.planned - before.planned == 10

@@ -210,7 +210,7 @@ def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
     """Bytes of the workspace that the layer hands to backward: only oneDNN knows, so the layer is run once, on zeros."""
     with _disable_current_modes(), no_python_dispatcher():
         args = [
-            torch.empty_strided(a[0], a[1], dtype=a[2]).zero_()
+            torch.empty_strided(a[0], a[1], dtype=a[2], device="cpu").zero_()
             if isinstance(a, tuple) and a and isinstance(a[-1], torch.dtype)
             else (list(a) if isinstance(a, tuple) else a)
             for a in described

@@ -2,6 +2,8 @@
 
 Tracing does not show that. A mean or sum would keep the bytes of all the losses that it is of as long as it lives, so it
 is copied out of them when a captured step runs; the other results are counted as large as they are.
+
+On CUDA kernels and libraries take more while they run: what `capture/fake_cuda` knows of them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from overspill.capture.fake_cuda.retarget import SCRATCH
+from overspill.costs.scratch import Software
+from overspill.costs.scratch import scratch_bytes as library_bytes
 
 aten = torch.ops.aten
 
@@ -28,7 +35,29 @@ def reduces_in_place(node: fx.Node) -> bool:
 
 def scratch_bytes(node: fx.Node) -> int:
     """Bytes that `node` takes while it runs, besides its results: of reduced LOSSES, the loss of every element."""
+    where = _device_of(node)
+    if where.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(where)
+        return cuda_scratch_bytes(node, f"{major}.{minor}")
     if not reduces_in_place(node):
         return 0
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
     return prod(torch.broadcast_shapes(*shapes)) * node.meta["val"].element_size()
+
+
+def cuda_scratch_bytes(node: fx.Node, capability: str) -> int:
+    """The most bytes that `node` takes at once while it runs on a GPU of this compute capability, besides its results.
+
+    Of a convolution that is the likely workspace of the engine that cuDNN chooses, so that it need not choose another.
+    """
+    if (wanted := SCRATCH.get(node.target)) is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    software = Software(torch.__version__)
+    scratch = (request for _, request in wanted(args, kwargs, node.meta["val"]))
+    return max((library_bytes(request, capability, software).central for request in scratch), default=0)
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    found = (v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+    return next((value.device for value in found), torch.device("cpu"))

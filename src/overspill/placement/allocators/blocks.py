@@ -16,7 +16,7 @@ class PoolBlock:
 
     `requested` is what was asked for (0 when free). `mapped` is False for address space without memory behind it.
     `born` numbers blocks by their creation, `indexed_at` is the age counter when the block became free, `base` is where
-    an expandable segment starts, and `pool` belongs to the allocator.
+    its segment starts, and `pool` belongs to the allocator.
     """
 
     address: int

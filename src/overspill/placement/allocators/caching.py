@@ -103,7 +103,7 @@ class CachingAllocator(PythonAllocator):
             return self._expandable.grow(pool, size, stream)
         block = self._segment_malloc(nbytes, stream)
         if block is not None:
-            block.pool, block.born = pool, self.birth()
+            block.pool, block.born, block.base = pool, self.birth(), block.address
         return block
 
     def _splits(self, pool: Pool, rest: int, size: int) -> bool:
@@ -180,8 +180,9 @@ class CachingAllocator(PythonAllocator):
 
     def key(self, block: PoolBlock) -> Key:
         """Where `block` belongs among the free ones: by stream, size, and the tie-break."""
-        if self.config.tie_break == "oldest":
-            return (block.stream, block.size, block.born, block.address)
+        if self.config.tie_break != "address":
+            rank = block.born if self.config.tie_break == "oldest" else -block.base
+            return (block.stream, block.size, rank, block.address)
         return (block.stream, block.size, block.address)
 
     def put(self, block: PoolBlock) -> None:

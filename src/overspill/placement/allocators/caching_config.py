@@ -27,7 +27,8 @@ class CachingConfig:
     """The settings that decide placement; the defaults are those of torch 2.13.
 
     `max_split_bytes` None means that blocks of any size are split. `tie_break` chooses among free blocks of equal
-    size: the lowest address (c10/cuda/CUDACachingAllocator.cpp), or the one created first.
+    size: the lowest address (c10/cuda/CUDACachingAllocator.cpp), the one created first, or
+    the lowest as if the driver gave later segments lower addresses.
     """
 
     max_split_bytes: int | None = None
@@ -37,7 +38,7 @@ class CachingConfig:
     garbage_collection_threshold: float = 0.0
     expandable_segments: bool = False
     per_process_memory_fraction: float = 1.0
-    tie_break: Literal["address", "oldest"] = "address"
+    tie_break: Literal["address", "oldest", "falling"] = "address"
 
     def __post_init__(self) -> None:
         if self.large_segment_bytes % MIB or self.large_segment_bytes <= 10 * MIB:
@@ -65,8 +66,8 @@ class CachingConfig:
             raise RequestError(
                 f"per_process_memory_fraction must be above 0 and at most 1, not {self.per_process_memory_fraction:g}"
             )
-        if self.tie_break not in ("address", "oldest"):
-            raise RequestError(f"tie_break is 'address' or 'oldest', not {self.tie_break!r}")
+        if self.tie_break not in ("address", "oldest", "falling"):
+            raise RequestError(f"tie_break is 'address', 'oldest' or 'falling', not {self.tie_break!r}")
         if len(self.roundup_power2_divisions) != DIVISION_INTERVALS:
             raise RequestError(
                 f"roundup_power2_divisions needs {DIVISION_INTERVALS} numbers, not {len(self.roundup_power2_divisions)}"

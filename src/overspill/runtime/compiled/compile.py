@@ -48,7 +48,8 @@ def compile(  # noqa: A001 - named as torch.compile is
     """`model`, trained within `budget` bytes of device memory, with the same numbers to the last bit.
 
     `budget` counts parameters, gradients, optimizer state, buffers, inputs, activations and temporaries: a size
-    (`"8GiB"`), a share of what the step needs unmanaged (`0.5`), `"smallest"`, or None for the whole device. `policy` is a name that
+    (`"8GiB"`), a share of what the step needs unmanaged (`0.5`), `"smallest"`, or None for the whole device. On CUDA a size is
+    that of the card, with context, library workspaces and fragmentation (docs/guarantees.md). `policy` is a name that
     `overspill policies` lists; `store` is `disk` or `host` on the CPU, `pinned` on CUDA. `optimizer` need only be
     given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
     between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for

@@ -22,13 +22,11 @@ from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.placement.packing import solver_named
 from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.runtime import batches
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
-from overspill.runtime.live.allocator import LiveAllocator
-from overspill.runtime.live.planned_steps import PlannedSteps
+from overspill.runtime.live.planned_steps import PlannedSteps, planned_steps
 from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 from overspill.runtime.options import (
     Options,
@@ -36,9 +34,11 @@ from overspill.runtime.options import (
     device_for,
     fixed_budget,
     infeasible_for,
+    limit_steps,
     open_engine,
-    plan_graph,
+    plan_live,
     store_bytes,
+    within_budget,
 )
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.surroundings import outputs_of, surroundings_of
@@ -63,7 +63,7 @@ _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 def plan_captured(options: Options, captured: HasGraph, device: Device, budget_bytes: int) -> Plan:
     """The plan of a captured graph. Raises InfeasibleBudget."""
-    return plan_graph(options, captured.graph, device, budget_bytes)
+    return plan_live(options, captured.graph, device, budget_bytes)
 
 
 class Session:
@@ -163,10 +163,7 @@ class Session:
 
         On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already.
         """
-        allocator = LiveAllocator(device, **settings)
-        if device == "cuda":
-            allocator.serve_pytorch()
-        self.steps = PlannedSteps(allocator, solver_named())
+        self.steps = planned_steps(device, **settings)
 
     # -- what a user may ask
 
@@ -194,6 +191,16 @@ class Session:
     def peak_bytes(self) -> int:
         """The planned peak of the whole step."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
+        return max((plan.reserved_bytes for plan in self.plans if plan.reserved_bytes is not None), default=None)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The same with the context: what the card must have."""
+        return max((plan.device_bytes for plan in self.plans if plan.device_bytes is not None), default=None)
 
     def room_bytes(self) -> int:
         """What the budget has room for beside every plan: what was set aside, and what the plans leave."""
@@ -280,7 +287,7 @@ class Session:
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
             try:
-                captured, plan = problem.planned(room if trains else ALONE, budget)
+                captured, plan = self._within(problem, room if trains else ALONE, budget)
             except InfeasibleBudget:
                 if self.options.limit.smallest:
                     budget = self._grown(problem, room if trains else ALONE)
@@ -291,7 +298,9 @@ class Session:
                     self._plan_anew(TOGETHER)
                 else:
                     raise
-                captured, plan = problem.planned(room if trains else ALONE, budget)
+                captured, plan = self._within(problem, room if trains else ALONE, budget)
+        if self.steps is not None:
+            limit_steps(self.steps, plan)
         planned = Planned(
             frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,
@@ -305,6 +314,10 @@ class Session:
             self.outdated |= any(p.plan.peak_bytes > budget for p in self._planned)
         self._tell_of_other_sessions(where)
         return captured, planned
+
+    def _within(self, problem: Problem[C], room: Room, budget: int) -> tuple[C, Plan]:
+        """A graph and its plan within the budget, which on CUDA is that of a card. Raises InfeasibleBudget."""
+        return within_budget(self.options, problem.device, budget, lambda live: problem.planned(room, live))
 
     def _known_beside(self, kind: Kind) -> Counter[Kind]:
         """Calls that the plan of a call of `kind` has to leave room for: those that were settled, or what is seen of other models."""
@@ -370,8 +383,11 @@ class Session:
         settlement = Settlement(self._problems, known)
         if settlement.kinds:
             device_bytes = max(planned.plan.budget_bytes for planned in self._planned)
-            self._settled_budget = self.options.limit.bytes_of(
-                settlement.unmanaged_peak, device_bytes, lambda: settlement.smallest()[0]
+            limit = self.options.limit  # of live bytes, as the plans' budgets are; a size may be that of a card
+            self._settled_budget = (
+                limit.bytes_of(settlement.unmanaged_peak, device_bytes, lambda: settlement.smallest()[0])
+                if limit.is_relative
+                else device_bytes
             )
             self._rooms = settlement.rooms(self._settled_budget)
         return True

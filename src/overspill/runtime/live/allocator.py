@@ -182,6 +182,16 @@ class LiveAllocator:
         finally:
             self._core.set_temporary(False)
 
+    def limit(self, capacity_bytes: int) -> None:
+        """Take no more of the device than this from now on; what is over is given back as far as no block uses it."""
+        self.capacity_bytes = capacity_bytes
+        self._core.limit(capacity_bytes)
+
+    @property
+    def drains(self) -> bool:
+        """Whether blocks are still live in the arena of a plan that was given up."""
+        return self._core.drains()
+
     def trim(self) -> None:
         """Give the memory that no block uses back to the device, once all freed blocks are out of use."""
         self._core.trim()
@@ -223,6 +233,7 @@ class LiveAllocator:
         hooks = pluggable.allocator()
         hooks.set_record_stream_fn(_pointer(library.overspill_record_stream))
         hooks.set_reset_fn(_pointer(library.overspill_empty_cache))
+        hooks.set_begin_allocate_to_pool(_pointer(library.overspill_begin_pool))
         return pluggable
 
     def serve_pytorch(self) -> None:
@@ -238,6 +249,7 @@ class LiveAllocator:
         too_late = "PyTorch keeps the CUDA allocator that it has begun to use; be its allocator before it uses the GPU"
         if torch.cuda.is_initialized():
             raise RequestError(too_late)
+        check_benchmark()
         pluggable = self.as_pluggable()
         try:
             torch.cuda.memory.change_current_allocator(pluggable)
@@ -258,6 +270,16 @@ class LiveAllocator:
             requested_bytes=nbytes,
             reserved_bytes=reserved,
             capacity_bytes=self.capacity_bytes,
+        )
+
+
+def check_benchmark() -> None:
+    """Raise RequestError where cuDNN is to try engines, for which it asks PyTorch's own allocator how much is free."""
+    import torch  # noqa: PLC0415
+
+    if torch.backends.cudnn.benchmark:
+        raise RequestError(
+            "torch.backends.cudnn.benchmark does not work with the live allocator (placement='planned'); set it to False"
         )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum
+from typing import Any
 
 from overspill.core import Layout, Trace
-from overspill.core.errors import RequestError
+from overspill.core.errors import OutOfMemory, RequestError
+from overspill.placement.packing import solver_named
 from overspill.placement.packing.base import Solver
 
-from .allocator import LiveAllocator
+from .allocator import LiveAllocator, check_benchmark, serving
 
 RECORDED_STEPS = 2
 """The second one tells when the next step frees what a step leaves."""
+MOST_DRAINING = 4
+"""So many steps are served by the pool while blocks of the arena before are live; then the new one has to lie beside it."""
 
 
 class Phase(Enum):
@@ -19,6 +24,7 @@ class Phase(Enum):
 
     WARM_UP = "warm-up"
     RECORDING = "recording"
+    DRAINING = "draining"
     PLANNED = "planned"
 
 
@@ -27,8 +33,9 @@ class PlannedSteps:
 
     The first `warm_up_steps` are not recorded: they make what lives for good, such as the state of an optimizer. When a
     step asks for something else than planned, steps are recorded and solved anew (profile-guided placement, section
-    4.3); meanwhile the old plan places what it can. A program that is different all the time would be solved all the
-    time, so each time twice as many steps must have passed since the last.
+    4.3); meanwhile the old plan places what it can. Its arena goes before the new one comes: for a step the pool serves
+    all. A program that is different all the time would be solved all the time, so each time twice as many steps must
+    have passed since the last. Where the allocator's limit leaves no room for an arena, the pool goes on serving.
     """
 
     def __init__(self, allocator: LiveAllocator, solver: Solver, *, warm_up_steps: int = 1) -> None:
@@ -39,6 +46,7 @@ class PlannedSteps:
         self.trace: Trace | None = None
         self.layout: Layout | None = None
         self.plans = 0
+        self._limit: int | None = None
         self._phase = Phase.WARM_UP
         self._steps_left = warm_up_steps
 
@@ -47,16 +55,26 @@ class PlannedSteps:
         """What is done with the step that runs."""
         return self._phase
 
+    def limit(self, capacity_bytes: int) -> None:
+        """Take no more of the device than this, or what an earlier plan has of it, whichever is more."""
+        self._limit = max(self._limit or 0, capacity_bytes)
+        self.allocator.limit(self._limit)
+
     def begin_step(self) -> None:
         """Begin a step, after what has to be done between it and the one before.
 
-        Raises OutOfMemory when there is no memory for the plan, beside what lives on from step to step.
+        Raises RequestError where PyTorch has been told since to do what does not work with the allocator.
         """
+        check_benchmark()
+        if self._phase is Phase.DRAINING and not self.allocator.drains:
+            self._steps_left = 0
         if self._steps_left == 0:
             if self._phase is Phase.WARM_UP:
                 self._record()
             elif self._phase is Phase.RECORDING:
-                self._plan()
+                self._solve()
+            elif self._phase is Phase.DRAINING:
+                self._replay()
             elif self.allocator.statistics().needs_reoptimisation:
                 self._record()
         self._steps_left = max(self._steps_left - 1, 0)
@@ -66,12 +84,37 @@ class PlannedSteps:
         self.allocator.record()
         self._phase, self._steps_left = Phase.RECORDING, RECORDED_STEPS
 
-    def _plan(self) -> None:
+    def _solve(self) -> None:
         trace = self.allocator.recorded()
         solution = self.solver.solve(trace)
         if solution.layout is None:
             raise RequestError(f"the solver {self.solver.name!r} found no layout of a step; 'portfolio' always does")
-        self.allocator.replay(trace, solution.layout)
         self.trace, self.layout = trace, solution.layout
+        self.allocator.forget_plan()
+        if self.allocator.drains:
+            self._phase, self._steps_left = Phase.DRAINING, MOST_DRAINING
+        else:
+            self._replay()
+
+    def _replay(self) -> None:
+        assert self.trace is not None
+        assert self.layout is not None
         self._phase, self._steps_left = Phase.PLANNED, 2**self.plans
         self.plans += 1
+        try:
+            self.allocator.replay(self.trace, self.layout)
+        except OutOfMemory as error:
+            warnings.warn(f"steps keep the addresses that the pool gives, within the same limit: {error}", stacklevel=4)
+
+
+def planned_steps(device: str = "cuda", **settings: Any) -> PlannedSteps:
+    """Steps of a live allocator for `device`; on CUDA one that gives PyTorch all its memory, for good.
+
+    Raises RequestError where PyTorch has begun to use the GPU, unless one of ours serves it.
+    """
+    if device == "cuda" and (found := serving()) is not None:
+        return PlannedSteps(found, solver_named())
+    allocator = LiveAllocator(device, **settings)
+    if device == "cuda":
+        allocator.serve_pytorch()
+    return PlannedSteps(allocator, solver_named())

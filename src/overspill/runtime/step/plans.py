@@ -24,12 +24,14 @@ from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.live.planned_steps import PlannedSteps
 from overspill.runtime.lower import lower_step
 from overspill.runtime.options import (
     Options,
     budget_for,
     device_for,
     infeasible_for,
+    limit_steps,
     open_engine,
     plan_graph,
     store_bytes,
@@ -139,6 +141,8 @@ class StepPlans:
         """Bytes that the other models of the session have on the device."""
         self._beside_then = 0
         self._fixed_budget: int | None = None
+        self.steps: PlannedSteps | None = None
+        """What leads the live allocator, if one serves these steps."""
         self._told = False
         self._timers: list[tuple[str, OpTimer]] = []
 
@@ -284,6 +288,8 @@ class StepPlans:
         names = (*found.takes, *self._state_of(captured))
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
+        if self.steps is not None:
+            limit_steps(self.steps, plan)
         with self.processes.together():
             if self.state.engine is None:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)

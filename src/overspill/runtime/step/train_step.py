@@ -27,7 +27,8 @@ from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
-from overspill.runtime.options import Options
+from overspill.runtime.live.planned_steps import planned_steps
+from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import OneProcess, processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -76,6 +77,8 @@ class TrainStep:
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
         self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._underway.add_up)
+        if options.placement == PLANNED and options.backend == "eager" and self._state.where.type == "cuda":
+            self._plans.steps = planned_steps(index=self._state.where.index or 0)
         self._state.advice = self._underway.advice
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
@@ -102,7 +105,10 @@ class TrainStep:
             if not batches.same(self._call.inputs, inputs):
                 raise RequestError(f"these are other inputs: {self._call.advice}")
             return self._resume()
-        return self._go_on(self._prepared(inputs))
+        prepared = self._prepared(inputs)
+        if self._plans.steps is not None:
+            self._plans.steps.begin_step()
+        return self._go_on(prepared)
 
     def _prepared(self, inputs: tuple[Any, ...]) -> Call:
         with self.processes.announcing():
@@ -238,6 +244,16 @@ class TrainStep:
     def peak_bytes(self) -> int:
         """The planned peak of the step."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
+        return max((plan.reserved_bytes for plan in self.plans if plan.reserved_bytes is not None), default=None)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The same with the context: what the card must have."""
+        return max((plan.device_bytes for plan in self.plans if plan.device_bytes is not None), default=None)
 
     @property
     def is_unfinished(self) -> bool:

@@ -197,7 +197,7 @@ class OptimizerUpdates:
         with CPU:  # whatever the default device is, for the optimizer's own tensors too
             probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
             probe.grad = self._gradient(torch.ones_like(probe), None)
-            tiny = optimizer_like(self.optimizer, group, [probe])
+            tiny = optimizer_like(self.optimizer, as_on(like.device, group), [probe])
             peaks = [temporary_bytes(tiny) for _ in range(2)]
         kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
         others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
@@ -207,6 +207,16 @@ class OptimizerUpdates:
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
             *(peak / probe.nbytes + others for peak in peaks),
         )
+
+
+def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
+    """`group` with the path spelled out that its optimizer takes for parameters on `device`: all together on CUDA.
+
+    So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch 2.11 to 2.13).
+    """
+    unasked = "foreach" in group and group["foreach"] is None and not group.get("fused")
+    plain = not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
+    return {**group, "foreach": True} if device.type == "cuda" and unasked and plain else group
 
 
 def settings_of(group: dict[str, Any]) -> tuple[Any, ...]:

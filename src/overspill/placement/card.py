@@ -1,0 +1,269 @@
+"""What a card must have for a plan: the context, what libraries keep, and the segments of PyTorch's caching allocator.
+
+A budget on CUDA is the size of a card on which the job survives. A plan counts live bytes; what the caching allocator takes
+from the device for them is simulated, over the first steps of a run and by the rules of its settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
+from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import format_apart, format_bytes
+from overspill.plans.plan import Plan
+
+from .allocators.caching_config import CachingConfig
+from .events import ALLOCATE, FREE, Events
+from .place import place_plan
+from .replay import minimum_capacity, replay
+
+T = TypeVar("T")
+STEPS = 3
+"""The first step makes the optimizer's state, which then lies where feature maps had been; the second meets it there, and
+what the second leaves the third does."""
+MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
+"""Ops that bring up a library's handle."""
+ELASTIC = frozenset({"convolution", "convolution_backward"})
+"""Ops whose library may take less workspace than is likely, or none."""
+SHARES = (0.0, 0.5, 1.0)
+"""Of the likely workspaces of ELASTIC ops, those that are tried."""
+TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
+"""The orders of equal free blocks that are tried."""
+SPARE_BYTES = 4 << 20
+"""Two small segments: for scalars and other small blocks that no plan counts."""
+ENOUGH_SHARE = 0.03
+"""Where a plan fits and one for so much more of the room does not, no other is made."""
+TRIES = 6
+"""How many plans are made for one card."""
+SLICE_BYTES = 64 << 20
+"""The largest temporary of an optimizer's update of one parameter, which takes it slice by slice (`runtime/step/updates.py`)."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card as a job meets it: `context_bytes` are the driver's and of loaded kernels, `handle_bytes` what the libraries keep
+    of the allocator's memory for each thread that multiplies matrices, `config` are the allocator's settings. With a `solver`
+    blocks get planned addresses (`runtime/live/`): until these are known the allocator gives back what it can at the limit.
+    """
+
+    context_bytes: int
+    handle_bytes: tuple[int, ...] = ()
+    config: CachingConfig = field(default_factory=CachingConfig)
+    solver: str | None = None
+
+    def reserved_bytes(self, plan: Plan) -> int:
+        """The most that PyTorch's caching allocator takes from the device in some steps of `plan`.
+
+        Blocks lie elsewhere where cuDNN takes less workspace than is likely, and where the driver gives segments at other
+        addresses, by which the allocator chooses among equals. So the most over several ways counts.
+        """
+        if self.solver is not None:
+            return self._planned_bytes(plan, self.solver)
+        has_elastic = any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
+        found = []
+        for share in SHARES if has_elastic else SHARES[-1:]:
+            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share)
+            for tie_break in TIE_BREAKS:
+                config = replace(self.config, tie_break=tie_break)
+                found.append(replay(events, "pytorch", config=config).peak_device_bytes)
+        return max(found) + SPARE_BYTES
+
+    def _planned_bytes(self, plan: Plan, solver: str) -> int:
+        """The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it."""
+        events = events_of(plan.graph, plan.schedule, self.handle_bytes)
+        first = minimum_capacity(events, "pytorch", self.config)
+        threads = 1 if plan.graph.whole_step else 2
+        arena = place_plan(plan, solver).peak_bytes
+        return max(first, arena + threads * sum(self.handle_bytes)) + SPARE_BYTES
+
+    def measured(self, plan: Plan) -> Plan:
+        """`plan` with what a card must have for it."""
+        reserved = self.reserved_bytes(plan)
+        return replace(plan, reserved_bytes=reserved, device_bytes=reserved + self.context_bytes)
+
+    def planned(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
+        """What `make` gives for as many live bytes as a card of `budget_bytes` has room for; its plan knows the card.
+
+        A plan whose segments are over is made again for less; between that and what was over, the fastest counts. Raises
+        InfeasibleBudget with the size of a card that would do.
+        """
+        room = budget_bytes - self.context_bytes
+        asked, low, over, best = room, 0, room, None
+        for _ in range(TRIES):
+            try:
+                found, plan = make(max(asked, 1))
+            except InfeasibleBudget:
+                found, plan = self._smallest(budget_bytes, make)
+                asked = plan.peak_bytes
+            plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
+            assert plan.reserved_bytes is not None
+            excess = plan.reserved_bytes - room
+            if excess <= 0:
+                best = min((found, plan), best or (found, plan), key=lambda b: b[1].step_seconds)
+                low = max(low, asked)
+            else:
+                over = asked
+            if best is None:
+                asked = min(asked, plan.peak_bytes) - excess
+            elif over - low <= ENOUGH_SHARE * room:
+                break
+            else:
+                asked = (low + over) // 2
+        return best or self._smallest(budget_bytes, make)
+
+    def _smallest(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
+        """The plan with the fewest live bytes, if the card has room for it."""
+        try:
+            found, plan = make(1)
+        except InfeasibleBudget as error:
+            cause = error.cause
+            found, plan = make(error.floor_bytes)
+        else:
+            cause = "the policy has no smaller plan"
+        plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
+        assert plan.device_bytes is not None
+        if plan.device_bytes <= budget_bytes:
+            return found, plan
+        raise self._too_small(plan, budget_bytes, cause)
+
+    def _too_small(self, plan: Plan, budget_bytes: int, cause: str) -> InfeasibleBudget:
+        assert plan.reserved_bytes is not None
+        assert plan.device_bytes is not None
+        needed, budget = format_apart(plan.device_bytes, budget_bytes)
+        advice = ""
+        if not self.config.expandable_segments and self.solver is None:
+            other = replace(self, config=replace(self.config, expandable_segments=True, max_split_bytes=None))
+            with_it = other.reserved_bytes(plan) + self.context_bytes
+            if with_it < plan.device_bytes:
+                advice = f"; with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {format_bytes(with_it)} would do"
+        return InfeasibleBudget(
+            f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for the "
+            f"context and {format_bytes(plan.reserved_bytes)} in PyTorch's allocator, for {format_bytes(plan.peak_bytes)} of "
+            f"live bytes ({cause}), library workspaces and fragmentation; raise the budget or make the batch smaller{advice}",
+            budget_bytes=budget_bytes,
+            floor_bytes=plan.device_bytes,
+            cause=cause,
+        )
+
+
+def events_of(
+    graph: Graph, schedule: Schedule, handle_bytes: Iterable[int] = (), share: float = 1.0, steps: int = STEPS
+) -> Events:
+    """What `schedule` asks of an allocator in its first `steps`, in order, from the model and its batch on an empty device.
+
+    Handles of libraries come up at the first matrix product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take
+    a `share` of their workspaces.
+    """
+    return _Run(graph, schedule, tuple(handle_bytes), share).events(steps)
+
+
+class _Run:
+    """The allocations of a run so far: `rows` of events, and the blocks of what is live."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, handle_bytes: tuple[int, ...], share: float) -> None:
+        self.graph = graph
+        self.schedule = schedule
+        self.handle_bytes = handle_bytes
+        self.share = share
+        self.rows: list[tuple[int, int, int, int]] = []
+        self.live: dict[int | str, list[int]] = {}
+        self.blocks = 0
+        trained = (t for t in graph.tensors if t.kind is TensorKind.PARAMETER and t.persistent)
+        self.parameters = [t.nbytes for t in trained if t.nbytes]
+
+    def events(self, steps: int) -> Events:
+        """The events of the first `steps`."""
+        present = [t for t in self.graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
+        for tensor in sorted(present, key=lambda t: t.kind is TensorKind.INPUT):  # the model is there before its batch
+            self.take_tensor(tensor.id)
+        for stored in self.schedule.stored:
+            self.give(stored)
+        if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
+            self.take_state()
+        for _ in range(steps):
+            self.step()
+        return Events.from_rows(self.rows)
+
+    def step(self) -> None:
+        """One step of the schedule."""
+        backward = False
+        for instruction in self.schedule.instructions:
+            target = instruction.target
+            if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
+                op = self.graph.ops[target]
+                runs = instruction.verb is Verb.RUN
+                backward |= runs and op.phase is not Phase.FORWARD and not self.graph.whole_step
+                self.take_handles(op, "backward" if backward else "forward")
+                writes = op.writes if runs else op.recompute_writes
+                # What is there is made once more beside it.
+                again = 0 if runs else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
+                self.run(op, writes, op.workspace_of(instruction.algorithm) + again)
+            elif instruction.verb is Verb.PREFETCH:
+                self.take_tensor(target)
+            elif instruction.verb is Verb.FREE:
+                self.give(target)
+        for key in [key for key in self.live if isinstance(key, int) and not self.graph.tensors[key].persistent]:
+            self.give(key)
+
+    def run(self, op: Op, writes: Iterable[int], workspace_bytes: int) -> None:
+        """An op that writes these tensors, and takes so much more while it runs."""
+        if op.phase is Phase.UPDATE:
+            self.take_state()
+        for tensor in writes:
+            self.take_tensor(tensor)
+        if op.name in ELASTIC:
+            workspace_bytes = int(self.share * workspace_bytes)
+        if workspace_bytes:
+            self.take("workspace", self.temporaries(op, workspace_bytes))
+            self.give("workspace")
+
+    def temporaries(self, op: Op, nbytes: int) -> list[int]:
+        """The blocks of a workspace: an update has temporaries of the parameters' sizes."""
+        if op.layer_type is not LayerType.UPDATE or op.phase is not Phase.UPDATE:
+            return [nbytes]
+        if not self.graph.whole_step:
+            return _pieces(nbytes, self.parameters)
+        return _pieces(
+            nbytes, [min(SLICE_BYTES, max((self.graph.tensors[t].nbytes for t in op.reads), default=nbytes))]
+        )
+
+    def take_handles(self, op: Op, thread: str) -> None:
+        """What libraries keep for a thread from its first matrix product on."""
+        if op.name in MATRIX_PRODUCTS and thread not in self.live:
+            self.take(thread, self.handle_bytes)
+
+    def take_state(self) -> None:
+        """The optimizer's state, unless it is there: for each parameter, what is kept of its size."""
+        for tensor in self.graph.tensors:
+            if tensor.kind is TensorKind.OPTIMIZER_STATE and tensor.id not in self.schedule.stored:
+                self.take_tensor(tensor.id)
+
+    def take_tensor(self, tensor: int) -> None:
+        """A tensor comes to the device, unless it is there. What stands for several has blocks of the parameters' sizes."""
+        if tensor in self.live:
+            return
+        it = self.graph.tensors[tensor]
+        several = it.persistent and not it.movable and it.kind in (TensorKind.OPTIMIZER_STATE, TensorKind.GRADIENT)
+        self.take(tensor, _pieces(it.nbytes, self.parameters, by_turns=True) if several else [it.nbytes])
+
+    def take(self, key: int | str, sizes: Iterable[int]) -> None:
+        """Blocks of these sizes."""
+        found = self.live[key] = []
+        for nbytes in filter(None, sizes):
+            self.rows.append((ALLOCATE, self.blocks, nbytes, 0))
+            found.append(self.blocks)
+            self.blocks += 1
+
+    def give(self, key: int | str) -> None:
+        """All blocks of `key` back."""
+        self.rows += [(FREE, block, 0, 0) for block in self.live.pop(key, ())]
+
+
+def _pieces(nbytes: int, sizes: list[int], *, by_turns: bool = False) -> list[int]:
+    """Blocks of `sizes` that make up `nbytes`, as often as they all go into it, and the rest; `by_turns`: all of one size first."""
+    times = nbytes // sum(sizes) if sizes else 0
+    found = [size for size in sizes for _ in range(times)] if by_turns else sizes * times
+    return [*found, nbytes - sum(found)]

@@ -1,0 +1,107 @@
+"""The size of a card: what PyTorch's caching allocator takes over the first steps of a plan, and plans within it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.simulate.graphs import DEVICE, Layer, network
+
+from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.core.errors import InfeasibleBudget
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.card import Card, events_of
+from overspill.placement.replay import replay
+from overspill.plans.plan import Plan, make_plan, unmanaged_peak
+
+MIB = 1 << 20
+STEP = network([Layer(3 * MIB + 512 * i) for i in range(16)])
+CARD = Card(300 * MIB, (8519680,))
+
+
+def planned(budget: int, card: Card = CARD, graph: Graph = STEP) -> Plan:
+    return card.planned(budget, lambda live: (None, make_plan(graph, DEVICE, "auto", live)))[1]
+
+
+def survives(plan: Plan, capacity_bytes: int, card: Card = CARD) -> bool:
+    """Whether a card of this size is enough, without a retry."""
+    events = events_of(plan.graph, plan.schedule, card.handle_bytes)
+    done = replay(events, "pytorch", capacity_bytes=capacity_bytes - card.context_bytes, config=card.config)
+    return done.fits and not done.retries
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8, 1.0, 1.5])
+def test_a_plan_survives_on_a_card_of_exactly_the_budget(share: float) -> None:
+    whole = CARD.measured(make_plan(STEP, DEVICE, "auto", 1 << 40))
+    assert whole.device_bytes is not None
+    budget = CARD.context_bytes + int(share * (whole.device_bytes - CARD.context_bytes))
+    plan = planned(budget)
+    assert plan.device_budget_bytes == budget
+    assert plan.device_bytes is not None
+    assert plan.device_bytes <= budget
+    assert survives(plan, budget)
+    assert (share < 1) == (plan.offloaded_bytes + plan.recomputed_ops > 0)
+
+
+def test_what_fits_as_it_is_is_planned_once_and_no_card_is_planned_for_more_than_six_times() -> None:
+    def tries(budget: int) -> int:
+        asked: list[int] = []
+        CARD.planned(budget, lambda live: (asked.append(live), make_plan(STEP, DEVICE, "auto", live)))
+        return len(asked)
+
+    assert tries(1 << 40) == 1
+    assert 1 < tries(CARD.context_bytes + 60 * MIB) <= 6
+
+
+def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:
+    """What was planned before: the budget's bytes as live bytes."""
+    budget = unmanaged_peak(STEP, DEVICE)
+    assert not survives(make_plan(STEP, DEVICE, "auto", budget), CARD.context_bytes + budget)
+
+
+def test_what_no_card_of_this_size_can_do_names_the_card_that_can() -> None:
+    with pytest.raises(
+        InfeasibleBudget, match=r"a card of 310\.0 MiB is too small; .* are needed: 300\.0 MiB for the context"
+    ) as error:
+        planned(310 * MIB)
+    needed = error.value.floor_bytes
+    assert survives(planned(needed), needed)
+    with pytest.raises(InfeasibleBudget):
+        planned(needed - 2 * MIB)
+
+
+def test_expandable_segments_are_advised_where_they_would_do_with_less() -> None:
+    uneven = network([Layer((11 + 5 * i) * MIB + 512) for i in range(12)])
+    with pytest.raises(InfeasibleBudget, match=r"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True .* would do"):
+        planned(310 * MIB, graph=uneven)
+    expandable = replace(CARD, config=CachingConfig(expandable_segments=True))
+    with pytest.raises(InfeasibleBudget) as error:
+        planned(310 * MIB, expandable, uneven)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in str(error.value)
+
+
+def test_a_library_handle_comes_up_once_a_thread() -> None:
+    products = replace(STEP, ops=tuple(replace(op, name="mm") for op in STEP.ops))
+    plan = make_plan(products, DEVICE, "liveness", 1 << 40)
+    assert [n for n in events_of(products, plan.schedule, (12345,)).nbytes.tolist() if n == 12345] == [12345] * 2
+    whole = replace(products, whole_step=True)  # which one thread runs
+    plan = make_plan(whole, DEVICE, "liveness", 1 << 40)
+    assert [n for n in events_of(whole, plan.schedule, (12345,)).nbytes.tolist() if n == 12345] == [12345]
+
+
+def test_the_state_of_an_optimizer_comes_with_the_first_update_in_pieces_of_the_parameters() -> None:
+    """Parameters, the state that the first update makes, and the temporaries of three updates."""
+    tensors = list(STEP.tensors)
+    first = len(tensors)
+    tensors += [
+        Tensor(first + i, nbytes, kind, kind.value, (nbytes,), "uint8", persistent=True)
+        for i, (nbytes, kind) in enumerate(
+            [(1000, TensorKind.PARAMETER), (2000, TensorKind.PARAMETER), (6020, TensorKind.OPTIMIZER_STATE)]
+        )
+    ]
+    update = Op(len(STEP.ops), "step.update", "", LayerType.UPDATE, Phase.UPDATE, (first, first + 1), (first,), 3012)
+    graph = replace(STEP, tensors=tuple(tensors), ops=(*STEP.ops, update))
+    sizes = events_of(graph, make_plan(graph, DEVICE, "liveness", 1 << 40).schedule).nbytes.tolist()
+    assert [n for n in sizes if n in {1000, 2000, 20, 12}] == [
+        1000, 2000, *(1000, 1000, 2000, 2000, 20), *(1000, 2000, 12) * 3,
+    ]  # fmt: skip

@@ -1,0 +1,207 @@
+"""A budget in bytes on a card, by both doors: no GPU is used here. What a run really allocates on the CPU is replayed on
+PyTorch's caching allocator, on a card of exactly the budget's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import overspill
+from overspill.core import Device
+from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
+from overspill.devices import load_device
+from overspill.models import load
+from overspill.placement.allocators.caching_config import CachingConfig
+from overspill.placement.card import Card
+from overspill.placement.events import ALLOCATE, FREE, Events
+from overspill.placement.replay import replay
+from overspill.runtime import hardware, options
+from overspill.runtime.options import Options
+from overspill.runtime.training import Training, train
+
+MIB = 1 << 20
+CARD = Card(100 * MIB)
+GPU = replace(load_device("t4"), index=0)
+"""A device that plans take for one of this machine's."""
+DECODER = "decoder:width=128,depth=4,heads=4,vocabulary=4096,seq_len=64"
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card with 100 MiB of context."""
+    monkeypatch.setattr(options, "card_of", lambda *_: CARD)
+    monkeypatch.setattr(options, "card_bytes", lambda device: device.memory_bytes)
+
+
+def allocated(run: Callable[[], Any]) -> Events:
+    """What `run` asks of PyTorch's CPU allocator, in order."""
+    with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
+        run()
+    found: list[tuple[int, int, int]] = []
+
+    def visit(event: Any) -> None:
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.typed[1].alloc_size, event.typed[1].ptr))
+        for child in event.children:
+            visit(child)
+
+    for root in profiled.profiler.kineto_results.experimental_event_tree():
+        visit(root)
+    rows: list[tuple[int, int, int, int]] = []
+    live: dict[int, int] = {}
+    for count, (_, nbytes, address) in enumerate(sorted(found, key=lambda row: row[0])):
+        if nbytes > 0:
+            live[address] = count
+            rows.append((ALLOCATE, count, nbytes, 0))
+        elif address in live:
+            rows.append((FREE, live.pop(address), 0, 0))
+    return Events.from_rows(rows)
+
+
+def budget_of(job: Training, share: float) -> int:
+    """A share of what the job takes of the card unmanaged, and the context."""
+    plan = train(replace(job, steps=1), Options(device=GPU, budget=1 << 40, store="host")).plan
+    assert plan is not None
+    assert plan.reserved_bytes is not None
+    return CARD.context_bytes + int(share * plan.reserved_bytes)
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+@pytest.mark.parametrize(("model", "batch"), [(DECODER, 16), pytest.param("resnet18", 4, marks=pytest.mark.long)])
+def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
+    model: str, batch: int, whole_step: bool, tmp_path: Any
+) -> None:
+    job = Training(lambda: load(model), batch, "adamw", 3, whole_step=whole_step, keep_state=False)
+    budget = budget_of(job, 0.75)
+    found = []
+    asked = Options(device=GPU, budget=budget, store="disk", store_dir=tmp_path)
+    events = allocated(lambda: found.append(train(job, asked)))
+    (run,) = found
+    assert run.plan is not None
+    assert run.plan.asked_bytes == budget
+    assert run.planned_device_bytes is not None
+    assert run.planned_reserved_bytes is not None
+    assert run.planned_peak_bytes < run.planned_reserved_bytes == run.planned_device_bytes - CARD.context_bytes
+    assert run.planned_device_bytes <= budget
+    assert run.plan.offloaded_bytes or run.plan.recomputed_ops
+    done = replay(events, "pytorch", capacity_bytes=budget - CARD.context_bytes)
+    assert done.fits
+    assert not done.retries
+    assert done.peak_reserved_bytes > 0.8 * run.planned_reserved_bytes
+
+
+def test_a_share_is_of_live_bytes_and_says_what_card_that_takes() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    step = overspill.train_step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), budget="99%", device=GPU, store="host"
+    )
+    step(torch.randn(4096, 64), torch.randn(4096, 64))
+    (plan,) = step.plans
+    assert plan.asked_bytes == plan.budget_bytes == int(0.99 * plan.unmanaged_peak_bytes)
+    assert step.reserved_bytes == plan.reserved_bytes
+    assert step.device_bytes == CARD.context_bytes + (step.reserved_bytes or 0)
+    step.close()
+
+
+def test_a_card_that_is_too_small_is_refused_with_one_that_works() -> None:
+    def made(budget: int) -> overspill.runtime.step.train_step.TrainStep:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+        return overspill.train_step(
+            model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), budget=budget, device=GPU, store="host"
+        )
+
+    batch = torch.randn(4096, 64), torch.randn(4096, 64)
+    with pytest.raises(InfeasibleBudget, match=r"a card of 101\.0 MiB is too small") as error:
+        made(101 * MIB)(*batch)
+    assert made(101 * MIB).smallest_budget(*batch) == error.value.floor_bytes
+    step = made(error.value.floor_bytes)
+    step(*batch)
+    assert step.device_bytes == error.value.floor_bytes
+    step.close()
+
+
+def test_a_named_placement_and_a_device_that_is_not_there_count_as_before() -> None:
+    for asked in (Options(budget=1 << 30, device=GPU, placement="best-fit"), Options(budget=1 << 30, device="t4")):
+        assert not options.is_of_card(asked, options.device_for(asked, torch.device("cpu")))
+
+
+# -- what the card is, with a stand-in for torch.cuda
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The figures of a card that `torch.cuda` speaks of: bytes in all, used by anyone, reserved by this process."""
+    figures = {"total": 16 << 30, "used": 320 * MIB, "reserved": 200 * MIB}
+
+    class Properties:
+        total_memory = figures["total"]
+
+    fakes = {
+        "get_device_name": lambda _: "Tesla T4",
+        "get_device_properties": lambda _: Properties,
+        "get_device_capability": lambda _: (7, 5),
+        "current_device": lambda: 0,
+        "mem_get_info": lambda _: (figures["total"] - figures["used"], figures["total"]),
+        "memory_reserved": lambda _: figures["reserved"],
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(hardware, "_CONTEXTS", {})
+    return figures
+
+
+def noun() -> Device:
+    return hardware.device_noun(torch.device("cuda", 1))
+
+
+def test_the_context_is_what_is_used_and_not_reserved_and_the_kernels_to_come(cuda: dict[str, int]) -> None:
+    device = noun()
+    assert device.index == 1
+    assert device.compute_capability == "7.5"
+    kernels = device.context_bytes - 120 * MIB
+    assert 0 < kernels < 100 * MIB
+    assert hardware.card_bytes(device) == cuda["total"]
+
+
+def test_other_processes_are_no_context_and_what_they_take_is_not_given(cuda: dict[str, int]) -> None:
+    cuda["used"] = 8 << 30
+    device = noun()
+    assert device.context_bytes < 1 << 30
+    free = cuda["total"] - cuda["used"]
+    assert hardware.card_bytes(device) - device.context_bytes <= free + cuda["reserved"]
+
+
+def test_the_whole_card_is_no_more_than_it_can_give(cuda: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "card_bytes", hardware.card_bytes)
+    cuda["used"] = 8 << 30
+    device = noun()
+    where = torch.device("cuda", 1)
+    most = hardware.card_bytes(device)
+    assert options.fixed_budget(Options(), device, where) == most
+    assert options.fixed_budget(Options(budget="15GiB"), device, where) == most
+    assert options.fixed_budget(Options(budget="2GiB"), device, where) == 2 << 30
+
+
+def test_the_allocator_is_as_the_environment_says(cuda: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert hardware.card_of(noun()).config == CachingConfig(expandable_segments=True)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    with pytest.raises(UnsupportedError, match="backend:cudaMallocAsync"):
+        hardware.card_of(noun())
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "nonsense")
+    with pytest.raises(RequestError, match="nonsense"):
+        hardware.card_of(noun())
+
+
+def test_the_handle_of_cublas_is_counted(cuda: dict[str, int]) -> None:
+    card = hardware.card_of(noun())
+    assert card.handle_bytes[-1] == 8519680
+    assert card.context_bytes == noun().context_bytes
