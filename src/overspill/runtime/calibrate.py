@@ -26,7 +26,7 @@ from overspill.core import Device
 from overspill.core.units import format_bytes
 
 from .transfer.engine import TransferEngine, make_engine
-from .transfer.lanes import ThreadLane
+from .transfer.lanes import Slot, ThreadLane
 from .transfer.stores import DiskStore, Store
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -181,15 +181,15 @@ def _compute_share(store: Store) -> float:
 @contextmanager
 def _transferring(store: Store) -> Iterator[None]:
     """Write to and read from `store` on a lane for as long as the context lasts."""
-    lane, stop = ThreadLane("calibrate"), Event()
-    slot = store.allocate(BLOCK_BYTES)
+    stop = Event()
 
-    def transfer(block: Tensor) -> None:
+    def transfer(slot: Slot, block: Tensor) -> None:
         while not stop.is_set():
             store.write(slot, block)
             store.read(slot, block)
 
-    ticket = lane.submit(transfer, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    lane, slot = ThreadLane("calibrate", transfer), store.allocate(BLOCK_BYTES)
+    ticket = lane.submit(slot, torch.zeros(BLOCK_BYTES, dtype=torch.uint8).untyped_storage())
     try:
         yield
     finally:

@@ -219,23 +219,23 @@ class _Emitter:
             self._free(target)
         elif verb is Verb.OFFLOAD:
             root = self._only_root(target)
-            handle = self._call(ops.OFFLOAD, (self.values[root], self.engine), f"handle_{root.name}")
+            handle = self._call(ops.offload, (self.values[root], self.engine), f"handle_{root.name}")
             with self.fake_mode:
                 handle.meta["val"] = ops.fake_handle()
             self.handles[target] = handle
             self._touch(target)
         elif verb is Verb.AWAIT_OFFLOAD:
             root = self._only_root(target)
-            self._call(ops.AWAIT_OFFLOAD, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
+            self._call(ops.await_offload, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
             self._touch(target)
         elif verb is Verb.PREFETCH:
             root = self._only_root(target)
-            arriving = self._call(ops.PREFETCH, (self.handles[target], self.engine), f"arriving_{root.name}")
+            arriving = self._call(ops.prefetch, (self.handles[target], self.engine), f"arriving_{root.name}")
             arriving.meta["val"] = root.meta["val"]
             self.arriving[target] = arriving
         else:
             root = self._only_root(target)
-            arrived = self._call(ops.AWAIT_PREFETCH, (self.arriving.pop(target), self.engine), root.name)
+            arrived = self._call(ops.await_prefetch, (self.arriving.pop(target), self.engine), root.name)
             arrived.meta["val"] = root.meta["val"]
             self.values[root] = arrived
             self._touch(target)
@@ -300,7 +300,7 @@ class _Emitter:
         roots = [root for root in self.roots_of(tensor) if root in self.values]
         if self.last_touch.get(tensor, -1) != self.now and roots:
             for root in roots:
-                self._call(ops.HOLD, (self.values[root],), f"held_{root.name}")
+                self._call(ops.hold, (self.values[root],), f"held_{root.name}")
         for root in roots:
             del self.values[root]
             for key in storages(root):

@@ -21,7 +21,7 @@ def with_threads(store: Store) -> TransferEngine:
 
 def with_streams(store: Store, cuda: FakeCuda | None = None) -> TransferEngine:
     cuda = cuda or FakeCuda()
-    return TransferEngine(store, StreamLane(CPU, cuda), StreamLane(CPU, cuda))
+    return TransferEngine(store, StreamLane(CPU, store.write, cuda), StreamLane(CPU, store.read, cuda))
 
 
 def with_late_streams() -> TransferEngine:
