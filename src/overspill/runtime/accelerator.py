@@ -75,14 +75,16 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RawStreams:
-    """Streams as the device's library knows them, for native code: `library` is what its functions begin with.
+    """The streams of device number `index` as its runtime library knows them, for native code.
 
-    `current(index)` is the stream on which ops of this thread run on the device of that index now.
+    `prefix` is what the library's functions begin with, and `path` where it lies, if it is not the one that PyTorch has
+    loaded. `current(index)` is the stream on which ops of this thread run now.
     """
 
-    library: str
+    prefix: str
     index: int
     current: Callable[[int], int]
+    path: str = ""
 
     def new(self) -> tuple[Stream, int]:
         """A stream beside those that compute, which lives as long as the object does, and its raw handle."""

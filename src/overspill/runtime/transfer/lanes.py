@@ -22,6 +22,8 @@ from torch import Tensor, UntypedStorage
 from overspill.core.errors import StoreError
 from overspill.runtime import accelerator
 
+from . import _copies
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -213,6 +215,24 @@ class _StreamTicket:
     def wait(self) -> None:
         self._lane.wait(self._event)
         self._memory = None
+
+
+class CopyLane(Lane):
+    """A lane that is a stream of its own, between a device and addresses of page-locked host memory: one native call each."""
+
+    def __init__(self, streams: accelerator.RawStreams, address: Callable[[Slot], int], *, outward: bool) -> None:
+        """`address` says where a slot is. Raises RuntimeError where no library has the functions of such a device."""
+        self._address = address
+        self.stream, raw = streams.new()
+        self._copies = _copies.CopyLane(streams.path, streams.prefix, streams.index, raw, outward, streams.current)
+
+    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+        """Enqueue the copy behind the compute stream's work so far, as StreamLane does."""
+        return self._copies.submit(self._address(slot), memory.data_ptr(), memory.nbytes(), memory)
+
+    def close(self) -> None:
+        """Wait until the stream is idle."""
+        self.stream.synchronize()
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

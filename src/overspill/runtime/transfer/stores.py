@@ -25,10 +25,11 @@ from torch import Tensor
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
-from overspill.runtime.accelerator import PageLock, Stream, whole_pages_of_host_memory
+from overspill.runtime.accelerator import PageLock, Stream, raw_streams, whole_pages_of_host_memory
 
+from ._copies import can_copy
 from .forks import tell_of_forks
-from .lanes import Lane, Slot, StreamLane, ThreadLane
+from .lanes import CopyLane, Lane, Slot, StreamLane, ThreadLane
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk is full, or the user's share of it, or the file is as large as it may get."""
@@ -301,9 +302,16 @@ class PinnedStore(HostStore):
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
         """Two streams of `device`."""
-        lanes = StreamLane(device, self.write), StreamLane(device, self.read)
+        lanes: tuple[CopyLane | StreamLane, CopyLane | StreamLane]
+        if (streams := raw_streams(device)) is not None and can_copy(streams.path, streams.prefix):
+            lanes = CopyLane(streams, self._address, outward=True), CopyLane(streams, self._address, outward=False)
+        else:
+            lanes = StreamLane(device, self.write), StreamLane(device, self.read)
         self._streams += [lane.stream for lane in lanes]
         return lanes
+
+    def _address(self, slot: Slot) -> int:
+        return int(self._chunks[slot.chunk].data_ptr()) + slot.offset
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Enqueue the copy to the host on the current stream."""
