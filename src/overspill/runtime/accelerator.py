@@ -8,7 +8,6 @@ Names private to PyTorch that this file relies on: `torch._C._cuda_getCurrentRaw
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -154,9 +153,3 @@ class PageLock:
             torch.ones((), device="cuda")
         except RuntimeError:
             return
-
-
-def whole_pages_of_host_memory(nbytes: int) -> Tensor:
-    """Host memory that shares no page with any other, as page locking needs it."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=torch.uint8)

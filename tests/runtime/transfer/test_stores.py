@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -179,10 +181,10 @@ def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytes
     store.write(slot, some_bytes(10))
 
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", refuse)
+        patched.setattr(mmap, "mmap", refuse)
         with pytest.raises(StoreError, match=r"1\.0 GiB more of host memory.*--store disk"):
             store.reserve(2**30 + PAGE_BYTES)
     assert store.capacity_bytes == PAGE_BYTES
@@ -191,7 +193,7 @@ def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytes
 
 def test_an_allocation_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HostStore()
-    monkeypatch.setattr(store, "_allocate_chunk", lambda _: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(store, "_allocate_chunk", lambda _: (_ for _ in ()).throw(OSError()))
     with pytest.raises(StoreError):
         store.allocate(10)
     assert (store.used_bytes, store.peak_bytes, store.capacity_bytes) == (0, 0, 0)

@@ -25,8 +25,9 @@ from torch import Tensor
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
-from overspill.runtime.accelerator import PageLock, Stream, raw_streams, whole_pages_of_host_memory
+from overspill.runtime.accelerator import PageLock, Stream, raw_streams
 
+from . import host_memory
 from ._copies import can_copy
 from .forks import tell_of_forks
 from .lanes import CopyLane, Lane, Slot, StreamLane, ThreadLane
@@ -255,14 +256,14 @@ class HostStore(Store):
     def _grow(self, nbytes: int) -> None:
         try:
             self._chunks.append(self._allocate_chunk(nbytes))
-        except (RuntimeError, MemoryError):
+        except (OSError, RuntimeError):
             raise StoreError(
                 f"the host store needs {format_bytes(nbytes)} more of host memory, and the system refused; "
                 f"{self._advice}"
             ) from None
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return host_memory.whole_pages(nbytes)
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Copy into the arena, without the interpreter lock."""
@@ -295,7 +296,7 @@ class PinnedStore(HostStore):
         self._end = weakref.finalize(self, _unlock, self._chunks, self._pages, self._streams, os.getpid())
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
-        chunk = whole_pages_of_host_memory(nbytes)
+        chunk = super()._allocate_chunk(nbytes)
         if (status := self._pages.lock(chunk)) != 0:
             raise RuntimeError(f"host memory could not be locked: error {status}")
         return chunk
