@@ -122,7 +122,7 @@ class OptimizerUpdates:
         """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
         needs = self._probed(parameter, group)
         first, later = (
-            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new)) for new in (True, False)
+            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new=new)) for new in (True, False)
         )
         work = max(needs.first_share * first, needs.share * later)
         return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
@@ -137,22 +137,24 @@ class OptimizerUpdates:
     ) -> None:
         """Step on `parameter`, which `owned` describes, slice by slice."""
         after: dict[str, Any] = {}
-        for rows in self._slices(parameter, owned.group, not owned.order):
+        for rows in self._slices(parameter, owned.group, new=not owned.order):
             given = {key: tensor[rows] for key, tensor in zip(owned.shaped, state, strict=True)}
             (after,) = self._update_parts([_Part(owned, parameter[rows], gradient[rows], scale, given)])
         owned.keep(after)
 
     def is_whole(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        """Whether `parameter` is updated in one piece, and may be together with others."""
-        if not self.groups:
-            return False
-        return all(next(self._slices(parameter, group, new)) is ... for new in (True, False))
+        """Whether `parameter` is updated in one piece once its state is there, and may be together with others."""
+        return self.groups and next(self._slices(parameter, group, new=False)) is ...
 
     def together(self, runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
         """The `run`s of several parameters that are whole as one call, given the arguments of each."""
         owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
 
         def update_together(*given: tuple[Any, ...]) -> None:
+            if not all(owned.order for owned in owners):  # to make the state takes room of its own
+                for owned, arguments in zip(owners, given, strict=True):
+                    self.update(owned, *arguments)
+                return
             parts = [
                 _Part(owned, parameter, gradient, scale, dict(zip(owned.shaped, state, strict=True)))
                 for owned, (parameter, gradient, scale, *state) in zip(owners, given, strict=True)
@@ -207,7 +209,7 @@ class OptimizerUpdates:
         optimizer.param_groups[0]["params"] = []
         return after
 
-    def _slices(self, parameter: Tensor, group: dict[str, Any], new: bool) -> Iterator[Any]:
+    def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
         """Rows of `parameter` that are updated together: fewer while its state is `new`, which takes room of its own."""
         nbytes = parameter.nbytes
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
