@@ -24,8 +24,8 @@ def gather(
     it stays within the largest of them.
     """
     gathering = _Gathering(graph, schedule, frozenset(updates), max(live_bytes, default=0))
-    for instruction, live in zip(schedule.instructions, live_bytes, strict=True):
-        gathering.step(instruction, live)
+    for index, live in enumerate(live_bytes):
+        gathering.step(index, live)
     gathering.flush()
     return replace(schedule, instructions=tuple(gathering.made)), tuple(gathering.groups)
 
@@ -36,6 +36,7 @@ class _Gathering:
     def __init__(self, graph: Graph, schedule: Schedule, updates: frozenset[int], limit_bytes: int) -> None:
         self.ops = graph.ops
         self.nbytes = [tensor.nbytes for tensor in graph.tensors]
+        self.instructions = schedule.instructions
         self.updates = updates
         self.limit = limit_bytes
         self.present = {t.id for t in graph.tensors if t.persistent} - set(schedule.stored)
@@ -50,8 +51,9 @@ class _Gathering:
         self.writes: set[int] = set()
         self.held = self.workspace = 0
 
-    def step(self, instruction: Instruction, live: int) -> None:
+    def step(self, index: int, live: int) -> None:
         """Carry out one instruction of the plan, or let it wait; `live` is the most on the device during it."""
+        instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
         if verb is Verb.FREE and target in self.reads and target not in self.writes:
             self.frees.append(instruction)
@@ -66,10 +68,11 @@ class _Gathering:
             self.reads.update(op.reads)
             self.writes.update(op.writes)
         else:
-            self._pass(instruction, live)
+            self._pass(index, live)
 
-    def _pass(self, instruction: Instruction, live: int) -> None:
+    def _pass(self, index: int, live: int) -> None:
         """Carry out what is no update, and before it those that wait, if they cannot wait any longer."""
+        instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
         reads: tuple[int, ...]
         writes: tuple[int, ...]
@@ -82,14 +85,26 @@ class _Gathering:
             reads, writes = (), (target,)
             comes = (target,) if verb is Verb.PREFETCH else ()
         coming = sum(self.nbytes[t] for t in set(comes) - self.present)
-        behind = self.bytes + coming + self.held + self.workspace
-        if self.waiting and (live + self.held > self.limit or behind > self.limit or self._concerns(reads, writes)):
+        behind = self.bytes + coming + self.held + self.workspace - self._freed_behind(index, comes)
+        is_full = verb is not Verb.FREE and max(live + self.held, behind) > self.limit
+        if self.waiting and (is_full or self._concerns(reads, writes)):
             self.flush()
         self.made.append(instruction)
         self.present.update(comes)
         self.bytes += coming
         if verb is Verb.FREE:
             self._take_away(target)
+
+    def _freed_behind(self, index: int, comes: Collection[int]) -> int:
+        """Bytes that go with the frees right behind an instruction, ahead of any other chance to carry out what waits."""
+        freed = 0
+        for behind in range(index + 1, len(self.instructions)):
+            verb, tensor = self.instructions[behind].verb, self.instructions[behind].target
+            if verb is not Verb.FREE or tensor in self.writes:
+                break
+            if tensor not in self.reads and (tensor in self.present or tensor in comes):
+                freed += self.nbytes[tensor]
+        return freed
 
     def _concerns(self, reads: Collection[int], writes: Collection[int]) -> bool:
         """Whether what reads and writes these cannot change places with those that wait."""
