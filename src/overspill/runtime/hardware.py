@@ -10,6 +10,7 @@ from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.devices import load_device, this_cpu
 
+from . import accelerator
 from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
@@ -22,8 +23,7 @@ def device_noun(device: torch.device) -> Device:
         return this_cpu()
     if device.type != "cuda":
         raise RequestError(f"Overspill trains on cpu and cuda devices, not on {device.type}")
-    name = torch.cuda.get_device_name(device)
-    total = torch.cuda.get_device_properties(device).total_memory
+    name, total = accelerator.name_and_bytes(device)
     try:
         known = load_device(name)
     except RequestError:

@@ -12,7 +12,6 @@ from torch import fx
 from overspill.core import Graph
 from overspill.costs import MeasuredTimes, signature
 
-from . import accelerator
 from .lower import OP_ID
 
 
@@ -50,5 +49,5 @@ class OpTimer:
         self._seconds[op].append(time.perf_counter() - self._begun)
 
     def _synchronize(self) -> None:
-        if accelerator.is_accelerator(self._device):
-            accelerator.synchronize(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
