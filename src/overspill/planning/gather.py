@@ -6,8 +6,9 @@ as it can has one update here and one there; this pass gathers them, without a h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from overspill.core import Graph, Instruction, Schedule, Verb
 
@@ -26,12 +27,22 @@ def gather(
     gathering = _Gathering(graph, schedule, frozenset(updates), max(live_bytes, default=0))
     for index, live in enumerate(live_bytes):
         gathering.step(index, live)
-    gathering.flush()
+    gathering.carry_out(gathering.waiting)
     return replace(schedule, instructions=tuple(gathering.made)), tuple(gathering.groups)
 
 
+@dataclass(frozen=True)
+class _Update:
+    """One that waits: its instruction, and what it touches and takes."""
+
+    instruction: Instruction
+    reads: frozenset[int]
+    writes: frozenset[int]
+    workspace_bytes: int
+
+
 class _Gathering:
-    """The schedule so far, and the updates that wait, with what they keep on the device."""
+    """The schedule so far, the updates that wait, and the frees that wait for these."""
 
     def __init__(self, graph: Graph, schedule: Schedule, updates: frozenset[int], limit_bytes: int) -> None:
         self.ops = graph.ops
@@ -45,28 +56,28 @@ class _Gathering:
         )  # as planned, which is less than there is while frees wait
         self.made: list[Instruction] = []
         self.groups: list[tuple[int, ...]] = []
-        self.waiting: list[Instruction] = []
-        self.frees: list[Instruction] = []
-        self.reads: set[int] = set()
-        self.writes: set[int] = set()
+        self.waiting: list[_Update] = []
+        self.frees: dict[int, Instruction] = {}
+        self.reads: Counter[int] = Counter()  # by how many that wait
+        self.writes: Counter[int] = Counter()
         self.held = self.workspace = 0
 
     def step(self, index: int, live: int) -> None:
         """Carry out one instruction of the plan, or let it wait; `live` is the most on the device during it."""
         instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
-        if verb is Verb.FREE and target in self.reads and target not in self.writes:
-            self.frees.append(instruction)
+        if verb is Verb.FREE and target in self.present and self.reads[target] and not self.writes[target]:
+            self.frees[target] = instruction
             self.held += self._take_away(target)
         elif verb is Verb.RUN and target in self.updates:
             op = self.ops[target]
-            taken = self.bytes + self.held + self.workspace + op.workspace_bytes
-            if taken > self.limit or len(self.waiting) == MOST_TOGETHER or self._concerns(op.reads, op.writes):
-                self.flush()
-            self.waiting.append(instruction)
-            self.workspace += op.workspace_bytes
-            self.reads.update(op.reads)
-            self.writes.update(op.writes)
+            update = _Update(instruction, frozenset(op.reads), frozenset(op.writes), op.workspace_bytes)
+            self._let_go_of(update.reads, update.writes)
+            taken = self.bytes + self.held + self.workspace + update.workspace_bytes
+            if taken > self.limit or len(self.waiting) == MOST_TOGETHER:
+                self.carry_out(self.waiting)
+            self.waiting.append(update)
+            self._count(update, 1)
         else:
             self._pass(index, live)
 
@@ -85,10 +96,11 @@ class _Gathering:
             reads, writes = (), (target,)
             comes = (target,) if verb is Verb.PREFETCH else ()
         coming = sum(self.nbytes[t] for t in set(comes) - self.present)
-        behind = self.bytes + coming + self.held + self.workspace - self._freed_behind(index, comes)
-        is_full = verb is not Verb.FREE and max(live + self.held, behind) > self.limit
-        if self.waiting and (is_full or self._concerns(reads, writes)):
-            self.flush()
+        self._let_go_of(reads, writes)
+        if self.waiting and verb is not Verb.FREE:
+            behind = self.bytes + coming - self._freed_behind(index, comes)
+            if self.held + max(live, behind + self.workspace) > self.limit:
+                self.carry_out(self.waiting)
         self.made.append(instruction)
         self.present.update(comes)
         self.bytes += coming
@@ -100,15 +112,22 @@ class _Gathering:
         freed = 0
         for behind in range(index + 1, len(self.instructions)):
             verb, tensor = self.instructions[behind].verb, self.instructions[behind].target
-            if verb is not Verb.FREE or tensor in self.writes:
+            if verb is not Verb.FREE or self.writes[tensor]:
                 break
-            if tensor not in self.reads and (tensor in self.present or tensor in comes):
+            if not self.reads[tensor] and (tensor in self.present or tensor in comes):
                 freed += self.nbytes[tensor]
         return freed
 
-    def _concerns(self, reads: Collection[int], writes: Collection[int]) -> bool:
-        """Whether what reads and writes these cannot change places with those that wait."""
-        return not (self.writes.isdisjoint(reads) and self.writes.isdisjoint(writes) and self.reads.isdisjoint(writes))
+    def _let_go_of(self, reads: Collection[int], writes: Collection[int]) -> None:
+        """Carry out those that cannot change places with what reads and writes these."""
+        if any(self.writes[t] for t in reads) or any(self.writes[t] or self.reads[t] for t in writes):
+            self.carry_out(
+                [
+                    u
+                    for u in self.waiting
+                    if not (u.writes.isdisjoint(reads) and u.writes.isdisjoint(writes) and u.reads.isdisjoint(writes))
+                ]
+            )
 
     def _take_away(self, tensor: int) -> int:
         """Count `tensor` as gone; its bytes, if it was there."""
@@ -118,12 +137,24 @@ class _Gathering:
         self.bytes -= self.nbytes[tensor]
         return self.nbytes[tensor]
 
-    def flush(self) -> None:
-        """Carry out those that wait."""
-        self.made += self.waiting
-        self.made += self.frees
-        if len(self.waiting) > 1:
-            self.groups.append(tuple(instruction.target for instruction in self.waiting))
-        self.waiting, self.frees = [], []
-        self.reads, self.writes = set(), set()
-        self.held = self.workspace = 0
+    def _count(self, update: _Update, change: int) -> None:
+        for tensors, counted in ((update.reads, self.reads), (update.writes, self.writes)):
+            for tensor in tensors:
+                counted[tensor] += change
+        self.workspace += change * update.workspace_bytes
+
+    def carry_out(self, updates: Sequence[_Update]) -> None:
+        """Carry out these of those that wait, together, and the frees that wait for no other."""
+        if not updates:
+            return
+        gone = set(map(id, updates))
+        together = [u for u in self.waiting if id(u) in gone]
+        self.waiting = [u for u in self.waiting if id(u) not in gone]
+        for update in together:
+            self.made.append(update.instruction)
+            self._count(update, -1)
+        if len(together) > 1:
+            self.groups.append(tuple(update.instruction.target for update in together))
+        for tensor in [t for t in self.frees if not self.reads[t]]:
+            self.made.append(self.frees.pop(tensor))
+            self.held -= self.nbytes[tensor]
