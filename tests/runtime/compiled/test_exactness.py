@@ -16,7 +16,6 @@ import pytest
 import torch
 from tests.models.variants import MODELS, OTHERS_AND_DEEP_LONG, OWN
 from tests.runtime.compiled.lowered import Step, captured_step, moved_bytes, plan, run
-from tests.runtime.transfer.engines import use
 
 from overspill.capture.compiled.graph import HANDLE_BYTES
 from overspill.core import LayerType, Verb
@@ -155,7 +154,7 @@ def train_as_plain(model: str, policy: str, tmp_path: Path, optimizers: Sequence
         for optimizer in optimizers:
             module.load_state_dict(start)
             if session.engine is not None:
-                use(session.engine, store)
+                session.engine.use(store, torch.device("cpu"))
             losses, state = steps(compiled, module, batch, optimizer_named(optimizer)(module.parameters()), count)
             expected_losses, expected = plain(model, optimizer, count)
             assert losses == expected_losses, (optimizer, store)

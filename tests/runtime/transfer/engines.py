@@ -54,14 +54,6 @@ def bring(engine: TransferEngine, handle: Tensor) -> Tensor:
     return tensor
 
 
-def use(engine: TransferEngine, store: Store) -> None:
-    """Let `engine`, which is idle, keep in `store` what it is given from now on."""
-    engine._outward.close()
-    engine._inward.close()
-    engine.store = store
-    engine._outward, engine._inward = store.lanes(CPU)
-
-
 def transfer_threads(engine: TransferEngine) -> list[str]:
     """The names of the living threads of `engine`'s own lanes (other tests may have left engines behind)."""
     threads = [lane._thread for lane in (engine._outward, engine._inward) if isinstance(lane, ThreadLane)]

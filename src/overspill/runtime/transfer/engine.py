@@ -208,6 +208,13 @@ class TransferEngine:
         if stored.dropped and not stored.readers:
             self.store.release(stored.slot)
 
+    def use(self, store: Store, device: torch.device) -> None:
+        """Keep what comes from `device` in `store` from now on, with its lanes; nothing may be stored or under way."""
+        self._outward.close()
+        self._inward.close()
+        self.store = store
+        self._outward, self._inward = store.lanes(device)
+
     def close(self) -> None:
         """Finish what is under way and give the store back."""
         self._outward.close()
