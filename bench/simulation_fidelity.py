@@ -202,7 +202,7 @@ def measure(case: Case, policy: str, devices: dict[str, Device], times: Measured
         assert session.engine is not None
         stores = {"host": HostStore(), "disk": DiskStore(folder)} if plan.offloaded_bytes else {"none": HostStore()}
         for name, store in stores.items():
-            session.engine.store = store
+            session.engine.use(store, torch.device("cpu"))
             for _ in range(WARMUP_STEPS):
                 stepper.step()
             measured = tuple(stepper.step() for _ in range(steps))

@@ -36,12 +36,12 @@ struct TimedPlan {
 // Stands for the gap of a swap in every program of a graph: for its tensor and the ops at its ends.
 using Key = std::int64_t;
 
-// The streams of simulate/clock.py: compute, and a copy stream each way.
+// The streams of simulate/clock.py: compute, a copy stream each way, and the host that issues all.
 class Streams {
   public:
     explicit Streams(const Link& link) : link_(link) {}
 
-    Seconds now() const { return now_; }
+    Seconds end() const { return std::max(now_, host_); }
     Seconds offload(Bytes nbytes) { return transfer(out_free_, link_.offload(nbytes)); }
     Seconds prefetch(Bytes nbytes) { return transfer(back_free_, link_.prefetch(nbytes)); }
 
@@ -52,6 +52,8 @@ class Streams {
     }
 
     void compute(Seconds seconds) {
+        now_ = std::max(now_, host_);
+        if (link_.behind_host) host_ += link_.op_host;
         Seconds end = now_ + seconds;
         if (link_.compute_share > 0) {
             std::erase_if(running_, [&](const auto& span) { return span.second <= now_; });
@@ -65,11 +67,15 @@ class Streams {
 
   private:
     const Link& link_;
-    Seconds now_ = 0, out_free_ = 0, back_free_ = 0;
+    Seconds now_ = 0, host_ = 0, out_free_ = 0, back_free_ = 0;
     std::vector<std::pair<Seconds, Seconds>> running_;
 
     Seconds transfer(Seconds& free, Seconds duration) {
-        const Seconds start = std::max(now_, link_.full_duplex ? free : std::max(out_free_, back_free_));
+        if (link_.transfer_host > 0) {
+            host_ = link_.transfer_host + (link_.behind_host ? host_ : std::max(host_, now_));
+            if (!link_.behind_host) now_ = std::max(now_, host_);
+        }
+        const Seconds start = std::max({now_, host_, link_.full_duplex ? free : std::max(out_free_, back_free_)});
         free = start + duration;
         if (link_.compute_share > 0) running_.emplace_back(start, free);
         return free;
@@ -202,7 +208,7 @@ class ListScheduler {
             streams.compute(seconds[position]);
             stall_seconds[graph_->tensors() + steps_.op[position]] += seconds[position] - steps_.seconds[position];
         }
-        return streams.now();
+        return streams.end();
     }
 };
 

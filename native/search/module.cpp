@@ -71,7 +71,10 @@ Link link_of(const nb::object& device) {
     return {nb::cast<double>(device.attr("transfer_latency_seconds")),
             nb::cast<double>(device.attr("offload_bytes_per_second")),
             nb::cast<double>(device.attr("prefetch_bytes_per_second")), nb::cast<bool>(device.attr("full_duplex")),
-            nb::cast<double>(device.attr("transfer_compute_share"))};
+            nb::cast<double>(device.attr("transfer_compute_share")),
+            nb::cast<double>(device.attr("transfer_host_seconds")),
+            nb::cast<double>(device.attr("op_overhead_seconds")),
+            nb::cast<bool>(device.attr("runs_behind_host"))};
 }
 
 void make_graph(Graph* at, const nb::object& graph, const Column<double>& seconds, const Column<bool>& forward,

@@ -21,6 +21,8 @@ struct Link {
     double prefetch_bytes_per_second;
     bool full_duplex;
     double compute_share;  // of compute time that a running transfer takes away
+    Seconds transfer_host, op_host;  // what the host spends on each
+    bool behind_host;                // ops run behind the host, which waits for none of them
 
     Seconds offload(Bytes nbytes) const { return latency + static_cast<double>(nbytes) / offload_bytes_per_second; }
     Seconds prefetch(Bytes nbytes) const { return latency + static_cast<double>(nbytes) / prefetch_bytes_per_second; }
@@ -171,10 +173,13 @@ class Candidates {
     // wait.
     void offer_trips(const Steps& steps, const Link& link) {
         const Clock clock(steps.seconds);
+        // Of what the host spends, as much counts as it is busy anyway: all of it where a CPU is the host.
+        const Seconds issuing = link.op_host * static_cast<double>(steps.length()), computing = clock[steps.length()];
+        const double host_share = !link.behind_host || issuing > computing ? 1.0 : issuing / computing;
         for (Index t = 0; t < static_cast<Index>(swaps_.size()); ++t) {
             const Swap& swap = swaps_[t];
             const Seconds out = link.offload(swap.nbytes), back = link.prefetch(swap.nbytes);
-            const Seconds disturbed = (out + back) * link.compute_share;
+            const Seconds disturbed = (out + back) * link.compute_share + 2 * link.transfer_host * host_share;
             const Index first = swap.start + 1, last = swap.end;
             Index gone = clock.from(clock[first] + out);
             Index needed = clock.until(clock[last] - back);

@@ -45,6 +45,7 @@ def test_every_figure_is_one_that_a_machine_can_have(tmp_path: Path) -> None:
         device.prefetch_bytes_per_second,
         device.transfer_latency_seconds,
         device.op_overhead_seconds,
+        device.transfer_host_seconds,
     )
     assert all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert 0 <= device.transfer_compute_share <= 1

@@ -225,14 +225,15 @@ def long_networks(least_ops: int = 20, most_ops: int = 500) -> st.SearchStrategy
 
 
 def devices(max_share: float = 0.5) -> st.SearchStrategy[Device]:
-    """Random devices, slow links and fast, one way at a time or both."""
+    """Random devices, slow links and fast, one way at a time or both, with hosts that are quick or slow."""
     rates = st.sampled_from([1e5, 1e6, 1e7, 1e9])
     return st.builds(
-        lambda out, back, latency, full, share: replace(
+        lambda out, back, latency, full, share, kind, host: replace(
             DEVICE, offload_bytes_per_second=out, prefetch_bytes_per_second=back, transfer_latency_seconds=latency,
-            full_duplex=full, transfer_compute_share=share,
+            full_duplex=full, transfer_compute_share=share, kind=kind, transfer_host_seconds=host,
         ),
         rates, rates, st.sampled_from([0.0, 1e-4]), st.booleans(), st.sampled_from([0.0, max_share / 2, max_share]),
+        st.sampled_from(["cpu", "cuda"]), st.sampled_from([0.0, 2e-5]),
     )  # fmt: skip
 
 

@@ -114,3 +114,40 @@ def test_ops_of_no_time_and_tensors_of_no_bytes_are_nothing_special(device: Devi
 
 def test_an_empty_schedule_takes_no_time(device: Device) -> None:
     assert simulate(Build().graph(), schedule(), device, ()).step_seconds == 0.0
+
+
+TWO_TRANSFERS = schedule((RUN, 0), (OUT, A), (OUT, B), (RUN, 1))
+HOST = "the host, which issues ops and transfers"
+
+
+def test_a_cpu_carries_out_an_op_only_after_it_has_started_the_transfers_before_it(
+    graph: Graph, device: Device
+) -> None:
+    timeline = simulate(graph, TWO_TRANSFERS, replace(device, transfer_host_seconds=0.25), SECONDS)
+    assert [e.start_seconds for e in timeline.events] == [0.0, 1.25, 3.25, 1.5]
+    assert timeline.step_seconds == 2.5
+    assert timeline.stalls == (Stall(1, 1.0, 1.25, HOST), Stall(2, 1.25, 1.5, HOST))
+
+
+def test_a_gpu_does_not_wait_for_a_host_that_is_ahead(graph: Graph, device: Device) -> None:
+    gpu = replace(device, kind="cuda", op_overhead_seconds=0.25, transfer_host_seconds=0.25)
+    timeline = simulate(graph, TWO_TRANSFERS, gpu, SECONDS)
+    assert (timeline.step_seconds, timeline.stalls) == (2.0, ())
+
+
+def test_a_gpu_waits_for_a_host_that_is_behind(graph: Graph, device: Device) -> None:
+    gpu = replace(device, kind="cuda", op_overhead_seconds=1.0, transfer_host_seconds=0.25)
+    timeline = simulate(graph, TWO_TRANSFERS, gpu, SECONDS)
+    assert timeline.stalls == (Stall(3, 1.0, 1.5, HOST),)
+    assert timeline.step_seconds == 2.5
+
+
+def test_a_step_takes_no_less_than_its_host(graph: Graph, device: Device) -> None:
+    gpu = replace(device, kind="cuda", op_overhead_seconds=3.0)
+    assert simulate(graph, schedule((RUN, 0), (RUN, 1)), gpu, SECONDS).step_seconds == 6.0
+
+
+def test_ops_alone_never_wait_for_a_host_whose_time_is_part_of_theirs(graph: Graph, device: Device) -> None:
+    gpu = replace(device, kind="cuda", op_overhead_seconds=0.1)
+    made = schedule(*((RUN, 0), (RUN, 1)) * 50)
+    assert simulate(graph, made, gpu, (0.1, 0.1, 0.1, 0.1)).stalls == ()

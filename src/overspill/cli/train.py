@@ -147,10 +147,10 @@ def train(
 
 def _device(name: str | None) -> str:
     """The torch device that `name` means."""
-    import torch
+    from overspill.runtime import accelerator
 
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if accelerator.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise RequestError(f"unknown device {name!r}; train on cpu, cuda or cuda:N")
     return name

@@ -16,6 +16,7 @@ class Device(Saved):
     `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU
     competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
     first tensor, between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
+    `transfer_host_seconds` is what the processor that issues ops spends on each transfer, to start it and to await it.
     `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from. `index`
     is which of this machine's CUDA devices it is; None where it is none of them.
     """
@@ -38,12 +39,18 @@ class Device(Saved):
     context_high_bytes: int = 0
     compute_capability: str = ""
     multiprocessors: int = 0
+    transfer_host_seconds: float = 0.0
     index: int | None = None
 
     @property
     def usable_bytes(self) -> int:
         """Bytes that tensors may take: the memory less what the driver takes."""
         return self.memory_bytes - self.context_bytes
+
+    @property
+    def runs_behind_host(self) -> bool:
+        """Whether ops are issued ahead of time, by a host that waits for none of them; a CPU carries them out itself."""
+        return self.kind != "cpu"
 
     def offload_seconds(self, nbytes: int) -> float:
         """Seconds that moving `nbytes` to the store takes, undisturbed."""

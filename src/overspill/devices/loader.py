@@ -146,6 +146,7 @@ def _checked(device: Device, path: Path) -> Device:
         "multiprocessors": device.multiprocessors,
         "transfer_latency_seconds": device.transfer_latency_seconds,
         "op_overhead_seconds": device.op_overhead_seconds,
+        "transfer_host_seconds": device.transfer_host_seconds,
         "transfer_compute_share": device.transfer_compute_share,
     }
     for field, figure in not_negative.items():

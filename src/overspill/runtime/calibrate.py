@@ -26,7 +26,7 @@ from overspill.core import Device
 from overspill.core.units import format_bytes
 
 from .transfer.engine import TransferEngine, make_engine
-from .transfer.lanes import ThreadLane
+from .transfer.lanes import Slot, ThreadLane
 from .transfer.stores import DiskStore, Store
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -37,6 +37,7 @@ COPY_BYTES = 64 << 20
 BLOCK_BYTES = 16 << 20
 BLOCKS = 12
 PAGE_TRIPS = 100
+HOST_ROUNDS = 5
 SMALL_OPS = 20_000
 COMPUTE_SECONDS = 0.3
 """How long compute runs alone, and then beside transfers, to see what they take from it."""
@@ -76,6 +77,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
         prefetch_bytes_per_second=transfers.prefetch_rate,
         transfer_latency_seconds=transfers.latency_seconds,
         op_overhead_seconds=overhead,
+        transfer_host_seconds=transfers.host_seconds,
         full_duplex=transfers.full_duplex,
         context_bytes=0,
         transfer_compute_share=share,
@@ -103,6 +105,7 @@ class _Transfers:
     offload_rate: float
     prefetch_rate: float
     latency_seconds: float
+    host_seconds: float
     full_duplex: bool
 
 
@@ -114,13 +117,27 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
     out, back, both = zip(*(_round(engine, blocks) for _ in range(3)), strict=True)
     page = torch.zeros(4096, dtype=torch.uint8)
     round_trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
+    busy = transfer_host_seconds(engine, page)
     nbytes = BLOCKS * BLOCK_BYTES
     return _Transfers(
         offload_rate=nbytes / min(out),
         prefetch_rate=nbytes / min(back),
         latency_seconds=median(round_trips) / 2,
+        host_seconds=busy,
         full_duplex=min(both) < DUPLEX_SHARE * (min(out) + min(back)),
     )
+
+
+def transfer_host_seconds(engine: TransferEngine, block: Tensor) -> float:
+    """Seconds that this thread is busy with one transfer of `block`: with half a swap."""
+    _prefetch(engine, _offload(engine, [block]))
+    times = []
+    for _ in range(HOST_ROUNDS):
+        begun = time.thread_time()
+        for _ in range(PAGE_TRIPS):
+            _prefetch(engine, _offload(engine, [block]))
+        times.append((time.thread_time() - begun) / PAGE_TRIPS / 2)
+    return min(times)
 
 
 def _round(engine: TransferEngine, blocks: list[Tensor]) -> tuple[float, float, float]:
@@ -181,15 +198,15 @@ def _compute_share(store: Store) -> float:
 @contextmanager
 def _transferring(store: Store) -> Iterator[None]:
     """Write to and read from `store` on a lane for as long as the context lasts."""
-    lane, stop = ThreadLane("calibrate"), Event()
-    slot = store.allocate(BLOCK_BYTES)
+    stop = Event()
 
-    def transfer(block: Tensor) -> None:
+    def transfer(slot: Slot, block: Tensor) -> None:
         while not stop.is_set():
             store.write(slot, block)
             store.read(slot, block)
 
-    ticket = lane.submit(transfer, torch.zeros(BLOCK_BYTES, dtype=torch.uint8))
+    lane, slot = ThreadLane("calibrate", transfer), store.allocate(BLOCK_BYTES)
+    ticket = lane.submit(slot, torch.zeros(BLOCK_BYTES, dtype=torch.uint8).untyped_storage())
     try:
         yield
     finally:
@@ -280,6 +297,7 @@ def _sources() -> dict[str, str]:
         "prefetch_bytes_per_second": store,
         "transfer_latency_seconds": "half a round trip of 4 KiB through the disk store",
         "op_overhead_seconds": "addition of two tensors of one element",
+        "transfer_host_seconds": "time of the computing thread, half a round trip of 4 KiB through the disk store",
         "full_duplex": "both directions at once against one after the other",
         "transfer_compute_share": "matrix products beside a lane that writes and reads the disk store",
         "efficiency": "forward and backward of layers as in ResNet-50 and GPT-2, over the float32 matrix product",

@@ -22,6 +22,7 @@ from overspill.devices import load_device, this_cpu
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card
 
+from . import accelerator
 from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
@@ -35,8 +36,7 @@ def device_noun(device: torch.device) -> Device:
         return this_cpu()
     if device.type != "cuda":
         raise RequestError(f"Overspill trains on cpu and cuda devices, not on {device.type}")
-    name = torch.cuda.get_device_name(device)
-    total = torch.cuda.get_device_properties(device).total_memory
+    name, total = accelerator.name_and_bytes(device)
     try:
         known = load_device(name)
     except RequestError:

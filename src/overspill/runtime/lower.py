@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
 from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.scratch import reduces_in_place
-from overspill.capture.compiled.whole_step import CapturedStep
+from overspill.capture.compiled.whole_step import MUTATION, CapturedStep
 from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
@@ -72,13 +73,21 @@ def lower_inference(captured: Captured, schedule: Schedule, engine: int) -> fx.G
     return emitter.finish_forward([], [])
 
 
-def lower_step(captured: CapturedStep, schedule: Schedule, engine: int) -> fx.GraphModule:
-    """The one graph module of a whole step.
+Together = Callable[[Sequence[Callable[..., None]]], Callable[..., None]]
+"""What makes of several functions one, which is given a tuple of arguments for each."""
+
+
+def lower_step(
+    captured: CapturedStep, schedule: Schedule, engine: int, groups: Iterable[tuple[int, ...]], together: Together
+) -> fx.GraphModule:
+    """The one graph module of a whole step; the updates of each of `groups`, which follow one another, are one call.
 
     It takes the captured primals, and returns the loss, what the step returns besides, and the persistent tensors that may
     move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
     """
     emitter = _Emitter(captured, engine, backward=False)
+    emitter.groups = {group[0]: group for group in groups}
+    emitter.together = together
     stored = frozenset(schedule.stored)
     for node in captured.joint.primals:
         (tensor,) = (captured.tensor_of[key] for key in storages(node))
@@ -123,6 +132,8 @@ class _Emitter:
         self.arriving: dict[int, fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}
         self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
+        self.groups: dict[int, tuple[int, ...]] = {}
+        self.together: Together | None = None
         self.last_touch: dict[int, int] = {}
         self.now = 0
         self.fake_mode = next(
@@ -199,10 +210,16 @@ class _Emitter:
 
     def emit(self, instructions: Sequence[Instruction]) -> None:
         """Emit what belongs to this graph; gradients are read when they are returned, so what follows is dropped."""
-        for instruction in instructions:
+        remaining = iter(instructions)
+        for instruction in remaining:
             if self._is_end(instruction):
                 return
-            self._emit(instruction.verb, instruction.target)
+            if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
+                others = [next(remaining) for _ in group[1:]]
+                assert group[1:] == tuple(other.target for other in others)
+                self._run_together([self.captured.graph.ops[op] for op in group])
+            else:
+                self._emit(instruction.verb, instruction.target)
 
     def _is_end(self, instruction: Instruction) -> bool:
         ops_ = self.captured.graph.ops
@@ -219,23 +236,23 @@ class _Emitter:
             self._free(target)
         elif verb is Verb.OFFLOAD:
             root = self._only_root(target)
-            handle = self._call(ops.OFFLOAD, (self.values[root], self.engine), f"handle_{root.name}")
+            handle = self._call(ops.offload, (self.values[root], self.engine), f"handle_{root.name}")
             with self.fake_mode:
                 handle.meta["val"] = ops.fake_handle()
             self.handles[target] = handle
             self._touch(target)
         elif verb is Verb.AWAIT_OFFLOAD:
             root = self._only_root(target)
-            self._call(ops.AWAIT_OFFLOAD, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
+            self._call(ops.await_offload, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
             self._touch(target)
         elif verb is Verb.PREFETCH:
             root = self._only_root(target)
-            arriving = self._call(ops.PREFETCH, (self.handles[target], self.engine), f"arriving_{root.name}")
+            arriving = self._call(ops.prefetch, (self.handles[target], self.engine), f"arriving_{root.name}")
             arriving.meta["val"] = root.meta["val"]
             self.arriving[target] = arriving
         else:
             root = self._only_root(target)
-            arrived = self._call(ops.AWAIT_PREFETCH, (self.arriving.pop(target), self.engine), root.name)
+            arrived = self._call(ops.await_prefetch, (self.arriving.pop(target), self.engine), root.name)
             arrived.meta["val"] = root.meta["val"]
             self.values[root] = arrived
             self._touch(target)
@@ -254,6 +271,19 @@ class _Emitter:
         new.meta = {**node.meta, OP_ID: op.id}
         self._take_results(node, new, self._results(node))
         self._touch(*op.reads, *op.writes)
+
+    def _run_together(self, group: Sequence[Op]) -> None:
+        """Emit one call for several updates, none of which makes a value."""
+        nodes = [self.captured.nodes[op.id] for op in group]
+        self.now += 1
+        assert self.together is not None
+        call = self.together([node.target for node in nodes])
+        given = tuple(fx.node.map_arg(node.args, self.resolve) for node in nodes)
+        new = self._call(call, given, f"{nodes[0].name}_and_{len(nodes) - 1}_others")
+        first = nodes[0].meta[MUTATION]
+        new.meta[MUTATION] = replace(first, layer=f"{first.layer} and {len(nodes) - 1} others")
+        for op in group:
+            self._touch(*op.reads, *op.writes)
 
     def _recompute(self, op: Op) -> None:
         node = self.captured.nodes[op.id]
@@ -300,7 +330,7 @@ class _Emitter:
         roots = [root for root in self.roots_of(tensor) if root in self.values]
         if self.last_touch.get(tensor, -1) != self.now and roots:
             for root in roots:
-                self._call(ops.HOLD, (self.values[root],), f"held_{root.name}")
+                self._call(ops.hold, (self.values[root],), f"held_{root.name}")
         for root in roots:
             del self.values[root]
             for key in storages(root):

@@ -20,7 +20,7 @@ from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
-from overspill.placement.place import check_placer, plan_within
+from overspill.placement.place import check_placer, place_plan, plan_within
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
@@ -161,6 +161,17 @@ def within_budget(
         return card_for(options, device).planned(budget_bytes, make)
     found, plan = make(budget_bytes)
     return found, card_for(options, device).measured(plan) if _knows_card(options, device) else plan
+
+
+def measured_again(options: Options, plan: Plan) -> Plan | None:
+    """`plan`, whose schedule was changed after it was made, with what it takes now; None where that is over its budget."""
+    if _knows_card(options, plan.device):
+        again = card_for(options, plan.device).measured(plan)
+        assert again.device_bytes is not None
+        return again if again.device_bytes <= (again.device_budget_bytes or again.device_bytes) else None
+    if options.placer is not None and place_plan(plan, options.placer).peak_bytes > plan.budget_bytes:
+        return None
+    return plan
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:

@@ -25,7 +25,7 @@ from overspill.models import Job, check_optimizer, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 
-from . import batches
+from . import accelerator, batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
 from .live.allocator import serving
@@ -65,7 +65,7 @@ class Training:
         check_optimizer(self.optimizer)
         if not self.whole_step and self.gradients != PLAIN:
             raise RequestError("accumulation and clipping are planned with the whole step only; add --whole-step")
-        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+        if torch.device(self.device).type == "cuda" and not accelerator.is_available():
             raise RequestError("this machine has no CUDA device; train on --device cpu")
 
     @property
@@ -347,10 +347,9 @@ def _measured(
         run.measured_peak_bytes, run.reserved_peak_bytes = found.peak_allocated_bytes, found.peak_reserved_bytes
         return
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        accelerator.reset_peaks(device)
         yield nullcontext
-        run.measured_peak_bytes = torch.cuda.max_memory_allocated(device)
-        run.reserved_peak_bytes = torch.cuda.max_memory_reserved(device)
+        run.measured_peak_bytes, run.reserved_peak_bytes = accelerator.peak_bytes(device)
         return
     tracker = LiveBytes(device)
     tracker.add(persistent)

@@ -1,4 +1,4 @@
-"""The clocked machine: a Schedule on a Device, one compute stream and a copy stream each way."""
+"""The clocked machine: a Schedule on a Device, one compute stream, a copy stream each way, and the host that issues all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence
 
     Transfers of one direction follow one another; on a half-duplex link both directions do. A transfer starts when it
     is issued or when the link is free. While one runs, ops take longer by the device's `transfer_compute_share`.
+
+    The host issues one instruction after another, and nothing starts before it has been issued: an op takes the host the
+    device's `op_overhead_seconds` (which are part of the op's own time too), a transfer its `transfer_host_seconds`. A GPU
+    runs behind its host, which waits for nothing; a CPU carries ops out itself, so that there transfers hold up compute.
     """
     clock = _Clock(graph, device, seconds, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
         clock.step(index, instruction)
-    return Timeline(tuple(clock.events), tuple(clock.stalls), tuple(clock.live), clock.now, tuple(clock.times))
+    return Timeline(
+        tuple(clock.events), tuple(clock.stalls), tuple(clock.live), max(clock.now, clock.host), tuple(clock.times)
+    )
 
 
 class _Clock:
@@ -26,6 +32,7 @@ class _Clock:
         self.device = device
         self.seconds = seconds
         self.now = 0.0
+        self.host = 0.0
         self.link_free = {Stream.OFFLOAD: 0.0, Stream.PREFETCH: 0.0}
         self.running: list[tuple[float, float]] = []  # transfers that have not ended before now
         self.arrival: dict[tuple[Stream, int], float] = {}
@@ -74,6 +81,9 @@ class _Clock:
             self._appear(op.recompute_writes)
         else:
             self._appear(op.writes)
+        self._keep_up(index)
+        if self.device.runs_behind_host:
+            self.host += self.device.op_overhead_seconds
         end = self.now + self.seconds[op.id] * op.slowdown_of(instruction.algorithm)
         if self.device.transfer_compute_share:
             self.running = [span for span in self.running if span[1] > self.now]
@@ -83,9 +93,21 @@ class _Clock:
         self.now = end
         return self.bytes + op.workspace_of(instruction.algorithm) + again
 
+    def _keep_up(self, index: int) -> None:
+        """Compute cannot do what has not been issued yet."""
+        if self.host > self.now:
+            self.stalls.append(Stall(index, self.now, self.host, "the host, which issues ops and transfers"))
+            self.now = self.host
+
     def _transfer(self, index: int, instruction: Instruction, stream: Stream, duration: float) -> None:
+        if self.device.transfer_host_seconds:
+            self.host = self.device.transfer_host_seconds + (
+                self.host if self.device.runs_behind_host else max(self.host, self.now)
+            )
+            if not self.device.runs_behind_host:
+                self._keep_up(index)
         free = self.link_free[stream] if self.device.full_duplex else max(self.link_free.values())
-        start = max(self.now, free)
+        start = max(self.now, self.host, free)
         self.link_free[stream] = start + duration
         self.arrival[stream, instruction.target] = start + duration
         self.running.append((start, start + duration))

@@ -154,7 +154,7 @@ def train_as_plain(model: str, policy: str, tmp_path: Path, optimizers: Sequence
         for optimizer in optimizers:
             module.load_state_dict(start)
             if session.engine is not None:
-                session.engine.store = store
+                session.engine.use(store, torch.device("cpu"))
             losses, state = steps(compiled, module, batch, optimizer_named(optimizer)(module.parameters()), count)
             expected_losses, expected = plain(model, optimizer, count)
             assert losses == expected_losses, (optimizer, store)

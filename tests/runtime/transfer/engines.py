@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from tests.runtime.transfer.fake_cuda import FakeCuda, LateHostStore
+from tests.runtime.transfer.fake_runtime import COMPILER, with_native_copies
 from torch import Tensor
 
 from overspill.runtime.transfer.engine import TransferEngine, make_engine
@@ -21,7 +22,7 @@ def with_threads(store: Store) -> TransferEngine:
 
 def with_streams(store: Store, cuda: FakeCuda | None = None) -> TransferEngine:
     cuda = cuda or FakeCuda()
-    return TransferEngine(store, StreamLane(CPU, cuda), StreamLane(CPU, cuda))
+    return TransferEngine(store, StreamLane(CPU, store.write, cuda), StreamLane(CPU, store.read, cuda))
 
 
 def with_late_streams() -> TransferEngine:
@@ -34,7 +35,7 @@ ENGINES: dict[str, Callable[[], TransferEngine]] = {
     "threads, host": lambda: with_threads(HostStore()),
     "streams, host": lambda: with_streams(HostStore()),
     "streams, late copies": with_late_streams,
-}
+} | ({"native copies, late": with_native_copies} if COMPILER is not None else {})
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

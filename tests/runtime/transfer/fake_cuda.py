@@ -1,27 +1,21 @@
-"""A stand-in for `torch.cuda` that logs streams and events, and a host store whose copies run only when they must have."""
+"""A stand-in for `overspill.runtime.accelerator` that logs streams and events, and a host store whose copies run only when they must have."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from torch import Tensor
 
-from overspill.runtime.transfer.stores import HostStore, Slot
+from overspill.runtime.transfer.lanes import Slot, bytes_of
+from overspill.runtime.transfer.stores import HostStore
 
 
 class FakeEvent:
     """Marks a place in the queue of the stream that recorded it."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-        self.stream: FakeStream | None = None
-
-    def record(self, stream: FakeStream) -> None:
+    def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
-        stream.queue.append(self)
-        self.cuda.log.append(f"{stream.name} records")
 
 
 class FakeStream:
@@ -37,9 +31,21 @@ class FakeStream:
         other.run_until(None)
 
     def wait_event(self, event: FakeEvent) -> None:
-        assert event.stream is not None
         self.cuda.log.append(f"{self.name} waits for an event of {event.stream.name}")
         event.stream.run_until(event)
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self)
+        self.queue.append(event)
+        self.cuda.log.append(f"{self.name} records")
+        return event
+
+    def __enter__(self) -> None:
+        self.cuda.before.append(self.cuda.current)
+        self.cuda.current = self
+
+    def __exit__(self, *_: object) -> None:
+        self.cuda.current = self.cuda.before.pop()
 
     def synchronize(self) -> None:
         self.cuda.log.append(f"{self.name} synchronizes")
@@ -55,40 +61,30 @@ class FakeStream:
 
 
 class FakeCuda:
-    """`Stream`, `Event`, `current_stream` and `stream` as in `torch.cuda`; `log` is what was called, in order."""
+    """`new_stream` and `current_stream` of accelerator.py; `log` is what was called, in order."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.compute = FakeStream(self, "compute")
         self.current = self.compute
+        self.before: list[FakeStream] = []
         self.made = 0
 
-    def Stream(self, device: object) -> FakeStream:
+    def new_stream(self, device: object) -> FakeStream:
         self.made += 1
         return FakeStream(self, f"copy{self.made}")
-
-    def Event(self) -> FakeEvent:
-        return FakeEvent(self)
 
     def current_stream(self, device: object) -> FakeStream:
         return self.current
 
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
 
 class LateHostStore(HostStore):
-    """A host store whose copies are queued on the current fake stream. A copy does not keep its tensor alive."""
+    """A host store whose copies are queued on the current fake stream. A copy does not keep its memory alive."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self.cuda = cuda
-        self.copied_dead_tensors = 0
+        self.copied_dead_memory = 0
 
     def write(self, slot: Slot, source: Tensor) -> None:
         self._later(lambda tensor: HostStore.write(self, slot, tensor), source)
@@ -98,12 +94,12 @@ class LateHostStore(HostStore):
 
     def _later(self, copy: Callable[[Tensor], None], tensor: Tensor) -> None:
         self.cuda.log.append(f"copy on {self.cuda.current.name}")
-        alive = weakref.ref(tensor)
+        alive = weakref.ref(tensor.untyped_storage())
 
         def run() -> None:
             if (still := alive()) is None:
-                self.copied_dead_tensors += 1
+                self.copied_dead_memory += 1
             else:
-                copy(still)
+                copy(bytes_of(still))
 
         self.cuda.current.queue.append(run)

@@ -20,7 +20,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[TransferEngine]:
     made = ENGINES[request.param]()
     yield made
     made.close()
-    assert getattr(made.store, "copied_dead_tensors", 0) == 0
+    assert getattr(made.store, "copied_dead_memory", 0) == 0
 
 
 TENSORS: dict[str, Callable[[], Tensor]] = {

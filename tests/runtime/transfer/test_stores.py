@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -16,38 +18,35 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.accelerator import PageLock
 from overspill.runtime.transfer.stores import PAGE_BYTES, DiskStore, HostStore, PinnedStore, Slot, Store, make_store
 
 SIZES = (0, 1, 2, 511, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 1_000_003)
 
 
-class FakeDriver:
-    """`torch.cuda.cudart()`, which records what was registered; `status` is what registering answers."""
+class FakePages(PageLock):
+    """Records what is locked; `status` is what the driver answers."""
 
     def __init__(self, status: int = 0) -> None:
         self.status = status
-        self.registered: dict[int, int] = {}
+        self.locked: dict[int, int] = {}
         self.calls: list[str] = []
 
-    def cudart(self) -> FakeDriver:
-        return self
-
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
-        self.calls.append("register")
+    def lock(self, chunk: Tensor) -> int:
+        self.calls.append("lock")
         if self.status == 0:
-            self.registered[pointer] = nbytes
+            self.locked[chunk.data_ptr()] = chunk.numel()
         return self.status
 
-    def cudaHostUnregister(self, pointer: int) -> int:
-        self.calls.append("unregister")
-        del self.registered[pointer]
-        return 0
+    def unlock(self, chunk: Tensor) -> None:
+        self.calls.append("unlock")
+        del self.locked[chunk.data_ptr()]
 
 
 MAKERS: dict[str, Callable[[], Store]] = {
     "disk": DiskStore,
     "host": HostStore,
-    "pinned": lambda: PinnedStore(FakeDriver()),
+    "pinned": lambda: PinnedStore(FakePages()),
 }
 
 
@@ -182,10 +181,10 @@ def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytes
     store.write(slot, some_bytes(10))
 
     def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "empty", refuse)
+        patched.setattr(mmap, "mmap", refuse)
         with pytest.raises(StoreError, match=r"1\.0 GiB more of host memory.*--store disk"):
             store.reserve(2**30 + PAGE_BYTES)
     assert store.capacity_bytes == PAGE_BYTES
@@ -194,50 +193,68 @@ def test_host_memory_that_the_system_refuses_is_a_store_error(monkeypatch: pytes
 
 def test_an_allocation_that_failed_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HostStore()
-    monkeypatch.setattr(store, "_allocate_chunk", lambda _: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(store, "_allocate_chunk", lambda _: (_ for _ in ()).throw(OSError()))
     with pytest.raises(StoreError):
         store.allocate(10)
     assert (store.used_bytes, store.peak_bytes, store.capacity_bytes) == (0, 0, 0)
 
 
-def test_pinned_memory_is_registered_as_it_grows_and_unregistered_once() -> None:
-    driver = FakeDriver()
-    store = PinnedStore(driver)
+def test_pinned_memory_is_locked_as_it_grows_and_unlocked_once() -> None:
+    pages = FakePages()
+    store = PinnedStore(pages)
     store.reserve(PAGE_BYTES)
     store.allocate(PAGE_BYTES)
     store.allocate(5 * PAGE_BYTES)
-    assert sorted(driver.registered.values()) == [PAGE_BYTES, 5 * PAGE_BYTES]
+    assert sorted(pages.locked.values()) == [PAGE_BYTES, 5 * PAGE_BYTES]
     store.close()
     store.close()
-    assert driver.registered == {}
-    assert driver.calls == ["register", "register", "unregister", "unregister"]
+    assert pages.locked == {}
+    assert pages.calls == ["lock", "lock", "unlock", "unlock"]
 
 
-def test_a_driver_that_refuses_to_pin_is_a_store_error_and_nothing_stays() -> None:
-    driver = FakeDriver(status=2)
+def test_a_driver_that_refuses_to_lock_pages_is_a_store_error_and_nothing_stays() -> None:
+    pages = FakePages(status=2)
+    store = PinnedStore(pages)
+    with pytest.raises(StoreError, match="host memory"):
+        store.reserve(PAGE_BYTES)
+    assert store.capacity_bytes == 0
+    store.close()
+    assert pages.calls == ["lock"]
+
+
+def test_a_refusal_to_lock_pages_is_the_device_s_last_error_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
 
-    def launch() -> None:
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> int:
+            return 2
+
+    def launch(*_: object, **__: object) -> None:
         launched.append(1)
         raise RuntimeError("the error of another call")
 
-    store = PinnedStore(driver, launch)
-    with pytest.raises(StoreError, match="host memory"):
-        store.reserve(PAGE_BYTES)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    chunk = torch.zeros(1)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert PageLock().lock(chunk) == 2
     assert launched == [1]
-    assert store.capacity_bytes == 0
-    store.close()
-    assert driver.calls == ["register"]
 
 
-def test_a_pinned_store_that_is_dropped_unregisters_its_whole_pages() -> None:
-    driver = FakeDriver()
-    store = PinnedStore(driver)
+def test_a_pinned_store_that_is_dropped_unlocks_its_whole_pages_when_its_streams_are_idle() -> None:
+    pages, idle = FakePages(), []
+
+    class Busy:
+        def synchronize(self) -> None:
+            idle.append(len(pages.locked))
+
+    store = PinnedStore(pages)
     store.reserve(3 * PAGE_BYTES)
-    assert [pointer % PAGE_BYTES for pointer in driver.registered] == [0]
+    store._streams.append(Busy())  # type: ignore[arg-type]
+    assert [pointer % PAGE_BYTES for pointer in pages.locked] == [0]
     del store
     gc.collect()
-    assert driver.registered == {}
+    assert pages.locked == {}
+    assert idle == [1]
 
 
 def test_a_finalizer_may_give_a_slot_back_in_the_middle_of_an_allocation() -> None:
@@ -259,7 +276,7 @@ def test_a_finalizer_may_give_a_slot_back_in_the_middle_of_an_allocation() -> No
 
 def test_the_advice_of_the_pinned_store_works_on_cuda() -> None:
     with pytest.raises(StoreError) as caught:
-        PinnedStore(FakeDriver(status=2), lambda: None).reserve(PAGE_BYTES)
+        PinnedStore(FakePages(status=2)).reserve(PAGE_BYTES)
     assert "--store disk" not in str(caught.value)
 
 

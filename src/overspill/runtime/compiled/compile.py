@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from overspill.core import Device
 from overspill.costs import MeasuredTimes
+from overspill.runtime import accelerator
 from overspill.runtime.optimizers import unwrapped
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import whole_models
@@ -77,7 +78,7 @@ def compile(  # noqa: A001 - named as torch.compile is
         session.add(parameters, optimizers)
         return compile_in(session, model, fullgraph=fullgraph)
     session = Session(options, parameters, optimizers)
-    if options.placement == PLANNED and backend == "eager" and torch.cuda.is_available() and device != "cpu":
+    if options.placement == PLANNED and backend == "eager" and accelerator.is_available() and device != "cpu":
         session.place_live()
     return compile_in(session, model, fullgraph=fullgraph)
 

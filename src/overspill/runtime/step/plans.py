@@ -16,11 +16,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
-from overspill.capture.compiled.whole_step import CapturedStep, GradientOps, ParameterUpdate, StateInfo, capture_step
+from overspill.capture.compiled.whole_step import (
+    MUTATION,
+    UPDATE,
+    CapturedStep,
+    GradientOps,
+    ParameterUpdate,
+    StateInfo,
+    capture_step,
+)
 from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
+from overspill.planning.gather import gather
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
@@ -32,6 +41,7 @@ from overspill.runtime.options import (
     device_for,
     infeasible_for,
     limit_steps,
+    measured_again,
     open_engine,
     plan_graph,
     store_bytes,
@@ -41,6 +51,7 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.forks import ForkedLock
 from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
+from overspill.simulate import check, simulate
 
 from .gate import without_collections
 from .programs import Step, StepPrograms, after, step_programs
@@ -288,14 +299,15 @@ class StepPlans:
         names = (*found.takes, *self._state_of(captured))
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
-        if self.steps is not None:
-            limit_steps(self.steps, plan)
         with self.processes.together():
             if self.state.engine is None:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
-        module = lower_step(captured, plan.schedule, self.state.engine_number)
+        plan, groups = self._gathered(captured, plan)
+        if self.steps is not None:
+            limit_steps(self.steps, plan)
+        module = lower_step(captured, plan.schedule, self.state.engine_number, groups, self.state.updates.together)
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(captured.graph, self.state.where)))
             timer.instrument(module)
@@ -311,6 +323,23 @@ class StepPlans:
             found.python,
             captured.partition,
         )  # fmt: skip
+
+    def _gathered(self, captured: CapturedStep, plan: Plan) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
+        """`plan` with updates gathered, and those that are one call; none while each op is timed."""
+        if self.options.profile:
+            return plan, ()
+        updates = [
+            op
+            for op, node in captured.nodes.items()
+            if (mutation := node.meta.get(MUTATION)) is not None
+            and mutation.op == UPDATE
+            and self.state.updates.is_whole(node.args[0].meta["val"], node.target.__self__.group)
+        ]
+        schedule, groups = gather(plan.graph, plan.schedule, updates, plan.timeline.live_bytes)
+        assert check(plan.graph, schedule).peak_bytes <= plan.peak_bytes
+        timeline = simulate(plan.graph, schedule, plan.device, plan.op_seconds)
+        gathered = measured_again(self.options, replace(plan, schedule=schedule, timeline=timeline))
+        return (plan, ()) if gathered is None else (gathered, groups)
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """What gives the best plan of `steps` within some bytes."""

@@ -85,11 +85,17 @@ class Resident:
         self.handle: Tensor | None = None
         self.away = spec is not None
         """Whether the object holds only its placeholder."""
+        self._placeholder: Tensor | None = None
         self._seen = tensor._version
 
     def _let_go(self) -> None:
         """Let the object hold its placeholder only."""
-        self.tensor.data = self.spec.placeholder()
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            self.tensor.data = self.spec.placeholder()
+        else:
+            if self._placeholder is None:  # made once, for this happens at every step
+                self._placeholder = self.spec.placeholder()
+            self.tensor.data = self._placeholder
         self._seen = self.tensor._version
         self.away = True
 

@@ -17,9 +17,9 @@ from torch import fx
 from overspill.capture.compiled.whole_step import MUTATION, UPDATE, Mutation
 from overspill.runtime.lower import HANDLE_PREFIX
 from overspill.runtime.transfer.engine import TransferEngine
-from overspill.runtime.transfer.ops import AWAIT_OFFLOAD, AWAIT_PREFETCH, OFFLOAD, PREFETCH
+from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
 
-TRANSFERS = (OFFLOAD, AWAIT_OFFLOAD, PREFETCH, AWAIT_PREFETCH)
+TRANSFERS = (offload, await_offload, prefetch, await_prefetch)
 
 
 class Form(Enum):
@@ -69,7 +69,7 @@ class LoweredStep:
         """For each input, the instructions whose value is that input in some form, in order."""
         forms = {n: [(n, Form.HANDLE if n.name.startswith(HANDLE_PREFIX) else Form.TENSOR)] for n in self.inputs}
         source = {node: node for node in self.inputs}
-        form = {OFFLOAD: Form.HANDLE, PREFETCH: Form.ARRIVING, AWAIT_PREFETCH: Form.TENSOR}
+        form = {offload: Form.HANDLE, prefetch: Form.ARRIVING, await_prefetch: Form.TENSOR}
         for instruction in self.instructions:
             node = instruction.node
             if node.target in form and node.args[0] in source:
@@ -128,7 +128,7 @@ class StepRun:
             return None, ""
         node = self.program.instructions[self.position].node
         names = {n: i for i, source in enumerate(self.program.inputs) for n, _ in self.program.forms[source]}
-        moved = node if node.target is AWAIT_PREFETCH else node.args[0]
+        moved = node if node.target is await_prefetch else node.args[0]
         return (names.get(moved), node.name) if node.target in TRANSFERS else (None, "")
 
     def op(self) -> str:
@@ -142,7 +142,7 @@ class StepRun:
         """
         found = {position: self._now(self.program.inputs[position], engine) for position in wanted}
         for node, value in self.values.items():
-            if node.target is PREFETCH and engine is not None:
+            if node.target is prefetch and engine is not None:
                 engine.cancel(value)
         self.values.clear()
         return found

@@ -8,9 +8,9 @@ are read anew at every step, so that schedulers and users may change them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,16 @@ class ParameterState:
         self.updates.update(self, parameter, gradient, scale, *state)
 
 
+class _Part(NamedTuple):
+    """Rows of one parameter, which `owned` describes, and what a step on them takes; `given` is their state."""
+
+    owned: ParameterState
+    rows: Tensor
+    gradient: Tensor
+    scale: Tensor | None
+    given: dict[str, Tensor]
+
+
 class OptimizerUpdates:
     """The updates of the parameters of one optimizer."""
 
@@ -81,8 +91,10 @@ class OptimizerUpdates:
         self.clip_value = clip_value
         self.scales = scales
         made_by_torch = type(optimizer).__module__.startswith("torch.optim.")
+        self.groups = made_by_torch and type(optimizer).__name__ in ELEMENTWISE
+        """Whether a step on several parameters gives each what a step on it alone does."""
         fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
-        self.elementwise = made_by_torch and not fused and type(optimizer).__name__ in ELEMENTWISE
+        self.elementwise = self.groups and not fused
         self._slice_optimizer: Optimizer | None = None
         # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
         self._needs: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
@@ -110,7 +122,7 @@ class OptimizerUpdates:
         """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
         needs = self._probed(parameter, group)
         first, later = (
-            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new)) for new in (True, False)
+            max(parameter[rows].nbytes for rows in self._slices(parameter, group, new=new)) for new in (True, False)
         )
         work = max(needs.first_share * first, needs.share * later)
         return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
@@ -125,25 +137,50 @@ class OptimizerUpdates:
     ) -> None:
         """Step on `parameter`, which `owned` describes, slice by slice."""
         after: dict[str, Any] = {}
-        for rows in self._slices(parameter, owned.group, not owned.order):
+        for rows in self._slices(parameter, owned.group, new=not owned.order):
             given = {key: tensor[rows] for key, tensor in zip(owned.shaped, state, strict=True)}
-            after = self._update_slice(owned, parameter[rows], gradient[rows], scale, given)
+            (after,) = self._update_parts([_Part(owned, parameter[rows], gradient[rows], scale, given)])
         owned.keep(after)
 
-    def _update_slice(
-        self, owned: ParameterState, rows: Tensor, gradient: Tensor, scale: Tensor | None, given: dict[str, Tensor]
-    ) -> dict[str, Any]:
-        """Step on `rows` with their state `given`; the state afterwards, without its tensors of the parameter's shape."""
-        part = rows.detach().requires_grad_()
-        part.grad = self._gradient(gradient, scale)
-        rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
-        before = given | rest
-        after = self._stepped(owned, part, {key: before[key] for key in owned.order})
-        for key, tensor in given.items():
-            if after[key] is not tensor:
-                tensor.copy_(after[key])
-            after[key] = None
-        return after
+    def is_whole(self, parameter: Tensor, group: dict[str, Any]) -> bool:
+        """Whether `parameter` is updated in one piece once its state is there, and may be together with others."""
+        return self.groups and next(self._slices(parameter, group, new=False)) is ...
+
+    def together(self, runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
+        """The `run`s of several parameters that are whole as one call, given the arguments of each."""
+        owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
+
+        def update_together(*given: tuple[Any, ...]) -> None:
+            if not all(owned.order for owned in owners):  # to make the state takes room of its own
+                for owned, arguments in zip(owners, given, strict=True):
+                    self.update(owned, *arguments)
+                return
+            parts = [
+                _Part(owned, parameter, gradient, scale, dict(zip(owned.shaped, state, strict=True)))
+                for owned, (parameter, gradient, scale, *state) in zip(owners, given, strict=True)
+            ]
+            for owned, after in zip(owners, self._update_parts(parts), strict=True):
+                owned.keep(after)
+
+        return update_together
+
+    def _update_parts(self, parts: Sequence[_Part]) -> list[dict[str, Any]]:
+        """Step on all of `parts`; the state of each afterwards, without its tensors of the parameter's shape."""
+        stepping, states = [], []
+        for owned, rows, gradient, scale, given in parts:
+            part = rows.detach().requires_grad_()
+            part.grad = self._gradient(gradient, scale)
+            rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
+            before = given | rest
+            stepping.append(part)
+            states.append({key: before[key] for key in owned.order})
+        found = self._stepped([part.owned.group for part in parts], stepping, states)
+        for part, after in zip(parts, found, strict=True):
+            for key, tensor in part.given.items():
+                if after[key] is not tensor:
+                    tensor.copy_(after[key])
+                after[key] = None
+        return found
 
     def _gradient(self, gradient: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -152,21 +189,27 @@ class OptimizerUpdates:
             gradient = gradient.clamp(-self.clip_value, self.clip_value)
         return gradient
 
-    def _stepped(self, owned: ParameterState, part: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """The state after a step on `part`."""
+    def _stepped(
+        self, groups: Sequence[dict[str, Any]], parts: Sequence[Tensor], states: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The states after a step on `parts`, which are of these parameter groups."""
         if self._slice_optimizer is None:
-            self._slice_optimizer = optimizer_like(self.optimizer, owned.group, [part])
+            self._slice_optimizer = optimizer_like(self.optimizer, groups[0], [parts[0]])
         optimizer = self._slice_optimizer
-        optimizer.param_groups[:] = [{**owned.group, "params": [part]}]
-        optimizer.state = defaultdict(dict, {part: state} if state else {})
+        of_group: dict[int, dict[str, Any]] = {}
+        for group, part in zip(groups, parts, strict=True):
+            of_group.setdefault(id(group), {**group, "params": []})["params"].append(part)
+        optimizer.param_groups[:] = of_group.values()
+        optimizer.state = defaultdict(dict, {part: state for part, state in zip(parts, states, strict=True) if state})
         with torch.enable_grad():  # as a training loop calls it
             quiet_step(optimizer)
-        after = dict(optimizer.state[part])
+        after = [dict(optimizer.state[part]) for part in parts]
         optimizer.state.clear()
+        optimizer.param_groups[1:] = []
         optimizer.param_groups[0]["params"] = []
         return after
 
-    def _slices(self, parameter: Tensor, group: dict[str, Any], new: bool) -> Iterator[Any]:
+    def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
         """Rows of `parameter` that are updated together: fewer while its state is `new`, which takes room of its own."""
         nbytes = parameter.nbytes
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)

@@ -2,60 +2,92 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from overspill.core.errors import RequestError, StoreError
-from overspill.core.units import format_bytes
 
-from .lanes import Lane, Ticket
-from .stores import Slot, Store, memory_of
+from .checksums import Checksums
+from .lanes import Lane, Slot, ThreadLane, Ticket
+from .stores import Store
 
 
-@dataclass
 class _Stored:
     """One offloaded storage: where its bytes are, and how the tensor that was seen lies in it.
 
-    `leaving` is the copy to the store while it is under way; `written`: it is done. `checksum` is of the bytes written.
+    `leaving` is the copy to the store while it is under way; `written`: it is done. `handle` dies with the handle.
     """
 
-    slot: Slot
-    nbytes: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    leaving: Ticket | None = None
-    written: bool = False
-    checksum: int | None = None
-    readers: int = 0
-    dropped: bool = False
+    __slots__ = (
+        "device", "dropped", "dtype", "handle", "leaving", "nbytes", "offset", "readers", "size", "slot", "stride", "written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        slot: Slot,
+        nbytes: int,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slot = slot
+        self.nbytes = nbytes
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+        self.dtype = dtype
+        self.device = device
+        self.handle: _HandleRef | None = None
+        self.leaving: Ticket | None = None
+        self.written = False
+        self.readers = 0
+        self.dropped = False
+
+    def empty(self) -> Tensor:
+        """Memory for it, on its device."""
+        if self.offset == 0 and self.size.numel() * self.dtype.itemsize == self.nbytes:  # dense, as nearly all are
+            tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+            if tensor.untyped_storage().nbytes() == self.nbytes:
+                return tensor
+        return self.within(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage())
+
+    def within(self, storage: UntypedStorage) -> Tensor:
+        """The tensor as it lies in `storage`."""
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+        return tensor.set_(storage, self.offset, self.size, self.stride)
+
+
+class _HandleRef(weakref.ref[UntypedStorage]):
+    """A reference to the storage of a handle, which is `stored`'s, and lies at the address `key`."""
+
+    __slots__ = ("key", "stored")
+    key: int
+    stored: _Stored
 
 
 class TransferEngine:
     """Moves storages between the device and `store` on two lanes, one each way.
 
-    An offloaded tensor becomes a *handle*: an int64 tensor of one element, an id in a table. Autograd can save it, and
-    when autograd drops it (backward done, or never run) the finalizer of its storage gives the slot back.
+    An offloaded tensor becomes a *handle*: a tensor of one element, whose address is the key to a table. Autograd can save
+    it, and when autograd drops it (backward done, or never run) the death of its storage gives the slot back.
 
     A transfer that failed can be awaited again, and is then started anew: nothing is lost before that.
-    With `checksum` the CRC-32 of all bytes is taken before they are written, and compared when they have been read.
+    `checksums` are those through which the lanes write and read, if they do.
     """
 
-    def __init__(self, store: Store, outward: Lane, inward: Lane, *, checksum: bool = False) -> None:
+    def __init__(self, store: Store, outward: Lane, inward: Lane, checksums: Checksums | None = None) -> None:
         self.store = store
-        self._checks = checksum
+        self._checksums = checksums
         self._outward = outward
         self._inward = inward
         self._table: dict[int, _Stored] = {}
         self._arriving: dict[int, tuple[Ticket | None, _Stored]] = {}
-        self._ids = itertools.count(1)
+        self._handle_died = _when_a_handle_dies(self)
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0
 
@@ -66,13 +98,14 @@ class TransferEngine:
 
     def offload(self, source: Tensor) -> Tensor:
         """Start copying the whole storage of `source` to the store; its handle. Raises StoreError."""
-        nbytes = source.untyped_storage().nbytes()
+        memory = source.untyped_storage()
+        nbytes = memory.nbytes()
         stored = _Stored(
             self.store.allocate(nbytes), nbytes,
             source.size(), source.stride(), source.storage_offset(), source.dtype, source.device,
         )  # fmt: skip
         try:
-            stored.leaving = self._write(stored, source)
+            stored.leaving = self._outward.submit(stored.slot, memory)
         except BaseException:
             self.store.release(stored.slot)
             raise
@@ -83,13 +116,18 @@ class TransferEngine:
         """The handle of a dense tensor whose bytes nobody has set yet: room in the store, and no copy."""
         nbytes = size.numel() * dtype.itemsize
         slot = self.store.allocate(nbytes)
-        return self._handle(_Stored(slot, nbytes, size, stride, 0, dtype, device, written=True))
+        if self._checksums is not None:
+            self._checksums.forget(slot)
+        stored = _Stored(slot, nbytes, size, stride, 0, dtype, device)
+        stored.written = True
+        return self._handle(stored)
 
     def _handle(self, stored: _Stored) -> Tensor:
-        key = next(self._ids)
-        self._table[key] = stored
-        handle = torch.tensor([key], dtype=torch.int64, device="cpu")
-        weakref.finalize(handle.untyped_storage(), _release, weakref.ref(self), key)
+        handle = torch.empty(1, dtype=torch.int64, device="cpu")
+        alive = _HandleRef(handle.untyped_storage(), self._handle_died)
+        alive.key, alive.stored = handle.data_ptr(), stored
+        stored.handle = alive
+        self._table[alive.key] = stored
         return handle
 
     def await_offload(self, handle: Tensor, source: Tensor | None = None) -> None:
@@ -97,45 +135,44 @@ class TransferEngine:
 
         After that, it can be awaited again with its `source`, from which it is then copied anew.
         """
-        stored = self._table[int(handle)]
+        stored = self._table[handle.data_ptr()]
         # Forgotten first: a ticket that failed holds the error, whose traceback would hold the handle and so the slot.
         leaving, stored.leaving = stored.leaving, None
         if leaving is None and not stored.written:
             assert source is not None
-            leaving = self._write(stored, source)
+            leaving = self._outward.submit(stored.slot, source.untyped_storage())
         if leaving is not None:
             leaving.wait()
         stored.written = True
 
-    def prefetch(self, handle: Tensor, into: torch.UntypedStorage | None = None) -> Tensor:
+    def prefetch(self, handle: Tensor, into: UntypedStorage | None = None) -> Tensor:
         """Start bringing `handle` back; the tensor, with the strides it had, not to be read before `await_prefetch`.
 
         Its bytes come to new memory, or to the storage `into`, which has as many.
         """
-        stored = self._table[int(handle)]
-        storage = into
-        if storage is None:
-            storage = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.device).untyped_storage()
-        tensor = torch.empty(0, dtype=stored.dtype, device=stored.device)
-        tensor.set_(storage, stored.offset, stored.size, stored.stride)
-        ticket = self._read(stored, tensor)
+        stored = self._table[handle.data_ptr()]
+        tensor = stored.empty() if into is None else stored.within(into)
+        storage = tensor.untyped_storage()
+        ticket = self._inward.submit(stored.slot, storage)
         stored.readers += 1
         self._arriving[storage._cdata] = (ticket, stored)
         self.prefetched_bytes += stored.nbytes
         return tensor
 
-    def await_prefetch(self, tensor: Tensor) -> None:
-        """Wait until `tensor` is filled. Raises StoreError if that failed; it can then be awaited again, or cancelled."""
-        key = tensor.untyped_storage()._cdata
+    def await_prefetch(self, tensor: Tensor) -> Tensor:
+        """Wait until `tensor` is filled; it. Raises StoreError if that failed; it can then be awaited again, or cancelled."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         ticket, stored = self._arriving[key]
         self._arriving[key] = (None, stored)
         try:
-            (ticket or self._read(stored, tensor)).wait()
+            (ticket or self._inward.submit(stored.slot, storage)).wait()
         except BaseException:
             # Who gives up gives no notice, and another storage may get this one's address.
-            weakref.finalize(tensor.untyped_storage(), _forget_arrival, weakref.ref(self), key)
+            weakref.finalize(storage, _forget_arrival, weakref.ref(self), key)
             raise
         self._arrived(key)
+        return tensor
 
     def settle(self) -> None:
         """Wait for all that is under way; a transfer that failed is started anew when it is awaited."""
@@ -157,7 +194,10 @@ class TransferEngine:
         """A handle of what the store has, in exchange for `tensor`, whose prefetch is given up."""
         key = tensor.untyped_storage()._cdata
         _, stored = self._arriving[key]
-        again = replace(stored, readers=0, dropped=False)
+        again = _Stored(
+            stored.slot, stored.nbytes, stored.size, stored.stride, stored.offset, stored.dtype, stored.device
+        )
+        again.written = True
         stored.readers += 1  # for good: the slot is no longer this one's to give back
         self.cancel(tensor)
         return self._handle(again)
@@ -168,24 +208,12 @@ class TransferEngine:
         if stored.dropped and not stored.readers:
             self.store.release(stored.slot)
 
-    def _write(self, stored: _Stored, source: Tensor) -> Ticket:
-        def job(bytes_: Tensor) -> None:
-            if self._checks:
-                stored.checksum = zlib.crc32(memory_of(bytes_))
-            self.store.write(stored.slot, bytes_)
-
-        return self._outward.submit(job, _bytes_of(source.untyped_storage()))
-
-    def _read(self, stored: _Stored, target: Tensor) -> Ticket:
-        def job(bytes_: Tensor) -> None:
-            self.store.read(stored.slot, bytes_)
-            if stored.checksum is not None and zlib.crc32(memory_of(bytes_)) != stored.checksum:
-                raise StoreError(
-                    f"the {self.store.name} store gave back other bytes than it was given "
-                    f"({format_bytes(stored.nbytes)}, shape {tuple(stored.size)}): their checksums differ"
-                )
-
-        return self._inward.submit(job, _bytes_of(target.untyped_storage()))
+    def use(self, store: Store, device: torch.device) -> None:
+        """Keep what comes from `device` in `store` from now on, with its lanes; nothing may be stored or under way."""
+        self._outward.close()
+        self._inward.close()
+        self.store = store
+        self._outward, self._inward = store.lanes(device)
 
     def close(self) -> None:
         """Finish what is under way and give the store back."""
@@ -195,10 +223,7 @@ class TransferEngine:
         self._table.clear()
         self.store.close()
 
-    def _forget(self, key: int) -> None:
-        stored = self._table.pop(key, None)
-        if stored is None:
-            return
+    def _drop(self, stored: _Stored) -> None:
         stored.dropped = True
         if not stored.readers:  # else the slot is still being read: whoever awaits that gives it back
             self.store.release(stored.slot)
@@ -208,7 +233,11 @@ def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -
     """The engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
     if checksum and device.type == "cuda":
         raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
-    return TransferEngine(store, *store.lanes(device), checksum=checksum)
+    if not checksum:
+        return TransferEngine(store, *store.lanes(device))
+    checksums = Checksums(store)
+    lanes = ThreadLane("offload", checksums.write), ThreadLane("prefetch", checksums.read)
+    return TransferEngine(store, *lanes, checksums)
 
 
 def _failed(ticket: Ticket) -> bool:
@@ -219,17 +248,24 @@ def _failed(ticket: Ticket) -> bool:
     return False
 
 
-def _release(engine: weakref.ref[TransferEngine], key: int) -> None:
-    if (alive := engine()) is not None:
-        alive._forget(key)
+def _when_a_handle_dies(engine: TransferEngine) -> Callable[[weakref.ref[UntypedStorage]], None]:
+    """What gives back the slot of a handle that is gone; it does not keep `engine` alive."""
+    known = weakref.ref(engine)
+
+    def died(handle: weakref.ref[UntypedStorage]) -> None:
+        assert isinstance(handle, _HandleRef)
+        if (alive := known()) is None:
+            return
+        if (
+            alive._table.get(handle.key) is handle.stored
+        ):  # else all was closed, or the address is another handle's already
+            del alive._table[handle.key]
+        alive._drop(handle.stored)
+
+    return died
 
 
 def _forget_arrival(engine: weakref.ref[TransferEngine], key: int) -> None:
     alive = engine()
     if alive is not None and key in alive._arriving:
         alive._arrived(key)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The storage as a one-dimensional uint8 tensor, which keeps it alive."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,4 +1,6 @@
-"""How the C library hands freed memory back to the system, which decides what a budget on the CPU is worth in RAM.
+"""Host memory: pages of our own, and how the C library hands freed memory back to the system.
+
+The latter decides what a budget on the CPU is worth in RAM.
 
 glibc maps large blocks on their own up to a threshold that it raises, as they are freed, to 32 MiB. Blocks below it
 come from a heap that feature maps of many sizes leave full of holes. A low fixed threshold ends that, at a price:
@@ -11,14 +13,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import resource
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 MAPPED_FROM_BYTES = 4 * 2**20
 """Where memory is scarce, blocks of at least this size are mapped on their own and unmapped when freed."""
 SCARCE = 2.0
 """Memory is scarce when less is available than this many times the unmanaged peak."""
+
+
+def whole_pages(nbytes: int) -> Tensor:
+    """Zeros in memory that shares no page with any other, and that no mode of PyTorch sees. Raises OSError."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def economise(unmanaged_peak_bytes: int) -> bool:

@@ -1,4 +1,7 @@
-"""Lanes: where transfers of one direction run one after another, beside compute. Threads on the CPU, streams on CUDA."""
+"""Lanes: where transfers of one direction run one after another, beside compute. Threads on the CPU, streams elsewhere.
+
+Compute pays for every transfer that it starts and awaits, so that is done with few calls and objects.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,46 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from overspill.core.errors import StoreError
+from overspill.runtime import accelerator
+
+from . import _copies
 
 
-class Ticket(ABC):
-    """A transfer under way; it keeps the tensor that it reads or fills alive until it has been awaited."""
+@dataclass(frozen=True)
+class Slot:
+    """`nbytes` bytes of a store from `offset` on, in chunk number `chunk` of its arena."""
 
-    @abstractmethod
+    chunk: int
+    offset: int
+    nbytes: int
+
+
+Copy = Callable[[Slot, Tensor], None]
+"""What a store does with a slot and memory, which is given as a one-dimensional uint8 tensor: it writes, or it reads."""
+
+
+class Ticket(Protocol):
+    """A transfer under way; it keeps the memory that it reads or fills alive until it has been awaited."""
+
     def wait(self) -> None:
         """Let nothing that follows on the compute stream run before the transfer is done; raise what went wrong in it."""
 
 
 class Lane(ABC):
-    """Runs jobs in the order they were submitted, beside the compute stream."""
+    """Carries out copies of one direction in the order they were submitted, beside the compute stream."""
 
     @abstractmethod
-    def submit(self, job: Callable[[Tensor], None], tensor: Tensor) -> Ticket:
-        """Start `job(tensor)` after everything that compute has been given so far."""
+    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+        """Start the copy between `slot` and `memory` after everything that compute has been given so far."""
 
     @abstractmethod
     def close(self) -> None:
@@ -39,17 +58,18 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """A lane of one thread. Its jobs spend their time in system calls and memory copies that release the interpreter lock.
+    """A lane of one thread, whose copies are system calls and memory moves that release the interpreter lock.
 
     A queue that a finalizer may use in the middle of its own `put` feeds it; the pools of `concurrent.futures` have locks
     that a finalizer would wait for in vain. In a forked child, which has no such thread, `submit` carries the job out itself.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, copy: Copy) -> None:
         """Raises StoreError where the system gives no thread."""
+        self._copy = copy
         self._process = os.getpid()
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
-        self._thread = Thread(target=_carry_out_all, args=(self._jobs,), name=f"overspill-{name}", daemon=True)
+        self._thread = Thread(target=_carry_out_all, args=(self._jobs, copy), name=f"overspill-{name}", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -58,15 +78,15 @@ class ThreadLane(Lane):
             ) from None
         self._end = weakref.finalize(self, _end_thread, self._jobs, self._thread, self._process)
 
-    def submit(self, job: Callable[[Tensor], None], tensor: Tensor) -> Ticket:
-        """Start `job(tensor)` on the lane's thread. Raises StoreError once the lane is closed."""
+    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+        """Start the copy on the lane's thread. Raises StoreError once the lane is closed."""
         if not self._end.alive:
             raise StoreError(CLOSED)
-        ticket = _ThreadTicket(job, tensor)
+        ticket = _ThreadTicket(slot, memory)
         if self._process == os.getpid():
             self._jobs.put(ticket)
         else:
-            ticket.carry_out()
+            ticket.carry_out(self._copy)
         return ticket
 
     def close(self) -> None:
@@ -85,10 +105,10 @@ def is_lane() -> bool:
     return getattr(_LOCAL, "is_lane", False)
 
 
-def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | None]) -> None:
+def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | None], copy: Copy) -> None:
     _LOCAL.is_lane = True
     while (ticket := jobs.get()) is not None:
-        ticket.carry_out()
+        ticket.carry_out(copy)
         del ticket  # whoever waits for the next job holds no tensor of the last one
 
 
@@ -105,34 +125,33 @@ def _end_thread(jobs: SimpleQueue[_ThreadTicket | None], thread: Thread, process
         thread.join()
 
 
-class _ThreadTicket(Ticket):
-    def __init__(self, job: Callable[[Tensor], None], tensor: Tensor) -> None:
-        # The thread lets go of the tensor before it says that it is done: else its memory would live on until the
-        # thread is scheduled again.
-        held = [tensor]
-        self._tensor: Tensor | None = tensor
-        self._job: Callable[[], None] | None = lambda: job(held.pop())
+class _ThreadTicket:
+    __slots__ = ("_error", "_is_done", "_memory", "_pending", "_process", "_slot")
+
+    def __init__(self, slot: Slot, memory: UntypedStorage) -> None:
+        self._slot = slot
+        self._memory: UntypedStorage | None = memory
         self._process = os.getpid()
         self._error: BaseException | None = None
         self._is_done = False
         self._pending = Lock()
         self._pending.acquire()
 
-    def carry_out(self) -> None:
-        job, self._job = self._job, None
-        assert job is not None
+    def carry_out(self, copy: Copy) -> None:
+        memory = self._memory
+        assert memory is not None
         try:
-            job()
+            copy(self._slot, bytes_of(memory))
         except BaseException as error:  # noqa: BLE001 - whoever waits gets it
             trace = error.__traceback__
+            del memory
             self._finish(error.with_traceback(trace and trace.tb_next))  # this frame would hold the ticket
         else:
-            del job
+            del memory  # before it is done: else it would live on until this thread is scheduled again
             self._finish(None)
 
     def drop(self) -> None:
         """It will not be carried out any more."""
-        self._job = None
         self._finish(StoreError(CLOSED))
 
     def _finish(self, error: BaseException | None) -> None:
@@ -148,7 +167,7 @@ class _ThreadTicket(Ticket):
             )
         with self._pending:  # no more than a look, so that several may wait
             pass
-        self._tensor = None
+        self._memory = None
         if self._error is not None:
             try:
                 raise self._error
@@ -157,38 +176,65 @@ class _ThreadTicket(Ticket):
 
 
 class StreamLane(Lane):
-    """A lane that is a CUDA stream. `cuda` is `torch.cuda`, or what a test puts in its place."""
+    """A lane that is a stream of its own. `streams` is the module `accelerator`, or what a test puts in its place."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, device: torch.device, copy: Copy, streams: Any = accelerator) -> None:
+        self._streams = streams
         self._device = device
-        self._stream = cuda.Stream(device)
+        self._copy = copy
+        self.stream: accelerator.Stream = streams.new_stream(device)
 
-    def submit(self, job: Callable[[Tensor], None], tensor: Tensor) -> Ticket:
-        """Enqueue `job(tensor)` behind the compute stream's work so far.
+    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+        """Enqueue the copy behind the compute stream's work so far.
 
-        No `record_stream`: the ticket holds the tensor until compute waits for the event, after which its memory can
-        only be reused behind the copy.
+        No `record_stream`: the ticket holds the memory until compute waits for the event, after which it can only be
+        reused behind the copy.
         """
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
-        with self._cuda.stream(self._stream):
-            job(tensor)
-            event = self._cuda.Event()
-            event.record(self._stream)
-        return _StreamTicket(self._cuda, self._device, event, tensor)
+        self.stream.wait_stream(self._streams.current_stream(self._device))
+        with self.stream:
+            self._copy(slot, bytes_of(memory))
+        return _StreamTicket(self, self.stream.record_event(), memory)
+
+    def wait(self, event: Any) -> None:
+        """Let what follows on the compute stream run behind `event`."""
+        self._streams.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
         """Wait until the stream is idle."""
-        self._stream.synchronize()
+        self.stream.synchronize()
 
 
-class _StreamTicket(Ticket):
-    def __init__(self, cuda: Any, device: torch.device, event: Any, tensor: Tensor) -> None:
-        self._cuda = cuda
-        self._device = device
+class _StreamTicket:
+    __slots__ = ("_event", "_lane", "_memory")
+
+    def __init__(self, lane: StreamLane, event: Any, memory: UntypedStorage) -> None:
+        self._lane = lane
         self._event = event
-        self._tensor: Tensor | None = tensor
+        self._memory: UntypedStorage | None = memory
 
     def wait(self) -> None:
-        self._cuda.current_stream(self._device).wait_event(self._event)
-        self._tensor = None
+        self._lane.wait(self._event)
+        self._memory = None
+
+
+class CopyLane(Lane):
+    """A lane that is a stream of its own, between a device and addresses of page-locked host memory: one native call each."""
+
+    def __init__(self, streams: accelerator.RawStreams, address: Callable[[Slot], int], *, outward: bool) -> None:
+        """`address` says where a slot is. Raises RuntimeError where no library has the functions of such a device."""
+        self._address = address
+        self.stream, raw = streams.new()
+        self._copies = _copies.CopyLane(streams.path, streams.prefix, streams.index, raw, outward, streams.current)
+
+    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+        """Enqueue the copy behind the compute stream's work so far, as StreamLane does."""
+        return self._copies.submit(self._address(slot), memory.data_ptr(), memory.nbytes(), memory)
+
+    def close(self) -> None:
+        """Wait until the stream is idle."""
+        self.stream.synchronize()
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """The storage as a one-dimensional uint8 tensor, which keeps it alive."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,7 +1,7 @@
-"""The transfer ops that lowered graphs call, registered with torch so that a dispatch mode sees what they make.
+"""The functions that lowered graphs call for transfers: plain ones, for PyTorch's dispatcher costs more than they do.
 
 `await_offload` takes the source as an argument: whoever manages memory by reference counts then keeps it until the copy is
-done. `await_prefetch` returns its argument as an alias, and consumers read that.
+done. `await_prefetch` returns its argument, and consumers read that.
 """
 
 from __future__ import annotations
@@ -36,48 +36,34 @@ def engine_numbered(number: int) -> TransferEngine:
         raise OverspillError("the store of this compiled model has been closed; compile the model again") from None
 
 
-def _offload(source: Tensor, engine: int) -> Tensor:
+def offload(source: Tensor, engine: int) -> Tensor:
+    """Start copying `source` to the store; its handle."""
     return engine_numbered(engine).offload(source)
 
 
-def _await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
+def await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
+    """Wait until the copy of `source` is done."""
     engine_numbered(engine).await_offload(handle, source)
 
 
-def _prefetch(handle: Tensor, engine: int) -> Tensor:
+def prefetch(handle: Tensor, engine: int) -> Tensor:
+    """Start bringing `handle` back; the tensor, not to be read yet."""
     return engine_numbered(engine).prefetch(handle)
 
 
-def _await_prefetch(arriving: Tensor, engine: int) -> Tensor:
-    engine_numbered(engine).await_prefetch(arriving)
-    return arriving
+def await_prefetch(arriving: Tensor, engine: int) -> Tensor:
+    """Wait until `arriving` is filled; it."""
+    return engine_numbered(engine).await_prefetch(arriving)
 
 
-_library = torch.library.Library("overspill", "DEF")
-_library.define("offload(Tensor source, int engine) -> Tensor")
-_library.define("await_offload(Tensor handle, Tensor source, int engine) -> ()")
-_library.define("prefetch(Tensor handle, int engine) -> Tensor")
-_library.define("await_prefetch(Tensor(a) arriving, int engine) -> Tensor(a)")
-_library.define("hold(Tensor held) -> ()")
-for _name, _call in (
-    ("offload", _offload),
-    ("await_offload", _await_offload),
-    ("prefetch", _prefetch),
-    ("await_prefetch", _await_prefetch),
-    ("hold", lambda held: None),  # noqa: ARG005
-):
-    _library.impl(_name, _call, "CompositeExplicitAutograd")
+def hold(held: Tensor) -> None:
+    """Let `held` live until here."""
+
+
+for _call in (offload, await_offload, await_prefetch, hold):
+    has_side_effect(_call)
 
 
 def fake_handle() -> Tensor:
     """A fake handle, made inside the caller's fake mode."""
     return torch.empty((1,), dtype=torch.int64, device="cpu")
-
-
-OFFLOAD = torch.ops.overspill.offload.default
-AWAIT_OFFLOAD = torch.ops.overspill.await_offload.default
-PREFETCH = torch.ops.overspill.prefetch.default
-AWAIT_PREFETCH = torch.ops.overspill.await_prefetch.default
-HOLD = torch.ops.overspill.hold.default
-for _op in (OFFLOAD, AWAIT_OFFLOAD, AWAIT_PREFETCH, HOLD):
-    has_side_effect(_op)

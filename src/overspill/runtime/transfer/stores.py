@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from threading import RLock
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,22 +25,16 @@ from torch import Tensor
 from overspill.core.errors import RequestError, StoreError
 from overspill.core.registry import Registry
 from overspill.core.units import format_bytes
+from overspill.runtime.accelerator import PageLock, Stream, raw_streams
 
+from . import host_memory
+from ._copies import can_copy
 from .forks import tell_of_forks
-from .lanes import Lane, StreamLane, ThreadLane
+from .lanes import CopyLane, Lane, Slot, StreamLane, ThreadLane
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The disk is full, or the user's share of it, or the file is as large as it may get."""
 PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Slot:
-    """`nbytes` bytes of a store from `offset` on, in chunk number `chunk` of its arena."""
-
-    chunk: int
-    offset: int
-    nbytes: int
 
 
 class Store(ABC):
@@ -90,7 +82,10 @@ class Store(ABC):
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:  # noqa: ARG002 - of the streams of some devices
         """What carries its transfers from and to `device` beside compute: one lane each way."""
-        return ThreadLane("offload"), ThreadLane("prefetch")
+        return (
+            ThreadLane("offload", lambda slot, source: self.write(slot, source)),  # noqa: PLW0108 - `write` as it is then
+            ThreadLane("prefetch", lambda slot, target: self.read(slot, target)),  # noqa: PLW0108
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -261,14 +256,14 @@ class HostStore(Store):
     def _grow(self, nbytes: int) -> None:
         try:
             self._chunks.append(self._allocate_chunk(nbytes))
-        except (RuntimeError, MemoryError):
+        except (OSError, RuntimeError):
             raise StoreError(
                 f"the host store needs {format_bytes(nbytes)} more of host memory, and the system refused; "
                 f"{self._advice}"
             ) from None
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return host_memory.whole_pages(nbytes)
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Copy into the arena, without the interpreter lock."""
@@ -286,37 +281,38 @@ class HostStore(Store):
 class PinnedStore(HostStore):
     """Page-locked host memory for CUDA, with copies that do not block.
 
-    The arena is plain memory registered with the driver: torch's own pinned allocator would round each block up to a
-    power of two. `cuda` is `torch.cuda`, or what a test puts in its place.
+    The arena is plain memory that the device has locked: torch's own pinned allocator would round each block up to a
+    power of two. `pages` is a PageLock, or what a test puts in its place.
     """
 
     name = "pinned"
     device_type = "cuda"
     _advice = "a larger budget offloads less; `ulimit -l` may forbid to lock so much"
 
-    def __init__(self, cuda: Any = torch.cuda, launch: Callable[[], Any] | None = None) -> None:
-        """`launch` is any op of the device, or what a test puts in its place."""
+    def __init__(self, pages: PageLock | None = None) -> None:
         super().__init__()
-        self._cuda = cuda
-        self._launch = launch or (lambda: torch.ones((), device="cuda"))
-        self._end = weakref.finalize(self, _unregister, self._chunks, cuda, os.getpid())
+        self._pages = pages or PageLock()
+        self._streams: list[Stream] = []
+        self._end = weakref.finalize(self, _unlock, self._chunks, self._pages, self._streams, os.getpid())
 
     def _allocate_chunk(self, nbytes: int) -> Tensor:
-        # Whole pages of its own: a page can be registered once only.
-        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        chunk = torch.frombuffer(pages, dtype=torch.uint8)
-        status = self._cuda.cudart().cudaHostRegister(chunk.data_ptr(), nbytes, 0)
-        if int(status) != 0:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the refusal is still the device's last error: the next op raises it
-                self._launch()
-            raise RuntimeError(f"cudaHostRegister: error {int(status)}")
+        chunk = super()._allocate_chunk(nbytes)
+        if (status := self._pages.lock(chunk)) != 0:
+            raise RuntimeError(f"host memory could not be locked: error {status}")
         return chunk
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:
         """Two streams of `device`."""
-        return StreamLane(device), StreamLane(device)
+        lanes: tuple[CopyLane | StreamLane, CopyLane | StreamLane]
+        if (streams := raw_streams(device)) is not None and can_copy(streams.path, streams.prefix):
+            lanes = CopyLane(streams, self._address, outward=True), CopyLane(streams, self._address, outward=False)
+        else:
+            lanes = StreamLane(device, self.write), StreamLane(device, self.read)
+        self._streams += [lane.stream for lane in lanes]
+        return lanes
+
+    def _address(self, slot: Slot) -> int:
+        return int(self._chunks[slot.chunk].data_ptr()) + slot.offset
 
     def write(self, slot: Slot, source: Tensor) -> None:
         """Enqueue the copy to the host on the current stream."""
@@ -330,16 +326,21 @@ class PinnedStore(HostStore):
         return self._chunks[slot.chunk][slot.offset : slot.offset + nbytes]
 
     def close(self) -> None:
-        """Unregister and let go of the arena."""
+        """Unlock and let go of the arena."""
         self._end()
 
 
-def _unregister(chunks: list[Tensor], cuda: Any, process: int) -> None:
+def _unlock(chunks: list[Tensor], pages: PageLock, streams: list[Stream], process: int) -> None:
     """Let go of the arena of a pinned store that is closed or gone."""
-    if process == os.getpid():  # a forked child has no device
-        for chunk in chunks:
-            cuda.cudart().cudaHostUnregister(chunk.data_ptr())
-    chunks.clear()
+    try:
+        if process == os.getpid():  # a forked child has no device
+            for stream in streams:  # of an engine that was dropped, copies may be under way
+                stream.synchronize()
+            for chunk in chunks:
+                pages.unlock(chunk)
+    finally:
+        chunks.clear()
+        streams.clear()
 
 
 STORES: Registry[type[Store]] = Registry(

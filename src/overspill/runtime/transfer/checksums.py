@@ -1,0 +1,40 @@
+"""Checksums of what goes to a store, compared with those of what comes back."""
+
+from __future__ import annotations
+
+import zlib
+
+from torch import Tensor
+
+from overspill.core.errors import StoreError
+from overspill.core.units import format_bytes
+
+from .lanes import Slot
+from .stores import Store, memory_of
+
+
+class Checksums:
+    """Writes to and reads from `store` with the CRC-32 of all bytes; on the CPU only, where the processor sees them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._of: dict[tuple[int, int], int] = {}
+
+    def write(self, slot: Slot, source: Tensor) -> None:
+        """Note the checksum of `source`, then write it."""
+        self._of[slot.chunk, slot.offset] = zlib.crc32(memory_of(source))
+        self._store.write(slot, source)
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        """Fill `target`. Raises StoreError for other bytes than were written."""
+        self._store.read(slot, target)
+        expected = self._of.get((slot.chunk, slot.offset))
+        if expected is not None and zlib.crc32(memory_of(target)) != expected:
+            raise StoreError(
+                f"the {self._store.name} store gave back other bytes than it was given "
+                f"({format_bytes(target.numel())}): their checksums differ"
+            )
+
+    def forget(self, slot: Slot) -> None:
+        """Nobody has written to `slot` for who reads it next."""
+        self._of.pop((slot.chunk, slot.offset), None)
