@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from overspill.core import Graph, Verb
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.models import load, names, optimizer_named
 from overspill.plans.plan import Plan
+from overspill.runtime.compiled.inductor import _Compiler
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits, train, train_plain
@@ -85,19 +87,56 @@ def test_what_is_recomputed_is_identical_too() -> None:
     assert run.plan.schedule.targets(Verb.RECOMPUTE)
 
 
+@pytest.fixture
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each partition is compiled once; later sessions plan the programs of the first, and run them by their own plans."""
+    compile_ = _Compiler.compiled
+    made: dict[float, tuple[_Compiler, Callable[..., Any]]] = {}
+
+    def compiled(self: _Compiler, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        if self.partition not in made:
+            made[self.partition] = self, compile_(self, module, examples)
+        first, call = made[self.partition]
+        first._ran = self._ran
+        self.__dict__ = first.__dict__  # so what it lowers is what `call` runs
+        return call
+
+    monkeypatch.setattr(_Compiler, "compiled", compiled)
+
+
 WAYS = [
     (optimizer, policy, store)
     for optimizer in ("momentum", "adamw")
     for policy in ("auto", "vdnn-all", "superneurons", "window")
     for store in ("host", "disk")
 ]
-CASES = [(model, *way) for model in names() for way in (WAYS if model in ("gpt2", "lstm", "resnet18") else WAYS[:1])]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "optimizer", "policy", "store"), CASES)
-def test_every_model_trains_with_the_bits_of_torch_compile(model: str, optimizer: str, policy: str, store: str) -> None:
-    checked(model, optimizer, policy, store)
+@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.parametrize("model", names())
+def test_every_model_trains_in_every_way_with_the_bits_of_torch_compile(model: str) -> None:
+    wrong = [f"{way}: {found}" for way in WAYS if (found := wrong_in(model, *way))]
+    assert not wrong, "\n".join(wrong)
+
+
+def wrong_in(model: str, optimizer: str, policy: str, store: str) -> list[str]:
+    """What is wrong with a run by the usual partition within 60 % of the unmanaged peak, or the least that the policy can do."""
+    job, options = training(model, optimizer), Options("60%", policy, store, backend="inductor", partition=1.0)
+    try:
+        run = train(job, options)
+    except InfeasibleBudget as error:
+        run = train(job, replace(options, budget=error.floor_bytes))
+    assert run.plan is not None
+    planned, measured = run.planned_peak_bytes, run.measured_peak_bytes
+    laws = {
+        "other bits": run.identical_to(stock(model, optimizer)),
+        f"the plan, {planned}, is above the budget, {run.plan.budget_bytes}": planned <= run.plan.budget_bytes,
+        f"the peak, {measured}, is not just below the plan, {planned}": measured
+        <= planned
+        <= measured + max(0.02 * planned, 20_000),
+    }
+    return [what for what, holds in laws.items() if not holds]
 
 
 class Net(nn.Module):
