@@ -26,8 +26,12 @@ from overspill.core import Graph, Verb
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.models import load, names, optimizer_named
 from overspill.plans.plan import Plan
+from overspill.runtime.compiled import backend
+from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.in_force import plans_needed
 from overspill.runtime.compiled.inductor import _Compiler
 from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits, train, train_plain
 
@@ -87,19 +91,64 @@ def test_what_is_recomputed_is_identical_too() -> None:
     assert run.plan.schedule.targets(Verb.RECOMPUTE)
 
 
+class CompiledOnce:
+    """In place of `compile_in`: a model goes through Dynamo and Inductor once, as ever.
+
+    Each later session plans the programs of the first, and its copy of the model runs them by the new plan.
+    """
+
+    def __init__(self) -> None:
+        self.first: tuple[fx.GraphModule, list[Any]] | None = None
+        self.compilers: dict[float, tuple[_Compiler, Callable[..., Any]]] = {}
+        self._compile, self._compile_graph = _Compiler.compiled, backend.compile_graph
+        self._named: dict[Any, Tensor] = {}
+
+    def compile_in(self, session: Session, step: nn.Module, *, fullgraph: bool) -> Callable[..., Tensor]:
+        run: list[Callable[..., Tensor]] = []
+
+        def call(*batch: Tensor) -> Tensor:
+            self._named = {**dict(step.named_parameters()), **dict(step.named_buffers()), **dict(enumerate(batch))}
+            if not run:
+                run.append(self._run(session) if self.first else compile_in(session, step, fullgraph=fullgraph))
+            with plans_needed():
+                return run[0](*batch)
+
+        return call
+
+    def _run(self, session: Session) -> Callable[..., Tensor]:
+        assert self.first is not None
+        module, names = self.first
+        compiled = self._compile_graph(module, [self._named[name] for name in names], lambda: session)
+
+        def run(*_: Tensor) -> Tensor:
+            (loss,) = compiled(*(self._named[name] for name in names))
+            return loss
+
+        return run
+
+    def compile_graph(self, module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Any:
+        """Which graph Dynamo makes of the model, and of what it is a function."""
+        names = {id(value): name for name, value in self._named.items()}
+        self.first = module, [names[id(example)] for example in examples]
+        return self._compile_graph(module, examples, session)
+
+    def compiled(self, compiler: _Compiler, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        if compiler.partition not in self.compilers:
+            self.compilers[compiler.partition] = compiler, self._compile(compiler, module, examples)
+        first, call = self.compilers[compiler.partition]
+        first._ran = compiler._ran
+        compiler.__dict__ = first.__dict__  # so what it lowers is what `call` runs
+        return call
+
+
 @pytest.fixture
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each partition is compiled once; later sessions plan the programs of the first, and run them by their own plans."""
-    compile_ = _Compiler.compiled
-    made: dict[float, tuple[_Compiler, Callable[..., Any]]] = {}
+    once = CompiledOnce()
+    monkeypatch.setattr("overspill.runtime.training.compile_in", once.compile_in)
+    monkeypatch.setattr(backend, "compile_graph", once.compile_graph)
 
-    def compiled(self: _Compiler, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        if self.partition not in made:
-            made[self.partition] = self, compile_(self, module, examples)
-        first, call = made[self.partition]
-        first._ran = self._ran
-        self.__dict__ = first.__dict__  # so what it lowers is what `call` runs
-        return call
+    def compiled(compiler: _Compiler, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        return once.compiled(compiler, module, examples)
 
     monkeypatch.setattr(_Compiler, "compiled", compiled)
 
