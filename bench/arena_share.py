@@ -6,7 +6,7 @@
 Inductor's programs of each model (small configurations, momentum) are written, and neither compiled nor run; a plan is made, with
 its arena. Each time that the plan brings a tensor of the program to the device is an allocation: in the arena; an output
 or a gradient, which leaves the step; or the result of a library call that allocates it. What library calls have
-beside their results, and what the optimizer has, is not counted. 5 to 60 seconds a model.
+beside their results, and what the optimizer has, is not counted. 5 to 60 CPU seconds a model.
 """
 
 from __future__ import annotations
@@ -97,22 +97,25 @@ def share(model: str, batch: int, budget: str | None) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Markdown: a line a model."""
-    lines = [
-        f"Small configurations at batch {record['batch']}, momentum, budget {record['budget'] or 'the whole device'}:",
-        "",
-        "| model | allocated a step | in the arena | of what does not leave | allocations in the arena | most bytes of library calls |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Markdown: a line a model, or several that are alike."""
+    alike: dict[str, list[str]] = {}
     for row in record["models"]:
         nbytes, count = Counter(row["bytes"]), Counter(row["allocations"])
         whole, stays = nbytes.total(), nbytes.total() - nbytes[LEAVES]
-        calls = ", ".join(f"`{op}` {size / whole:.0%}" for op, size in list(row["library_bytes"].items())[:2])
-        lines.append(
-            f"| {row['model']} | {format_bytes(whole)} | {nbytes[ARENA] / whole:.0%} | {nbytes[ARENA] / stays:.0%} | "
-            f"{count[ARENA]} of {count.total()} | {calls} |"
+        cells = (
+            f"{format_bytes(whole)} | {nbytes[ARENA] / whole:.0%} | {nbytes[LEAVES] / whole:.0%} | "
+            f"{nbytes[LIBRARY] / whole:.0%} | {nbytes[ARENA] / stays:.0%} | {count[ARENA]} of {count.total()}"
         )
-    return "\n".join(lines)
+        alike.setdefault(cells, []).append(row["model"])
+    return "\n".join(
+        [
+            f"Small configurations at batch {record['batch']}, momentum, budget {record['budget'] or 'the whole device'}:",
+            "",
+            "| model | allocated a step | in the arena | leaves the step | library calls | in the arena, of what stays | allocations in the arena |",
+            "|---|---|---|---|---|---|---|",
+            *(f"| {', '.join(models)} | {cells} |" for cells, models in alike.items()),
+        ]
+    )
 
 
 def main() -> None:
