@@ -17,6 +17,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.optim import Optimizer
 
 import overspill
@@ -118,7 +119,10 @@ class CompiledOnce:
     def _run(self, session: Session) -> Callable[..., Tensor]:
         assert self.first is not None
         module, names = self.first
-        compiled = self._compile_graph(module, [self._named[name] for name in names], lambda: session)
+        try:
+            compiled = self._compile_graph(module, [self._named[name] for name in names], lambda: session)
+        except BackendCompilerFailed as refused:
+            raise refused.inner_exception from None
 
         def run(*_: Tensor) -> Tensor:
             (loss,) = compiled(*(self._named[name] for name in names))
