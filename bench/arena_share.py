@@ -45,7 +45,8 @@ def allocated(captured: CapturedPrograms, schedule: Schedule, places: Places) ->
     here = {t.id for t in graph.tensors if t.persistent}
     found = []
     for position, instruction in enumerate(schedule.instructions):
-        target, made, op = instruction.target, (), instruction.verb.value
+        target, op = instruction.target, instruction.verb.value
+        made: tuple[int, ...] = ()
         if instruction.verb is Verb.FREE:
             here.discard(target)
         elif instruction.verb is Verb.PREFETCH:
