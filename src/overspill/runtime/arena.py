@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from overspill.capture.compiled.joint import StorageKey
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.storages import storage_key
 from overspill.core import Block, Schedule, Trace, Verb
@@ -82,8 +83,7 @@ def places_of(captured: CapturedPrograms, schedule: Schedule, solver: Solver, li
 def _allocations(captured: CapturedPrograms, schedule: Schedule) -> list[tuple[int, int]]:
     """Each time that a buffer of the program comes to the device: the tensor, and the position in the schedule."""
     graph, programs = captured.graph, captured.programs
-    outputs = (*programs.outputs[0][: programs.num_forward_outputs], *programs.outputs[1])
-    leaving = {storage_key(value) for value in outputs if isinstance(value, Tensor)}
+    leaving = leaving_keys(captured)
     own = {
         tensor for tensor, key in captured.key_of.items()
         if key not in leaving and not graph.tensors[tensor].persistent and len(programs.roots[key]) == 1
@@ -103,6 +103,13 @@ def _allocations(captured: CapturedPrograms, schedule: Schedule) -> list[tuple[i
         found += [(t, position) for t in made if t not in here and graph.tensors[t].nbytes]
         here.update(made)
     return found
+
+
+def leaving_keys(captured: CapturedPrograms) -> set[StorageKey]:
+    """The storages of outputs and gradients."""
+    programs = captured.programs
+    outputs = (*programs.outputs[0][: programs.num_forward_outputs], *programs.outputs[1])
+    return {storage_key(value) for value in outputs if isinstance(value, Tensor)}
 
 
 def plan_in_arena(

@@ -198,6 +198,13 @@ def test_weights_in_channels_last_are_sliced_to_the_same_bits(monkeypatch: pytes
     pair.assert_same()
 
 
+@pytest.mark.parametrize("gradients", [{}, {"clip_norm": 0.1}], ids=str)
+def test_gradients_are_laid_out_as_autograd_leaves_them_for_what_sums_them_up(gradients: dict[str, Any]) -> None:
+    pair = Pair(Cnn, OPTIMIZERS["adafactor"], gradients)  # the weights are contiguous, their gradients in channels-last
+    pair.train(3, (pair.inputs[0].to(memory_format=torch.channels_last), pair.inputs[1]))
+    pair.assert_same()
+
+
 def test_it_goes_on_without_overspill_from_what_was_saved(tmp_path: Any) -> None:
     pair = Pair(Mlp, gradients={"clip_norm": 1.0})
     pair.train(3)

@@ -152,11 +152,11 @@ def test_what_inductor_cannot_plan_is_refused_in_a_line() -> None:
 def test_gradients_and_optimizers(model: type[nn.Module], optimizer: str, gradients: dict[str, Any]) -> None:
     pair = Pair(model, OPTIMIZERS[optimizer], gradients=gradients)
     pair.train(3)
-    pair.assert_same()
-    if (
-        optimizer != "adafactor"
-    ):  # whose scalars, made within ops, take some hundred bytes more than any dispatch mode sees
+    # Adafactor's scalars, made within ops, take some hundred bytes more than any dispatch mode sees. Comparing comes
+    # last: it brings all that is in the store back.
+    if optimizer != "adafactor":
         pair.assert_within_budget()
+    pair.assert_same()
 
 
 def with_outputs(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

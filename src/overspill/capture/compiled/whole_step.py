@@ -66,13 +66,15 @@ class ParameterUpdate:
     """The update of the parameter at position `parameter` of the inputs: `run(parameter, gradient, scale, *state)`.
 
     It changes the parameter and the state in place, and takes `workspace_bytes` more while it runs. `scale` is what
-    `GradientOps.clip` returned, or None.
+    `GradientOps.clip` returned, or None. One that is not `elementwise` adds elements up in their order in memory, so that
+    it has to see a gradient as autograd leaves it.
     """
 
     parameter: int
     run: Callable[..., None]
     state: tuple[StateInfo, ...] = ()
     workspace_bytes: int = 0
+    elementwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,9 +217,12 @@ class CaptureOfWholeStep(CaptureOfStep):
         scale = self._scale({update.parameter: gradients[update.parameter] for update in self.updates})
         for update in self.updates:
             parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
+            gradient, run, copied = gradients[update.parameter], update.run, 0
+            if not update.elementwise and (strides := self._other_strides(parameter, gradient)) is not None:
+                run, copied = _update_by_copy(run, strides), gradient.meta["val"].nbytes
             self._step_op(
-                UPDATE, update.run, (parameter, gradients[update.parameter], scale, *state), Phase.UPDATE,
-                updates=(parameter, *state), workspace_bytes=update.workspace_bytes, layer=self.inputs[update.parameter].name,
+                UPDATE, run, (parameter, gradient, scale, *state), Phase.UPDATE, updates=(parameter, *state),
+                workspace_bytes=update.workspace_bytes + copied, layer=self.inputs[update.parameter].name,
             )  # fmt: skip
 
     def _behind(self, node: fx.Node) -> tuple[int, ...]:
@@ -252,21 +257,20 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(CLIP, clip, tuple(norms), Phase.UPDATE, value=factor)
 
     def _norm(self, norm: Callable[[Tensor], Tensor], parameter: fx.Node, gradient: fx.Node) -> fx.Node:
-        """The norm of a gradient as autograd leaves it: laid out as its parameter is, for that is the order of the sum."""
+        """The norm of a gradient as autograd leaves it, for that is the order of the sum."""
         value: Tensor = gradient.meta["val"]
-        strides = parameter.meta["val"].stride()
-        as_it_is = all(
-            n == 1 or one == other for n, one, other in zip(value.shape, value.stride(), strides, strict=True)
-        )
         with self.fake_mode:
             number = torch.empty((), dtype=value.dtype, device=value.device)
-
-        def norm_of_copy(gradient: Tensor) -> Tensor:
-            return norm(gradient.new_empty_strided(gradient.shape, strides).copy_(gradient))
-
-        copied = 0 if as_it_is else value.numel() * value.element_size()
-        run = norm if as_it_is else norm_of_copy
+        run, copied = norm, 0
+        if (strides := self._other_strides(parameter, gradient)) is not None:
+            run, copied = _norm_by_copy(norm, strides), value.nbytes
         return self._step_op(NORM, run, (gradient,), Phase.UPDATE, value=number, workspace_bytes=copied)
+
+    def _other_strides(self, parameter: fx.Node, gradient: fx.Node) -> tuple[int, ...] | None:
+        """Those of the parameter, as which autograd lays a gradient out, where the step's own gradient has others."""
+        value, strides = gradient.meta["val"], parameter.meta["val"].stride()
+        alike = (n == 1 or one == other for n, one, other in zip(value.shape, value.stride(), strides, strict=True))
+        return None if all(alike) else strides
 
     def _step_op(
         self,
@@ -303,6 +307,18 @@ class CaptureOfWholeStep(CaptureOfStep):
             name, layer, LayerType.UPDATE, phase, reads, writes, workspace_bytes=workspace_bytes, moved_bytes=moved
         )
         return node
+
+
+def _laid_out(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+
+
+def _norm_by_copy(norm: Callable[[Tensor], Tensor], strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: norm(_laid_out(gradient, strides))
+
+
+def _update_by_copy(run: Callable[..., None], strides: tuple[int, ...]) -> Callable[..., None]:
+    return lambda parameter, gradient, *given: run(parameter, _laid_out(gradient, strides), *given)
 
 
 def _early(ops: Sequence[Op]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.trace import describe_inputs
-from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.unrun import Written, write
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
@@ -19,8 +18,10 @@ from overspill.runtime.options import Options, budget_for, device_for, plan_grap
 from overspill.runtime.surroundings import surroundings_of
 
 from .inductor import Capture, compile_with_inductor
+from .partitions import Partitioned
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, options: Options) -> Plan:
@@ -29,7 +30,25 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
     Library calls are taken to allocate nothing for themselves. Raises InfeasibleBudget, and as `write` does.
     """
     device = device_for(options, CPU)
-    found: list[Plan | InfeasibleBudget] = []
+
+    def plan(partitioned: Partitioned) -> Plan:
+        def within(nbytes: int) -> Plan:
+            return partitioned.best_plan(lambda captured: plan_graph(options, captured.graph, device, nbytes))
+
+        return within(budget_for(options, partitioned.graph, device, CPU, within))
+
+    return of_unrun(step, batch, optimizer, options, plan)
+
+
+def of_unrun(
+    step: nn.Module,
+    batch: Sequence[Tensor],
+    optimizer: Optimizer,
+    options: Options,
+    use: Callable[[Partitioned], T],
+) -> T:
+    """What `use` makes of the programs of `step(*batch)`; all tensors are fake. Raises what it raises, and as `write` does."""
+    found: list[T | InfeasibleBudget] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         inputs = describe_inputs(module, examples)
@@ -37,16 +56,8 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
 
         def plan(joint: JointGraph, capture: Capture) -> Any:
             around = surroundings_of(joint, here, step.parameters(), [optimizer], options.reserve)
-            partitioned = capture(joint, inputs, around)
-
-            def within(nbytes: int) -> Plan:
-                def of(captured: CapturedPrograms) -> Plan:
-                    return plan_graph(options, captured.graph, device, nbytes)
-
-                return partitioned.best_plan(of)
-
             try:
-                found.append(within(budget_for(options, partitioned.graph, device, CPU, within)))
+                found.append(use(capture(joint, inputs, around)))
             except InfeasibleBudget as error:
                 found.append(error)
             raise Written
@@ -55,7 +66,7 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
             return compile_with_inductor(module, examples, plan, lambda: None, options.partition)
 
     write(step, batch, backend)
-    (plan,) = found
-    if isinstance(plan, InfeasibleBudget):
-        raise plan
-    return plan
+    (made,) = found
+    if isinstance(made, InfeasibleBudget):
+        raise made
+    return made

@@ -470,7 +470,7 @@ class StepPlans:
                         StateInfo(key, self.state.residency[f"{name}.{key}"].spec.empty()) for key in owned.shaped
                     )
                 workspace = self.state.updates.workspace_bytes(parameter, owned.group)
-                updates.append(ParameterUpdate(position, owned.run, state, workspace))
+                updates.append(ParameterUpdate(position, owned.run, state, workspace, self.state.updates.elementwise))
         clipping = self._clipping if last else None
         return GradientOps(
             tuple(updates),
