@@ -191,7 +191,7 @@ void map_range(int device, Address address, std::size_t nbytes) {
 void unmap_range(Address address) {
     const std::lock_guard lock(guard);
     const auto found = mapped.find(address);
-    log_locked(Kind::kFree, static_cast<std::uint64_t>(found->second.device) + 1, address, 0, found->second.nbytes, 0);
+    log_locked(Kind::kFree, static_cast<std::uint64_t>(found->second.device) + 1, address, 1, found->second.nbytes, 0);
     mapped.erase(found);
 }
 
@@ -384,7 +384,7 @@ void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t st
     const bool staged = !from_device && !is_pinned(source), waited = !to_device && !is_pinned(target);
     const std::lock_guard lock(guard);
     log_locked(Kind::kCopy, resolve(stream), reinterpret_cast<Address>(target),
-               staged ? 0 : reinterpret_cast<Address>(source), nbytes, 0);
+               staged ? 0 : reinterpret_cast<Address>(source), nbytes, (from_device ? 1 : 0) + (to_device ? 2 : 0));
     if (waited) log_locked(Kind::kStreamDone, resolve(stream), 0, 0, 0, 0);
 }
 

@@ -26,7 +26,7 @@ const Settings& settings();
 
 enum class Kind : std::uint32_t {
     kLaunch = 1,
-    kCopy,         // first: target, second: source
+    kCopy,         // first: target, second: source (0: nothing that is read later); label: 1 from a device, 2 to one, 3 both
     kSet,          // first: target
     kRecord,       // first: event
     kWait,         // first: event
@@ -34,7 +34,7 @@ enum class Kind : std::uint32_t {
     kEventDone,    // first: event; the host knows that it has passed
     kDeviceDone,   // the host knows that the device of the stream has done everything
     kMalloc,       // first: address
-    kFree,         // first: address
+    kFree,         // first: address, second: 1 where only a mapping ends, for which no device is waited
     kAccess,       // first: address, second: 1 for a write; said by whoever knows what a kernel touches
 };
 

@@ -90,6 +90,10 @@ const char* CUDNNWINAPI cudnnGetErrorString(cudnnStatus_t) { return "an error of
 void CUDNNWINAPI cudnnGetLastErrorString(char* message, std::size_t size) {
     if (size > 0) *message = 0;
 }
+cudnnStatus_t CUDNNWINAPI cudnnGetProperty(libraryPropertyType which, int* value) {
+    *value = which == MAJOR_VERSION ? CUDNN_MAJOR : which == MINOR_VERSION ? CUDNN_MINOR : CUDNN_PATCHLEVEL;
+    return CUDNN_STATUS_SUCCESS;
+}
 cudnnStatus_t CUDNNWINAPI cudnnCreate(cudnnHandle_t* handle) {
     make(handle);
     return CUDNN_STATUS_SUCCESS;

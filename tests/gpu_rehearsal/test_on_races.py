@@ -1,0 +1,115 @@
+"""No copy races with a kernel or another copy, in every policy and through both doors; and the check sees each wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import stand_in
+
+from overspill.core.errors import InfeasibleBudget
+
+from .jobs import DOORS, job
+from .mutants import IN, MUTANTS, OUT, each_wait_once, lane, waits
+from .races import find_races
+from .touching import Touching
+
+COMPUTE = 1
+"""The legacy stream of the first device, on which PyTorch computes."""
+POLICIES = ("auto", "dymem", "lms", "sequential", "superneurons", "vdnn-all", "vdnn-dynamic", "window")
+RUNS = [
+    *(("gpt2", policy, door) for policy in POLICIES for door in DOORS),
+    *(("resnet18", policy, door) for policy in POLICIES for door in DOORS),
+    *(("unet", policy, door) for policy in ("auto", "lms", "window") for door in DOORS),
+]
+BUDGETS = (0.6, 0.7, 0.8, 0.9, 0.99)
+BATCH = {"gpt2": 8, "resnet18": 16, "unet": 2}
+SINGLE_WAITS = 40
+"""How many waits of each kind are left out one at a time."""
+
+
+def logged(model: str, policy: str, door: str) -> tuple[Any, Touching, Any]:
+    """The log of three steps, within the smallest of the budgets that the policy can keep."""
+    for budget in BUDGETS:
+        with suppress(InfeasibleBudget):
+            return logged_within(budget, model, policy, door)
+    raise AssertionError("no budget is feasible")
+
+
+def logged_within(budget: float, model: str, policy: str, door: str) -> tuple[Any, Touching, Any]:
+    touching = Touching()
+    optimizer = "adamw" if door == "train_step" else "momentum"
+    with job(door, model, BATCH[model], budget, optimizer=optimizer, small=True, policy=policy, tracker=touching) as it:
+        it.step()
+        stand_in.take_log()
+        stand_in.log(True)
+        for _ in range(3):
+            it.step()
+        stand_in.log(False)
+        return stand_in.take_log(), touching, it.plan()
+
+
+@pytest.mark.parametrize(("model", "policy", "door"), RUNS)
+def test_no_races(model: str, policy: str, door: str, record: Any) -> None:
+    log, touching, plan = logged(model, policy, door)
+    found = find_races(log)
+    kinds = Counter(stand_in.KINDS[kind] for kind in log["kind"].tolist())
+    record.rows("races").append(
+        {
+            "model": model, "policy": policy, "door": door, "offloaded_bytes": plan.offloaded_bytes,
+            "launches": kinds["launch"], "copies": kinds["copy"], "waits": kinds["wait"],
+            "accesses": found.accesses, "launches_of_no_op": unclaimed_launches(log), "races": len(found.races),
+        }
+    )  # fmt: skip
+    assert found.races == [], [(told(log[a], touching), told(log[b], touching)) for a, b in found.races[:5]]
+    assert not plan.offloaded_bytes or kinds["wait"], "nothing was transferred, so nothing was tried"
+
+
+def told(row: Any, touching: Touching) -> str:
+    kind = stand_in.KINDS[row["kind"]]
+    what = touching.names[row["label"]] if kind == "access" else kind
+    return f"{what} on {row['stream']} at {row['first']:#x}, {row['second']:#x}, {row['nbytes']}"
+
+
+def unclaimed_launches(log: Any) -> int:
+    """Launches after which no op says what it touched before its stream goes on to wait, record or copy."""
+    access, launch = stand_in.KINDS.index("access"), stand_in.KINDS.index("launch")
+    compute = log[log["stream"] == COMPUTE]["kind"]
+    left = pending = 0
+    for kind in compute.tolist():
+        if kind == launch:
+            pending += 1
+        elif kind == access:
+            pending = 0
+        else:
+            left, pending = left + pending, 0
+    return left + pending
+
+
+@pytest.fixture(scope="module")
+def logs() -> list[Any]:
+    return [logged(model, "auto", door)[0] for model in ("gpt2", "resnet18") for door in DOORS]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_kind_of_wait_is_missed(mutant: str, logs: list[Any], record: Any) -> None:
+    races = [len(find_races(MUTANTS[mutant](log, COMPUTE)).races) for log in logs]
+    record.rows("mutants").append({"mutant": mutant, "races": sum(races)})
+    assert sum(races) > 0
+
+
+def test_single_waits_are_missed(logs: list[Any], record: Any) -> None:
+    for log in logs:
+        out, inward = lane(log, OUT), lane(log, IN)
+        for name, waiting, awaited in (
+            ("await_offload", COMPUTE, out), ("await_prefetch", COMPUTE, inward),
+            ("outward lane", out, COMPUTE), ("inward lane", inward, COMPUTE),
+        ):  # fmt: skip
+            noticed = [bool(find_races(one).races) for one in each_wait_once(log, waiting, awaited, SINGLE_WAITS)]
+            record.rows("single_waits").append(
+                {"wait": name, "waits": len(waits(log, waiting, awaited)), "left_out": len(noticed), "noticed": sum(noticed)}
+            )
+            assert np.mean(noticed) > 0.2, name  # the others only repeat what another wait ensures
