@@ -17,9 +17,11 @@ COPY_LIMIT = 4096
 def on_card(script: str, *args: object, timeout: float = 600, **variables: int) -> subprocess.CompletedProcess[str]:
     """Run a script of this folder as a module; `variables` are those of the stand-in, without their prefix."""
     given = {f"STAND_IN_{name.upper()}": str(value) for name, value in ({"copy_limit": COPY_LIMIT} | variables).items()}
+    # Plans as users get them: the settings of the suite would have the search make less effort.
+    environment = {name: value for name, value in os.environ.items() if name != "OVERSPILL_EFFORT"}
     return subprocess.run(
         [sys.executable, "-m", f"{__package__}.{script}", *map(str, args)],
-        cwd=HERE.parents[1], env=os.environ | given, capture_output=True, text=True, check=False, timeout=timeout,
+        cwd=HERE.parents[1], env=environment | given, capture_output=True, text=True, check=False, timeout=timeout,
     )  # fmt: skip
 
 
