@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import overspill
+from overspill.models import Job as ModelJob
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
@@ -19,6 +20,8 @@ from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
 
 DOORS = ("compile", "train_step")
+
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is not in the stand-in; PyTorch then takes its own kernels
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Job:
 @contextmanager
 def job(
     door: str,
-    model: str,
+    model: str | Callable[[], ModelJob],
     batch: int,
     budget: str | float | None,
     *,
@@ -44,7 +47,7 @@ def job(
 ) -> Iterator[Job]:
     """A managed job; with the door `plain` one of PyTorch alone."""
     torch.manual_seed(0)
-    loaded = load(model, small=small)
+    loaded = load(model, small=small) if isinstance(model, str) else model()
     step = TrainingStep(loaded).to(device)
     inputs = tuple(t.to(device) for t in loaded.make_batch(batch))
     made = optimizer_named(optimizer)(step.parameters())
