@@ -21,7 +21,9 @@ from overspill.runtime.options import Options
 
 DOORS = ("compile", "train_step")
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is not in the stand-in; PyTorch then takes its own kernels
+torch.backends.cuda.enable_cudnn_sdp(
+    False
+)  # cuDNN's attention is not in the stand-in; PyTorch then takes its own kernels
 
 
 @dataclass

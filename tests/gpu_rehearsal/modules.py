@@ -72,7 +72,9 @@ ROW_MODULES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "layer norm": lambda: nn.LayerNorm(32),
     "rms norm": lambda: nn.RMSNorm(32),
     "attention": Attention,
-    "causal attention": lambda: lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True),
+    "causal attention": lambda: (
+        lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
+    ),
     "causal attention in bf16": lambda: Half(
         lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
     ),

@@ -20,7 +20,7 @@ def on_card(script: str, *args: object, timeout: float = 600, **variables: int) 
     # Plans as users get them: the settings of the suite would have the search make less effort.
     environment = {name: value for name, value in os.environ.items() if name != "OVERSPILL_EFFORT"}
     return subprocess.run(
-        [sys.executable, "-m", f"{__package__}.{script}", *map(str, args)],
+        [sys.executable, "-m", f"tests.gpu_rehearsal.{script}", *map(str, args)],
         cwd=HERE.parents[1], env=environment | given, capture_output=True, text=True, check=False, timeout=timeout,
     )  # fmt: skip
 
@@ -30,3 +30,8 @@ def found_on_card(script: str, *args: object, **variables: int) -> dict[str, Any
     done = on_card(script, *args, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def tell(found: dict[str, Any]) -> None:
+    """Print what `found_on_card` reads."""
+    sys.stdout.write(json.dumps(found) + "\n")

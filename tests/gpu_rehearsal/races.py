@@ -40,6 +40,8 @@ class Found:
 
 
 class _Clocks:
+    """The state of the check; it has a method for each kind of row that it takes into account."""
+
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = defaultdict(Stream)
         self.events: dict[int, Counter[int]] = {}
@@ -47,29 +49,66 @@ class _Clocks:
         self.races: list[tuple[int, int]] = []
         self.accesses = 0
 
-    def access(self, number: int, begin: int, nbytes: int, writes: bool, row: int) -> None:
+    def access(self, row: int, number: int, first: int, second: int, nbytes: int) -> None:
+        self._touch(row, number, first, nbytes, writes=bool(second))
+
+    def copy(self, row: int, number: int, first: int, second: int, nbytes: int) -> None:
+        self._touch(row, number, second, nbytes, writes=False)
+        self._touch(row, number, first, nbytes, writes=True)
+
+    def set(self, row: int, number: int, first: int, _: int, nbytes: int) -> None:
+        self._touch(row, number, first, nbytes, writes=True)
+
+    def record(self, _row: int, number: int, first: int, _: int, _nbytes: int) -> None:
+        self.events[first] = Counter(self._told(number).knows)
+
+    def wait(self, _row: int, number: int, first: int, _: int, _nbytes: int) -> None:
+        self._told(number).knows |= self.events.get(first, Counter())
+
+    def event_done(self, _row: int, _number: int, first: int, _: int, _nbytes: int) -> None:
+        self.host |= self.events.get(first, Counter())
+
+    def stream_done(self, _row: int, number: int, _first: int, _: int, _nbytes: int) -> None:
+        self.host |= self.streams[number].knows
+
+    def device_done(self, _row: int, _number: int, _first: int, _: int, _nbytes: int) -> None:
+        for stream in self.streams.values():
+            self.host |= stream.knows
+
+    def free(self, row: int, number: int, first: int, second: int, nbytes: int) -> None:
+        if not second:  # cudaFree waits for the device by itself
+            self.device_done(row, number, first, second, nbytes)
+            return
+        for other, stream in self.streams.items():  # addresses lose their memory: the host writes there, as it were
+            known = self.host[other]
+            self.races += [
+                (stream.row[i], row) for i in _overlapping(stream, known, first, first + nbytes, writes=True)
+            ]
+
+    def _touch(self, row: int, number: int, begin: int, nbytes: int, *, writes: bool) -> None:
         if not begin or not nbytes:
             return
         self.accesses += 1
-        stream = self.streams[number]
+        stream = self._told(number)
         for other_number, other in self.streams.items():
             if other_number != number and len(self.races) < MOST_RACES:
                 unknown = stream.knows[other_number]
-                self.races += [(other.row[i], row) for i in _overlapping(other, unknown, begin, begin + nbytes, writes)]
+                meets = _overlapping(other, unknown, begin, begin + nbytes, writes=writes)
+                self.races += [(other.row[i], row) for i in meets]
         stream.begin.append(begin)
         stream.end.append(begin + nbytes)
         stream.writes.append(writes)
         stream.row.append(row)
         stream.knows[number] = len(stream.row)
 
-    def told(self, number: int) -> Stream:
+    def _told(self, number: int) -> Stream:
         """The stream, which now has work that the host gave it after all that the host knows."""
         stream = self.streams[number]
         stream.knows |= self.host
         return stream
 
 
-def _overlapping(other: Stream, first: int, begin: int, end: int, writes: bool) -> Iterable[int]:
+def _overlapping(other: Stream, first: int, begin: int, end: int, *, writes: bool) -> Iterable[int]:
     count = len(other.row) - first
     if count <= 0:
         return ()
@@ -89,34 +128,6 @@ def find_races(log: NDArray[np.void]) -> Found:
     """The races of a log, the first MOST_RACES of them."""
     clocks = _Clocks()
     for row, (kind, _, number, first, second, nbytes) in enumerate(log.tolist()):
-        name = KINDS[kind]
-        if name == "access":
-            clocks.told(number)
-            clocks.access(number, first, nbytes, bool(second), row)
-        elif name == "copy":
-            clocks.told(number)
-            clocks.access(number, second, nbytes, False, row)
-            clocks.access(number, first, nbytes, True, row)
-        elif name == "set":
-            clocks.told(number)
-            clocks.access(number, first, nbytes, True, row)
-        elif name == "record":
-            clocks.events[first] = Counter(clocks.told(number).knows)
-        elif name == "wait":
-            clocks.told(number).knows |= clocks.events.get(first, Counter())
-        elif name == "event_done":
-            clocks.host |= clocks.events.get(first, Counter())
-        elif name == "stream_done":
-            clocks.host |= clocks.streams[number].knows
-        elif name == "device_done" or (name == "free" and not second):  # cudaFree waits for the device by itself
-            for stream in clocks.streams.values():
-                clocks.host |= stream.knows
-        elif name == "free":  # addresses lose their memory: the host writes there, as it were
-            _unmapped(clocks, first, nbytes, row)
+        if take := getattr(clocks, KINDS[kind], None):
+            take(row, number, first, second, nbytes)
     return Found(clocks.races, clocks.accesses)
-
-
-def _unmapped(clocks: _Clocks, begin: int, nbytes: int, row: int) -> None:
-    for number, stream in clocks.streams.items():
-        known = clocks.host[number]
-        clocks.races += [(stream.row[i], row) for i in _overlapping(stream, known, begin, begin + nbytes, True)]

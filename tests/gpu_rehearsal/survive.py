@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -10,8 +9,8 @@ os.environ.setdefault("OVERSPILL_EFFORT", "0.1")
 
 import stand_in
 import torch
-
-from .jobs import job
+from tests.gpu_rehearsal.jobs import job
+from tests.gpu_rehearsal.processes import tell
 
 STEPS = 4
 
@@ -19,15 +18,15 @@ STEPS = 4
 def main(door: str, model: str, batch: str, optimizer: str, budget: str) -> None:
     """Train, and print what happened."""
     found: dict[str, object] = {"outcome": "survived"}
-    planned = 0
-    step = -1
+    planned = done = 0
     try:
         with job(door, model, int(batch), int(budget), optimizer=optimizer) as it:
-            for step in range(STEPS):
+            while done < STEPS:
                 it.step()
+                done += 1
                 planned = it.plan().peak_bytes
     except Exception as error:  # noqa: BLE001 - what it was is the answer
-        found = {"outcome": type(error).__name__, "step": step, "said": str(error).splitlines()[0][:200]}
+        found = {"outcome": type(error).__name__, "steps": done, "said": str(error).splitlines()[0][:200]}
     statistics = torch.cuda.memory_stats()
     found |= {
         "planned_bytes": planned,
@@ -36,7 +35,7 @@ def main(door: str, model: str, batch: str, optimizer: str, budget: str) -> None
         "card_bytes": stand_in.peak_bytes(),
         "retries": statistics["num_alloc_retries"],
     }
-    print(json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

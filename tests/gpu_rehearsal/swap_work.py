@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import stand_in
 import torch
+from tests.gpu_rehearsal.host_work import microseconds_of_an_add
+from tests.gpu_rehearsal.processes import tell
 
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
-
-from .host_work import microseconds_of_an_add
 
 NBYTES = 1 << 20
 ROUNDS, SWAPS = 10, 200
@@ -40,7 +39,7 @@ def main() -> None:
     counts = stand_in.counts().since(before)
     add = microseconds_of_an_add()
     found = {"swap_us": best * 1e6, "add_us": add, "adds": best * 1e6 / add}
-    print(json.dumps(found | {name: count / (ROUNDS * SWAPS) for name, count in counts._asdict().items()}))
+    tell(found | {name: count / (ROUNDS * SWAPS) for name, count in counts._asdict().items()})
     engine.close()
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from .processes import found_on_card
+from tests.gpu_rehearsal.processes import found_on_card
 
 MIB = 1 << 20
 CONTEXT_BYTES = 512 * MIB

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from .processes import found_on_card
+from tests.gpu_rehearsal.processes import found_on_card
 
 MOST_ADDS_A_SWAP = 10
 """The host time of a swap, in eager additions of small tensors."""
@@ -25,7 +24,9 @@ def swap(record: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def steps(record: Any) -> dict[str, dict[str, Any]]:
-    found = {door: found_on_card("host_work", door, *JOB, budget) for door, budget in (("plain", 1), ("train_step", 0.6))}
+    found = {
+        door: found_on_card("host_work", door, *JOB, budget) for door, budget in (("plain", 1), ("train_step", 0.6))
+    }
     record.rows("a_step").append(found)
     return found
 
@@ -35,7 +36,9 @@ def test_a_swap_asks_the_driver_for_what_it_needs(call: str, swap: dict[str, Any
     assert swap[call] <= MOST_A_SWAP[call]
 
 
-def test_a_step_copies_each_swap_once_each_way_and_waits_for_nothing_on_the_host(steps: dict[str, dict[str, Any]]) -> None:
+def test_a_step_copies_each_swap_once_each_way_and_waits_for_nothing_on_the_host(
+    steps: dict[str, dict[str, Any]],
+) -> None:
     managed = steps["train_step"]
     assert managed["swaps"] > 0
     assert managed["copies"] - steps["plain"]["copies"] <= 2 * managed["swaps"]

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu_rehearsal.jobs import DOORS, job
+from tests.gpu_rehearsal.modules import MODULES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overspill.models import Job
-
-from .jobs import DOORS, job
-from .modules import MODULES
 
 MODELS = ("gpt2", "resnet18", "unet", "vgg11", "googlenet", "densenet121", "deeplabv3plus")
 SAME_KERNEL = {
@@ -79,7 +78,9 @@ def difference(name: str, model: str | Callable[[], Job], batch: int, door: str,
     differ = {op: (plain[op], managed[op]) for op in sorted(plain | managed) if plain[op] != managed[op]}
     updates = {op for op in differ if op.startswith("_foreach")}
     wrong = {op: counts for op, counts in differ.items() if op not in ALLOWED and op not in updates}
-    record.rows("op_sets").append({"of": name, "door": door, "kernels": plain.total(), "differ": differ, "wrong": len(wrong)})
+    record.rows("op_sets").append(
+        {"of": name, "door": door, "kernels": plain.total(), "differ": differ, "wrong": len(wrong)}
+    )
     return wrong
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import stand_in
+from tests.gpu_rehearsal.jobs import DOORS, job
+from tests.gpu_rehearsal.mutants import IN, MUTANTS, OUT, each_wait_once, lane, waits
+from tests.gpu_rehearsal.races import find_races
+from tests.gpu_rehearsal.touching import Touching
 
 from overspill.core.errors import InfeasibleBudget
-
-from .jobs import DOORS, job
-from .mutants import IN, MUTANTS, OUT, each_wait_once, lane, waits
-from .races import find_races
-from .touching import Touching
 
 COMPUTE = 1
 """The legacy stream of the first device, on which PyTorch computes."""
@@ -110,6 +109,11 @@ def test_single_waits_are_missed(logs: list[Any], record: Any) -> None:
         ):  # fmt: skip
             noticed = [bool(find_races(one).races) for one in each_wait_once(log, waiting, awaited, SINGLE_WAITS)]
             record.rows("single_waits").append(
-                {"wait": name, "waits": len(waits(log, waiting, awaited)), "left_out": len(noticed), "noticed": sum(noticed)}
+                {
+                    "wait": name,
+                    "waits": len(waits(log, waiting, awaited)),
+                    "left_out": len(noticed),
+                    "noticed": sum(noticed),
+                }
             )
             assert np.mean(noticed) > 0.2, name  # the others only repeat what another wait ensures

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-
-from .processes import found_on_card, on_card
+from tests.gpu_rehearsal.processes import found_on_card, on_card
 
 MIB = 1 << 20
 SMALL_CARD = 60 * MIB

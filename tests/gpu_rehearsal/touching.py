@@ -66,4 +66,3 @@ def _log(value: Any, writes: bool, label: int) -> None:
             extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
             stream = torch.cuda.current_stream(tensor.device).cuda_stream
             stand_in.access(stream, tensor.data_ptr(), extent * tensor.element_size(), writes=writes, label=label)
-

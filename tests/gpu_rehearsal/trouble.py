@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from typing import Any
 
 import stand_in
 import torch
+from tests.gpu_rehearsal.processes import tell
 from torch import nn
 
 import overspill
@@ -59,7 +59,11 @@ def second_device() -> dict[str, Any]:
     for _ in range(3):
         compiled(x).square().mean().backward()
     offloaded.append(compiled.overspill.plans[0].offloaded_bytes)
-    return {"offloaded_bytes": offloaded, "first_device_bytes": stand_in.used_bytes(0), "round_trip": round_trip("cuda:1")}
+    return {
+        "offloaded_bytes": offloaded,
+        "first_device_bytes": stand_in.used_bytes(0),
+        "round_trip": round_trip("cuda:1"),
+    }
 
 
 def out_of_memory() -> dict[str, Any]:
@@ -140,4 +144,4 @@ TROUBLE = (
 
 
 if __name__ == "__main__":
-    print(json.dumps({trouble.__name__: trouble for trouble in TROUBLE}[sys.argv[1]]()))
+    tell({trouble.__name__: trouble for trouble in TROUBLE}[sys.argv[1]]())

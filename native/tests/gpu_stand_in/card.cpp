@@ -420,6 +420,7 @@ void stand_in_access(std::uint64_t stream, std::uint64_t address, std::uint64_t 
     stand_in::log(stand_in::Kind::kAccess, stream, address, writes != 0, nbytes, label);
 }
 std::uint64_t stand_in_counter(int which) { return stand_in::counters[static_cast<std::size_t>(which)]; }
+void stand_in_break() { stand_in::broken = true; }
 void stand_in_fail(int what, std::int64_t nth) { stand_in::fail_at(static_cast<stand_in::Failing>(what), nth); }
 std::size_t stand_in_used(int device) { return stand_in::used_bytes(device); }
 std::size_t stand_in_peak(int device) { return stand_in::peak_bytes(device); }

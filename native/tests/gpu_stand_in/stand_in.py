@@ -21,7 +21,6 @@ ENTRY = np.dtype(
 )
 
 
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The stand-in, which must be this process's libcuda.so.1."""

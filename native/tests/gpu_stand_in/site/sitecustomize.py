@@ -7,7 +7,9 @@ import importlib.util
 import os
 from pathlib import Path
 
-_finder = next(Path(os.environ["OVERSPILL_TREE"], ".venv").glob("lib/python3*/site-packages/_editable_skbc_overspill.py"))
+_finder = next(
+    Path(os.environ["OVERSPILL_TREE"], ".venv").glob("lib/python3*/site-packages/_editable_skbc_overspill.py")
+)
 _spec = importlib.util.spec_from_file_location("_editable_skbc_overspill", _finder)
 assert _spec is not None
 assert _spec.loader is not None
