@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from stand_in import ENTRY, KINDS
-
 from tests.gpu_rehearsal.mutants import IN, MUTANTS, OUT, each_wait_once, lane, waits
 from tests.gpu_rehearsal.races import find_races
 
@@ -95,4 +94,6 @@ def test_a_slot_that_is_given_out_while_it_is_read_races_on_the_host() -> None:
     other = ("copy", OUTWARD, SLOT + SIZE, X + SIZE, SIZE, OUT)
     log = log_of(ARRIVES, ("record", INWARD, 10), other, ("wait", COMPUTE, 10), READ)
     assert not find_races(log).races
-    assert find_races(MUTANTS["a slot is given out again before its last reader is done"](log, COMPUTE)).races == [(0, 2)]
+    assert find_races(MUTANTS["a slot is given out again before its last reader is done"](log, COMPUTE)).races == [
+        (0, 2)
+    ]

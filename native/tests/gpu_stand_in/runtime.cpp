@@ -26,6 +26,7 @@ std::uint64_t number(const void* handle) { return reinterpret_cast<std::uint64_t
 // An error is remembered until somebody asks, a failed kernel for good. What only says something about devices does not
 // tell of failed kernels: PyTorch asks it in destructors.
 cudaError_t result(cudaError_t error = cudaSuccess) {
+    set_device(current_device());  // the runtime makes the context current when it first needs it
     if (is_broken()) error = cudaErrorIllegalAddress;
     if (error != cudaSuccess) last = error;
     return error;
@@ -34,7 +35,6 @@ cudaError_t result(cudaError_t error = cudaSuccess) {
 bool is_device(int device) { return device >= 0 && device < settings().devices; }
 
 cudaError_t launched(cudaStream_t stream) {
-    set_device(current_device());
     launch(number(stream));
     return result();
 }
@@ -177,7 +177,6 @@ cudaError_t cudaMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
     return result();
 }
 cudaError_t cudaMalloc(void** address, std::size_t nbytes) {
-    set_device(current_device());
     *address = allocate(current_device(), nbytes);
     return result(*address != nullptr ? cudaSuccess : cudaErrorMemoryAllocation);
 }
