@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,13 @@ def job(
     policy: str = "auto",
     tracker: Any = None,
     device: str = "cuda",
+    autocast: bool = False,
 ) -> Iterator[Job]:
-    """A managed job; with the door `plain` one of PyTorch alone."""
+    """A managed job; with the door `plain` one of PyTorch alone. `autocast`: its forward and loss in bfloat16 where that is usual."""
+
+    def region() -> AbstractContextManager[None]:
+        return torch.autocast("cuda", torch.bfloat16, enabled=autocast)
+
     torch.manual_seed(0)
     loaded = load(model, small=small) if isinstance(model, str) else model()
     step = TrainingStep(loaded).to(device)
@@ -56,8 +61,13 @@ def job(
     if door == "train_step":
         whole = overspill.train_step(loaded.module, loaded.loss, made, budget=budget, policy=policy)
         whole.tracker = tracker
+
+        def whole_step() -> torch.Tensor:
+            with region():
+                return whole(*inputs)
+
         try:
-            yield Job(lambda: whole(*inputs), lambda: whole.plans[0])
+            yield Job(whole_step, lambda: whole.plans[0])
         finally:
             whole.close(bring_back=False)
         return
@@ -70,7 +80,8 @@ def job(
 
     def train() -> torch.Tensor:
         made.zero_grad(set_to_none=True)
-        loss = call(*inputs)
+        with region():
+            loss = call(*inputs)
         loss.backward()
         with tracker or nullcontext():
             made.step()

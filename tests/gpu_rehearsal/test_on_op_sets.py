@@ -58,11 +58,12 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ops_of(door: str, model: str | Callable[[], Job], batch: int) -> Counter[str]:
+def ops_of(door: str, model: str | Callable[[], Job], batch: int, *, autocast: bool) -> Counter[str]:
     """The ops of the second step."""
     ops = Ops()
     budget = None if door == "plain" else 1.0
-    with job(door, model, batch, budget, optimizer="sgd", small=True, tracker=None if door == "plain" else ops) as it:
+    tracker = None if door == "plain" else ops
+    with job(door, model, batch, budget, optimizer="sgd", small=True, tracker=tracker, autocast=autocast) as it:
         it.step()
         ops.ops.clear()
         if door == "plain":
@@ -73,13 +74,22 @@ def ops_of(door: str, model: str | Callable[[], Job], batch: int) -> Counter[str
     return ops.ops
 
 
-def difference(name: str, model: str | Callable[[], Job], batch: int, door: str, record: Any) -> dict[str, Any]:
-    plain, managed = ops_of("plain", model, batch), ops_of(door, model, batch)
+def difference(
+    name: str, model: str | Callable[[], Job], batch: int, door: str, record: Any, *, autocast: bool = False
+) -> dict[str, Any]:
+    plain, managed = (ops_of(which, model, batch, autocast=autocast) for which in ("plain", door))
     differ = {op: (plain[op], managed[op]) for op in sorted(plain | managed) if plain[op] != managed[op]}
     updates = {op for op in differ if op.startswith("_foreach")}
     wrong = {op: counts for op, counts in differ.items() if op not in ALLOWED and op not in updates}
     record.rows("op_sets").append(
-        {"of": name, "door": door, "kernels": plain.total(), "differ": differ, "wrong": len(wrong)}
+        {
+            "of": name,
+            "door": door,
+            "autocast": autocast,
+            "kernels": plain.total(),
+            "differ": differ,
+            "wrong": len(wrong),
+        }
     )
     return wrong
 
@@ -88,6 +98,12 @@ def difference(name: str, model: str | Callable[[], Job], batch: int, door: str,
 @pytest.mark.parametrize("model", MODELS)
 def test_models_run_the_kernels_of_eager_pytorch(model: str, door: str, record: Any) -> None:
     assert difference(model, model, 2, door, record) == {}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("model", ["gpt2", "resnet18", "unet"])
+def test_models_run_the_kernels_of_eager_pytorch_under_autocast(model: str, door: str, record: Any) -> None:
+    assert difference(model, model, 2, door, record, autocast=True) == {}
 
 
 @pytest.mark.parametrize("door", DOORS)
