@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 os.environ.setdefault("OVERSPILL_EFFORT", "0.1")
 
@@ -18,18 +19,19 @@ STEPS = 4
 def main(door: str, model: str, batch: str, optimizer: str, budget: str) -> None:
     """Train, and print what happened."""
     found: dict[str, object] = {"outcome": "survived"}
-    planned = done = 0
-    try:
-        with job(door, model, int(batch), int(budget), optimizer=optimizer) as it:
+    done = 0
+    with job(door, model, int(batch), int(budget), optimizer=optimizer) as it:
+        try:
             while done < STEPS:
                 it.step()
                 done += 1
-                planned = it.plan().peak_bytes
-    except Exception as error:  # noqa: BLE001 - what it was is the answer
-        found = {"outcome": type(error).__name__, "steps": done, "said": str(error).splitlines()[0][:200]}
+        except Exception as error:  # noqa: BLE001 - what it was is the answer
+            found = {"outcome": type(error).__name__, "said": str(error).splitlines()[0][:200]}
+        with suppress(IndexError):  # there is no plan where the model alone was too large
+            found["planned_bytes"] = it.plan().peak_bytes
     statistics = torch.cuda.memory_stats()
     found |= {
-        "planned_bytes": planned,
+        "steps": done,
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "card_bytes": stand_in.peak_bytes(),

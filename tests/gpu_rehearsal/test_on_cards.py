@@ -9,6 +9,8 @@ from tests.gpu_rehearsal.processes import found_on_card
 
 MIB = 1 << 20
 CONTEXT_BYTES = 512 * MIB
+OUTSIDE_BYTES = CONTEXT_BYTES
+"""What a card must have beside the budget: the context, as long as a budget is for tensors alone."""
 CASES = [
     (door, model, batch, optimizer, budget)
     for door, model, batch, optimizer, budgets in (
@@ -29,7 +31,7 @@ def test_a_card_of_the_size_of_the_budget_is_enough(
 ) -> None:
     found = found_on_card(
         "survive", door, model, batch, optimizer, budget * MIB,
-        card_bytes=budget * MIB + CONTEXT_BYTES, context_bytes=CONTEXT_BYTES,
+        card_bytes=budget * MIB + OUTSIDE_BYTES, context_bytes=CONTEXT_BYTES,
     )  # fmt: skip
     record.rows("cards").append({"door": door, "model": model, "batch": batch, "budget_bytes": budget * MIB} | found)
     assert (found["outcome"], found["retries"]) == ("survived", 0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stand_in
+import torch
 from tests.gpu_rehearsal.jobs import DOORS, job
 from tests.gpu_rehearsal.mutants import IN, MUTANTS, OUT, each_wait_once, lane, waits
 from tests.gpu_rehearsal.processes import on_card
@@ -138,3 +139,28 @@ def test_no_races_at_planned_addresses(planned: Any, record: Any) -> None:
 @pytest.mark.xfail(reason="nanobind counts what lives on with the allocator as leaked")
 def test_a_process_with_planned_addresses_ends_without_a_word(planned: Any) -> None:
     assert "leaked" not in planned.stderr
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_races_on_the_streams_of_a_user(door: str, record: Any) -> None:
+    """Steps in turn on two streams, each of which waits for the step before."""
+    touching = Touching()
+    optimizer = "adamw" if door == "train_step" else "momentum"
+    with job(door, "gpt2", BATCH["gpt2"], 0.8, optimizer=optimizer, small=True, tracker=touching) as it:
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        stand_in.take_log()
+        stand_in.log(True)
+        for i in range(4):
+            with torch.cuda.stream(streams[i % 2]):
+                it.step()
+            streams[(i + 1) % 2].wait_stream(streams[i % 2])
+        stand_in.log(False)
+        assert it.plan().offloaded_bytes > 0
+    log = stand_in.take_log()
+    found = find_races(log)
+    assert {stream.cuda_stream for stream in streams} <= set(log["stream"].tolist())
+    record.rows("races_on_streams_of_a_user").append(
+        {"door": door, "accesses": found.accesses, "races": len(found.races)}
+    )
+    assert not found.races
