@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPES := $(VENV)/.recipes
 
-.PHONY: demo test test-all mutations sanitize lint types install bench transcripts accuracy definitions clean
+.PHONY: demo test test-all mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions clean
 
 demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
@@ -22,6 +22,24 @@ mutations: $(READY)  ## plant defects in the source, one at a time, and see that
 sanitize: $(READY)  ## the native core under sanitizers, with warnings as errors
 	native/tests/sanitize build $(BIN)/python
 	native/tests/sanitize run $(BIN)/python
+
+# An environment of its own with PyTorch's CUDA build, which has several GB. The headers of NVIDIA's libraries come with it.
+REHEARSAL := build/gpu-rehearsal
+REHEARSAL_PACKAGES := torch==2.11.0 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
+  highspy hypothesis msgspec numpy pytest rich typer
+STAND_IN := native/tests/gpu_stand_in
+gpu-rehearsal: $(REHEARSAL)/lib/libcuda.so.1  ## the CUDA path on a stand-in GPU: no numbers, but order, sizes and errors
+	$(STAND_IN)/run -m pytest -q -p no:logging tests/gpu_rehearsal --record bench/results/gpu_rehearsal.json
+
+$(REHEARSAL)/lib/libcuda.so.1: $(REHEARSAL)/.ready $(wildcard $(STAND_IN)/*.[chd]*)
+	$(STAND_IN)/build $(REHEARSAL)/venv/bin/python $(REHEARSAL)/lib
+
+$(REHEARSAL)/.ready: $(READY)
+	$(PYTHON) -m venv $(REHEARSAL)/venv
+	grep -v '^torch==' constraints.txt > $(REHEARSAL)/constraints.txt
+	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check -c $(REHEARSAL)/constraints.txt \
+	  $(REHEARSAL_PACKAGES)
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -99,6 +99,17 @@ def test_batch_norm_by_cudnn_is_an_op_that_selects_cudnn_again_and_says_what_it_
     assert len(found.joint.write_backs) == 2, "its running statistics"
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_by_cudnn_has_its_gradient_where_it_updates_nothing(training: bool) -> None:
+    def without_updates(weight: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        statistics = (None, None) if training else (mean, variance)
+        scale = torch.ones_like(mean)
+        return torch.cudnn_batch_norm(weight, scale, torch.zeros_like(mean), *statistics, training, 0.1, 1e-5)[0]
+
+    backward = aten.cudnn_batch_norm_backward if training else aten.native_batch_norm_backward
+    assert backward.default in targets(captured(without_updates, 4, 3, 5, 5))
+
+
 def test_batch_norm_by_cudnn_is_recomputed_by_cudnn_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:  # no GPU here: what is asked is the device alone
         for place in ("capture.compiled.graph", "runtime.lower"):

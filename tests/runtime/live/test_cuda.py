@@ -1,10 +1,9 @@
-"""The path of the live allocator to CUDA, tried on a stand-in for the driver (fake_libcuda.cpp): no GPU is used here."""
+"""The path of the live allocator to CUDA, tried on the driver of the stand-in GPU: no GPU is used here."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.runtime.live.driver import COMPILER, build_driver
 
 from overspill.core.errors import RequestError
 from overspill.runtime.live import _live
 from overspill.runtime.live.allocator import LiveAllocator
 
 HERE = Path(__file__).parent
-COMPILER = shutil.which("c++") or shutil.which("g++")
 MIB = 1 << 20
 
 ON_THE_STAND_IN = """
@@ -31,9 +30,9 @@ driver = ctypes.CDLL("libcuda.so.1")
 for pool in ("best-fit", "two-ended", "virtual"):
     witness = Witness(LiveAllocator("cuda", pool, main_bytes=32 << 20, chunk_bytes=2 << 20))
     witness.free(witness.allocate(100))
-    waits = driver.fake_waits()
+    waits = driver.stand_in_event_syncs()
     witness.allocate(100, 1)  # a pool that mixes streams must know that the first one is done
-    assert driver.fake_waits() - waits == (pool == "two-ended")
+    assert driver.stand_in_event_syncs() - waits == (pool == "two-ended")
     r = random.Random(0)
     for _ in range(3):
         for address in [witness.allocate(r.randrange(1, 8 << 20), stream) for stream in (0, 1, 0, 1)]:
@@ -49,17 +48,13 @@ for pool in ("best-fit", "two-ended", "virtual"):
     witness.allocate(5 << 20)  # the allocator goes away with blocks that are live
     del witness
     gc.collect()
-    assert driver.fake_leaks() == 0, (pool, driver.fake_leaks())
+    assert driver.stand_in_leaks() == 0, (pool, driver.stand_in_leaks())
 """
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_the_driver_is_called_by_its_rules_and_gets_all_back(tmp_path: Path) -> None:
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", HERE / "fake_libcuda.cpp"],
-        check=True,
-    )
-    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    environment = os.environ | build_driver(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", ON_THE_STAND_IN],
         cwd=HERE.parents[2], env=environment, capture_output=True, text=True, check=False,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.runtime.live.driver import COMPILER, build_driver
 
 from overspill.core.errors import RequestError
 from overspill.runtime.live import _live
 from overspill.runtime.live.allocator import LiveAllocator, check_benchmark
 
-COMPILER = shutil.which("c++") or shutil.which("g++")
 MIB = 1 << 20
 
 CALLER = r"""
@@ -89,7 +88,7 @@ library.overspill_malloc.restype = ctypes.c_void_p
 library.overspill_malloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 library.overspill_free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 first, second = (library.overspill_malloc(1000, 0, stream) for stream in (0, 1))
-ctypes.CDLL("libcuda.so.1").fake_break()
+ctypes.CDLL("libcuda.so.1").stand_in_break()
 library.overspill_free(first, 1000, 0, 0)
 library.overspill_free(second, 1000, 0, 1)
 print("went on")
@@ -98,14 +97,9 @@ print("went on")
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_a_free_after_an_error_of_the_device_does_not_end_the_process(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", here / "fake_libcuda.cpp"],
-        check=True,
-    )
     done = subprocess.run(
         [sys.executable, "-c", ON_A_BROKEN_DEVICE],
-        cwd=here.parents[2], env={"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[3], env=build_driver(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "went on\n"

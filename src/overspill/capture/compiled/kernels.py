@@ -121,9 +121,9 @@ def _cudnn_batch_norm(
     """CuDNN's batch norm as the op that says that it updates its statistics; it selects cuDNN again, forward and backward."""
     if training and running_mean is not None and running_var is not None:
         return aten._batch_norm_with_update(x, weight, bias, running_mean, running_var, momentum, eps)
-    key = DispatchKey.AutogradCUDA if x.device.type == "cuda" else DispatchKey.AutogradCPU
+    # By the key that the derivative is registered for: under AutogradCUDA there is only the fallback that has none.
     return aten.cudnn_batch_norm.default._op_dk(
-        key, x, weight, bias, running_mean, running_var, training, momentum, eps
+        DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps
     )
 
 

@@ -1,0 +1,431 @@
+#include "card.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+namespace stand_in {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kLargePage = std::size_t{2} << 20;
+constexpr int kMostDevices = 16;
+
+struct Range {
+    std::size_t nbytes;
+    int device;
+};
+
+struct Memory {
+    std::size_t used = 0, peak = 0;
+    bool has_context = false;
+};
+
+struct Event {
+    bool timed;
+    int looks = 0;  // how often it is still to be seen as not passed
+    double seconds = 0;
+};
+
+// One lock: the stand-in is for order and counts, and what it costs is far below what a real call costs.
+std::mutex guard;
+std::array<Memory, kMostDevices> memories;
+std::map<Address, Range> blocks;   // cudaMalloc's
+std::map<Address, Range> mapped;   // chunks behind virtual addresses
+std::map<Address, std::size_t> pinned;
+std::unordered_map<std::uint64_t, Event> events;
+std::unordered_map<std::uint64_t, int> stream_devices;
+std::atomic<std::uint64_t> next_number{0x10000};
+std::atomic<std::uint64_t> waited_events{0};
+std::array<std::atomic<std::uint64_t>, static_cast<std::size_t>(Counter::kCount)> counters;
+std::array<std::atomic<std::int64_t>, static_cast<std::size_t>(Failing::kCount)> failing;
+std::atomic<bool> broken{false};
+std::atomic<bool> logging{false};
+std::vector<Entry> entries;
+thread_local int device_here = 0;
+thread_local bool device_used = false;
+thread_local std::vector<int> pushed;
+
+std::size_t number(const char* name, std::size_t otherwise) {
+    const char* text = std::getenv(name);
+    return text == nullptr || *text == 0 ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The context of a device takes its bytes when the device is used first. `guard` is held.
+Memory& memory(int device) {
+    require(device >= 0 && device < settings().devices, "a device that is not there");
+    Memory& found = memories[static_cast<std::size_t>(device)];
+    if (!found.has_context) {
+        found.has_context = true;
+        found.used += settings().context_bytes;
+        found.peak = found.used;
+    }
+    return found;
+}
+
+bool take_locked(int device, std::size_t nbytes) {
+    Memory& there = memory(device);
+    if (there.used + nbytes > settings().card_bytes) return false;
+    there.used += nbytes;
+    there.peak = std::max(there.peak, there.used);
+    return true;
+}
+
+template <typename Ranges>
+auto find(Ranges& ranges, const void* address) {
+    const auto at = reinterpret_cast<Address>(address);
+    auto found = ranges.upper_bound(at);
+    if (found == ranges.begin()) return ranges.end();
+    --found;
+    return at < found->first + found->second.nbytes ? found : ranges.end();
+}
+
+// Whole large pages at a multiple of their size, as the driver gives them.
+void* map_memory(std::size_t nbytes) {
+    const std::size_t wanted = (nbytes + kLargePage - 1) / kLargePage * kLargePage;
+    void* start = mmap(nullptr, wanted + kLargePage, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return nullptr;
+    const auto first = reinterpret_cast<Address>(start);
+    const Address aligned = (first + kLargePage - 1) / kLargePage * kLargePage;
+    if (aligned > first) munmap(start, aligned - first);
+    if (aligned - first < kLargePage) munmap(reinterpret_cast<void*>(aligned + wanted), first + kLargePage - aligned);
+    return reinterpret_cast<void*>(aligned);
+}
+
+void log_locked(Kind kind, std::uint64_t stream, std::uint64_t first, std::uint64_t second, std::uint64_t nbytes,
+                std::uint32_t label) {
+    if (logging.load(std::memory_order_relaxed)) entries.push_back({kind, label, stream, first, second, nbytes});
+}
+
+}  // namespace
+
+const Settings& settings() {
+    static const Settings found = [] {
+        const char* name = std::getenv("STAND_IN_NAME");
+        return Settings{name != nullptr ? name : "NVIDIA H200",
+                        static_cast<int>(std::min<std::size_t>(number("STAND_IN_DEVICES", 1), kMostDevices)),
+                        number("STAND_IN_CARD_BYTES", std::size_t{140} << 30),
+                        number("STAND_IN_CONTEXT_BYTES", 0),
+                        number("STAND_IN_COPY_LIMIT", SIZE_MAX),
+                        number("STAND_IN_CONVOLUTION_WORKSPACE", 0),
+                        static_cast<int>(number("STAND_IN_LOOKS", 0))};
+    }();
+    return found;
+}
+
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "stand-in GPU: %s\n", what);
+    std::abort();
+}
+
+void count(Counter counter, std::uint64_t by) {
+    counters[static_cast<std::size_t>(counter)].fetch_add(by, std::memory_order_relaxed);
+}
+
+bool fails(Failing what) {
+    auto& left = failing[static_cast<std::size_t>(what)];
+    if (left.load(std::memory_order_relaxed) <= 0) return false;
+    return left.fetch_sub(1) == 1;
+}
+
+bool is_broken() { return broken.load(std::memory_order_relaxed); }
+
+void fail_at(Failing what, std::int64_t nth) { failing[static_cast<std::size_t>(what)] = nth; }
+
+void* allocate(int device, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    count(Counter::kMallocs);
+    if (fails(Failing::kMalloc) || !take_locked(device, nbytes)) return nullptr;
+    void* address = map_memory(nbytes);
+    require(address != nullptr, "the machine has no addresses left");
+    blocks[reinterpret_cast<Address>(address)] = {nbytes, device};
+    log_locked(Kind::kMalloc, resolve(0), reinterpret_cast<Address>(address), 0, nbytes, 0);
+    return address;
+}
+
+bool free(void* address) {
+    const std::lock_guard lock(guard);
+    count(Counter::kFrees);
+    const auto found = blocks.find(reinterpret_cast<Address>(address));
+    if (found == blocks.end()) return false;
+    const auto [nbytes, device] = found->second;
+    log_locked(Kind::kFree, static_cast<std::uint64_t>(device) + 1, found->first, 0, nbytes, 0);
+    munmap(address, (nbytes + kLargePage - 1) / kLargePage * kLargePage);
+    memory(device).used -= nbytes;
+    blocks.erase(found);
+    return true;
+}
+
+bool take(int device, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    count(Counter::kMallocs);
+    return !fails(Failing::kMalloc) && take_locked(device, nbytes);
+}
+
+void give_back(int device, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    count(Counter::kFrees);
+    memory(device).used -= nbytes;
+}
+
+void map_range(int device, Address address, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    mapped[address] = {nbytes, device};
+}
+
+void unmap_range(Address address) {
+    const std::lock_guard lock(guard);
+    const auto found = mapped.find(address);
+    log_locked(Kind::kFree, static_cast<std::uint64_t>(found->second.device) + 1, address, 1, found->second.nbytes, 0);
+    mapped.erase(found);
+}
+
+int device_of(const void* address) {
+    const std::lock_guard lock(guard);
+    if (const auto found = find(blocks, address); found != blocks.end()) return found->second.device;
+    if (const auto found = find(mapped, address); found != mapped.end()) return found->second.device;
+    return -1;
+}
+
+std::size_t used_bytes(int device) {
+    const std::lock_guard lock(guard);
+    return memory(device).used;
+}
+
+std::size_t peak_bytes(int device) {
+    const std::lock_guard lock(guard);
+    return memory(device).peak;
+}
+
+void reset_peak(int device) {
+    const std::lock_guard lock(guard);
+    memory(device).peak = memory(device).used;
+}
+
+std::size_t live_blocks() {
+    const std::lock_guard lock(guard);
+    return blocks.size() + mapped.size();
+}
+
+Registering register_host(void* address, std::size_t nbytes) {
+    const std::lock_guard lock(guard);
+    if (fails(Failing::kRegister)) return Registering::kRefused;
+    const auto begin = reinterpret_cast<Address>(address) / kPage * kPage;
+    const auto end = (reinterpret_cast<Address>(address) + nbytes + kPage - 1) / kPage * kPage;
+    const auto next = pinned.lower_bound(begin);
+    if (next != pinned.end() && next->first < end) return Registering::kShared;
+    if (next != pinned.begin()) {
+        const auto& [before, size] = *std::prev(next);
+        if ((before + size + kPage - 1) / kPage * kPage > begin) return Registering::kShared;
+    }
+    pinned[reinterpret_cast<Address>(address)] = nbytes;
+    return Registering::kDone;
+}
+
+bool unregister_host(void* address) {
+    const std::lock_guard lock(guard);
+    return pinned.erase(reinterpret_cast<Address>(address)) == 1;
+}
+
+bool is_pinned(const void* address) {
+    const std::lock_guard lock(guard);
+    const auto at = reinterpret_cast<Address>(address);
+    const auto found = pinned.upper_bound(at);
+    return found != pinned.begin() && at < std::prev(found)->first + std::prev(found)->second;
+}
+
+std::size_t pinned_bytes() {
+    const std::lock_guard lock(guard);
+    std::size_t sum = 0;
+    for (const auto& [address, nbytes] : pinned) sum += nbytes;
+    return sum;
+}
+
+int current_device() { return pushed.empty() ? device_here : pushed.back(); }
+
+void set_device(int device) {
+    device_used = true;
+    (pushed.empty() ? device_here : pushed.back()) = device;
+}
+
+void push_context(int device) { pushed.push_back(device); }
+
+int pop_context() {
+    if (pushed.empty()) return -1;
+    const int device = pushed.back();
+    pushed.pop_back();
+    return device;
+}
+
+bool has_context() { return device_used || !pushed.empty(); }
+
+std::uint64_t make_stream(int device) {
+    const std::lock_guard lock(guard);
+    const std::uint64_t stream = next_number += 16;
+    stream_devices[stream] = device;
+    return stream;
+}
+
+// The legacy stream of device d is d + 1 in the log.
+std::uint64_t resolve(std::uint64_t stream) {
+    return stream != 0 ? stream : static_cast<std::uint64_t>(current_device()) + 1;
+}
+
+std::uint64_t make_event(bool timed) {
+    const std::lock_guard lock(guard);
+    count(Counter::kEvents);
+    const std::uint64_t event = next_number += 16;
+    events.emplace(event, Event{timed});
+    return event;
+}
+
+bool destroy_event(std::uint64_t event) {
+    const std::lock_guard lock(guard);
+    return events.erase(event) == 1;
+}
+
+void record(std::uint64_t event, std::uint64_t stream) {
+    const std::lock_guard lock(guard);
+    count(Counter::kRecords);
+    const auto found = events.find(event);
+    require(found != events.end(), "an event was recorded that is not there");
+    found->second.looks = settings().looks;
+    found->second.seconds = now();
+    log_locked(Kind::kRecord, resolve(stream), event, 0, 0, 0);
+}
+
+void wait(std::uint64_t stream, std::uint64_t event) {
+    const std::lock_guard lock(guard);
+    count(Counter::kWaits);
+    require(events.count(event) == 1, "a stream waits for an event that is not there");
+    log_locked(Kind::kWait, resolve(stream), event, 0, 0, 0);
+}
+
+bool passed(std::uint64_t event) {
+    const std::lock_guard lock(guard);
+    const auto found = events.find(event);
+    require(found != events.end(), "an event was asked for that is not there");
+    if (found->second.looks > 0) {
+        --found->second.looks;
+        return false;
+    }
+    log_locked(Kind::kEventDone, 0, event, 0, 0, 0);
+    return true;
+}
+
+void synchronise_event(std::uint64_t event) {
+    const std::lock_guard lock(guard);
+    count(Counter::kSyncs);
+    ++waited_events;
+    const auto found = events.find(event);
+    require(found != events.end(), "the host waits for an event that is not there");
+    found->second.looks = 0;
+    log_locked(Kind::kEventDone, 0, event, 0, 0, 0);
+}
+
+void synchronise_stream(std::uint64_t stream) {
+    const std::lock_guard lock(guard);
+    count(Counter::kSyncs);
+    log_locked(Kind::kStreamDone, resolve(stream), 0, 0, 0, 0);
+}
+
+void synchronise_device(int device) {
+    const std::lock_guard lock(guard);
+    count(Counter::kSyncs);
+    for (auto& [number, event] : events) event.looks = 0;
+    log_locked(Kind::kDeviceDone, static_cast<std::uint64_t>(device) + 1, 0, 0, 0, 0);
+}
+
+float milliseconds_between(std::uint64_t begin, std::uint64_t end) {
+    const std::lock_guard lock(guard);
+    const auto first = events.find(begin), last = events.find(end);
+    require(first != events.end() && last != events.end(), "the time between events that are not there");
+    return static_cast<float>((last->second.seconds - first->second.seconds) * 1e3);
+}
+
+std::size_t live_events() {
+    const std::lock_guard lock(guard);
+    return events.size();
+}
+
+std::uint64_t event_syncs() { return waited_events; }
+
+void launch(std::uint64_t stream) {
+    count(Counter::kLaunches);
+    if (fails(Failing::kLaunch)) broken = true;
+    if (!logging.load(std::memory_order_relaxed)) return;
+    const std::lock_guard lock(guard);
+    log_locked(Kind::kLaunch, resolve(stream), 0, 0, 0, 0);
+}
+
+void copy(void* target, const void* source, std::size_t nbytes, std::uint64_t stream) {
+    const bool from_device = device_of(source) >= 0, to_device = device_of(target) >= 0;
+    count(Counter::kCopies);
+    if (from_device && !to_device) count(Counter::kOut, nbytes);
+    if (!from_device && to_device) count(Counter::kIn, nbytes);
+    if (nbytes <= settings().copy_limit_bytes) std::memmove(target, source, nbytes);
+    if (!logging.load(std::memory_order_relaxed)) return;
+    // Pageable memory is staged: of a copy from it nothing is read later, and a copy to it is waited for.
+    const bool staged = !from_device && !is_pinned(source), waited = !to_device && !is_pinned(target);
+    const std::lock_guard lock(guard);
+    log_locked(Kind::kCopy, resolve(stream), reinterpret_cast<Address>(target),
+               staged ? 0 : reinterpret_cast<Address>(source), nbytes, (from_device ? 1 : 0) + (to_device ? 2 : 0));
+    if (waited) log_locked(Kind::kStreamDone, resolve(stream), 0, 0, 0, 0);
+}
+
+void set(void* target, int value, std::size_t nbytes, std::uint64_t stream) {
+    if (nbytes <= settings().copy_limit_bytes) std::memset(target, value, nbytes);
+    const std::lock_guard lock(guard);
+    log_locked(Kind::kSet, resolve(stream), reinterpret_cast<Address>(target), 0, nbytes, 0);
+}
+
+void log(Kind kind, std::uint64_t stream, std::uint64_t first, std::uint64_t second, std::uint64_t nbytes,
+         std::uint32_t label) {
+    const std::lock_guard lock(guard);
+    log_locked(kind, resolve(stream), first, second, nbytes, label);
+}
+
+}  // namespace stand_in
+
+// For whoever tests: see stand_in.py.
+extern "C" {
+
+void stand_in_log(int on) {
+    const std::lock_guard lock(stand_in::guard);
+    stand_in::logging = on != 0;
+}
+std::size_t stand_in_log_size() { return stand_in::entries.size(); }
+const stand_in::Entry* stand_in_log_entries() { return stand_in::entries.data(); }
+void stand_in_log_clear() {
+    const std::lock_guard lock(stand_in::guard);
+    stand_in::entries.clear();
+}
+void stand_in_access(std::uint64_t stream, std::uint64_t address, std::uint64_t nbytes, int writes,
+                     std::uint32_t label) {
+    stand_in::log(stand_in::Kind::kAccess, stream, address, writes != 0, nbytes, label);
+}
+std::uint64_t stand_in_counter(int which) { return stand_in::counters[static_cast<std::size_t>(which)]; }
+void stand_in_break() { stand_in::broken = true; }
+void stand_in_fail(int what, std::int64_t nth) { stand_in::fail_at(static_cast<stand_in::Failing>(what), nth); }
+std::size_t stand_in_used(int device) { return stand_in::used_bytes(device); }
+std::size_t stand_in_peak(int device) { return stand_in::peak_bytes(device); }
+void stand_in_reset_peak(int device) { stand_in::reset_peak(device); }
+std::size_t stand_in_pinned() { return stand_in::pinned_bytes(); }
+std::size_t stand_in_live_events() { return stand_in::live_events(); }
+std::uint64_t stand_in_event_syncs() { return stand_in::event_syncs(); }
+}
