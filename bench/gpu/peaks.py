@@ -1,0 +1,59 @@
+"""Topic 5: does a budget hold? Planned, allocated, reserved and device bytes; and whether a card of that size is enough."""
+
+from __future__ import annotations
+
+import torch
+
+from overspill.core.errors import InfeasibleBudget
+
+from .experiment import Figures, NotHere, Setting
+from .jobs import Job, Peaks, build, synchronize
+from .ways import Way, managed, whole_step
+
+STEPS = 6
+JOBS = {
+    "resnet50": Job("resnet50", 64),
+    "gpt2": Job("gpt2", 8, "adamw"),
+    "vgg16": Job("vgg16", 32),
+    "unet": Job("unet", 8),
+}
+DOORS = {"compile": managed, "step": whole_step}
+
+
+def peak(setting: Setting, job: str, budget: str, placement: str | None = None, door: str = "compile") -> Figures:
+    """Steps of a job within a share of its memory, by a door; the environment says how PyTorch's allocator works."""
+    built = build(setting, JOBS[job])
+    return _steps(setting, whole_step(built, budget) if door == "step" else managed(built, budget, placement=placement))
+
+
+def survives(setting: Setting, job: str, of: str, factor: float, door: str = "compile") -> Figures:
+    """Whether the job trains where PyTorch's allocator may reserve `factor` times the budget of the experiment `of`."""
+    budget = setting.figures_of(of)["budget_bytes"]
+    if not setting.is_cuda:
+        raise NotHere("only CUDA's allocator can be given a limit")
+    fraction = min(1.0, factor * budget / torch.cuda.get_device_properties(setting.device).total_memory)
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    built = build(setting, JOBS[job])
+    found: Figures = {"budget_bytes": budget, "limit_bytes": int(factor * budget)}
+    try:
+        way = DOORS[door](built, budget)
+        return found | _steps(setting, way) | {"survived": True}
+    except torch.OutOfMemoryError as error:
+        return found | {"survived": False, "message": str(error).splitlines()[0][:300], **Peaks(setting).figures()}
+    except InfeasibleBudget as refusal:
+        return found | {"survived": False, "message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
+
+
+def whole_device(setting: Setting, job: str) -> Figures:
+    """`budget=None`, all of the device's memory: it must not be more than there is."""
+    return _steps(setting, managed(build(setting, JOBS[job]), None))
+
+
+def _steps(setting: Setting, way: Way) -> Figures:
+    peaks = Peaks(setting)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(way.step().item())
+        setting.note(losses=losses, **peaks.figures())
+    synchronize(setting)
+    return {"losses": losses} | way.says() | peaks.figures()
