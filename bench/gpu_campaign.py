@@ -20,6 +20,8 @@ from gpu.campaign import Campaign
 from gpu.catalogue import EXPERIMENTS, TOPICS
 from gpu.experiment import Experiment
 
+PATIENCE_IN_SMALL = 5.0
+
 
 def listing(experiments: list[Experiment]) -> str:
     """Each topic with its question, what its answer decides, and its experiments with the seconds expected of each."""
@@ -45,15 +47,19 @@ def main() -> None:
     parser.add_argument("--retry", action="store_true", help="run again what failed or took too long")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--small", action="store_true", help="small models and sizes")
+    parser.add_argument(
+        "--patience", type=float, metavar="FACTOR", help="on each one's time limit  [default: 1, in small 5]"
+    )
     parser.add_argument("--rehearse", action="store_true", help="the same as --device cpu --small")
     parser.add_argument("--list", action="store_true", help="say what is left, how long it takes and what it decides")
     asked = parser.parse_args()
     if missing := [str(path) for path in asked.done if not path.exists()]:
         parser.error(f"there is no file {', '.join(missing)}")
-    device = "cpu" if asked.rehearse else asked.device
+    device, small = "cpu" if asked.rehearse else asked.device, asked.small or asked.rehearse
+    patience = asked.patience or (PATIENCE_IN_SMALL if small else 1.0)  # who runs in small often has a small machine
     campaign = Campaign(
-        "gpu.catalogue", EXPERIMENTS, asked.out, device, asked.small or asked.rehearse, tuple(asked.done),
-        asked.deadline, tuple(asked.only), asked.retry,
+        "gpu.catalogue", EXPERIMENTS, asked.out, device, small, tuple(asked.done), asked.deadline, tuple(asked.only),
+        asked.retry, patience,
     )  # fmt: skip
     if asked.only and not campaign.chosen():
         parser.error(f"no experiment is called {' or '.join(asked.only)}; --list names them")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from overspill.core.errors import OverspillError
+from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.models import load
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits, train, train_plain
@@ -31,9 +31,9 @@ def eager(setting: Setting, model: str, batch: int, optimizer: str = "momentum")
     arms: dict[str, Callable[[], Run]] = {
         "plain again": lambda: train_plain(training, Options()),
         "plain, native batch norm": lambda: _with_native_batch_norm(training),
-        "compile": lambda: train(training, Options(BUDGET)),
+        "compile": lambda: _within(BUDGET, lambda budget: train(training, Options(budget))),
         "compile, nothing moved": lambda: train(training, Options()),
-        "train_step": lambda: train(whole, Options(BUDGET)),
+        "train_step": lambda: _within(BUDGET, lambda budget: train(whole, Options(budget))),
     }
     return _compared(setting, train_plain(training, Options()), arms)
 
@@ -45,8 +45,11 @@ def inductor(setting: Setting, model: str, batch: int, optimizer: str = "momentu
     stock = Options(backend="inductor")
 
     def within(budget: str | None, placement: str | None = None, *, whole_step: bool = False) -> Run:
-        options = Options(budget, backend="inductor", partition=1, placement=placement)
-        return train(replace(training, whole_step=whole_step), options)
+        def run(share: str | None) -> Run:
+            options = Options(share, backend="inductor", partition=1, placement=placement)
+            return train(replace(training, whole_step=whole_step), options)
+
+        return _within(budget, run)
 
     arms: dict[str, Callable[[], Run]] = {
         "torch.compile again": lambda: train_plain(training, stock),
@@ -61,6 +64,14 @@ def inductor(setting: Setting, model: str, batch: int, optimizer: str = "momentu
 def _training(setting: Setting, model: str, batch: int, optimizer: str) -> Training:
     size = 4 if setting.small else batch
     return Training(lambda: load(model, small=setting.small), size, optimizer, STEPS, device=setting.device)
+
+
+def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
+    """A run within the budget, or where that is below the floor within the floor."""
+    try:
+        return run(budget)
+    except InfeasibleBudget:
+        return run("smallest")
 
 
 def _deterministic() -> None:

@@ -34,7 +34,8 @@ class Campaign:
     """Experiments of a catalogue on a device, written to `out`; what `done` or `out` have already is not run again.
 
     `deadline_seconds` counts from `begun` (`time.monotonic()`): nothing is started that should not end before it, and what
-    runs then is stopped. With `retry`, what failed or took too long is run again.
+    runs then is stopped. With `retry`, what failed or took too long is run again. `patience` is a factor on the limits of
+    single experiments, for slow machines. `machine` is what lines say of device and versions; None: a process is asked.
     """
 
     catalogue: str
@@ -46,6 +47,8 @@ class Campaign:
     deadline_seconds: float | None = None
     only: tuple[str, ...] = ()
     retry: bool = False
+    patience: float = 1.0
+    machine: Mapping[str, Any] | None = None
     begun: float = field(default_factory=time.monotonic)
 
     def chosen(self) -> list[Experiment]:
@@ -68,7 +71,7 @@ class Campaign:
         """Run what is left, and write a line of each; the lines. A signal to end ends the one that runs, then all."""
         written = []
         left = self.left()
-        about = self._about() if left else {}
+        about = {} if not left else self._about() if self.machine is None else self.machine
         with _ended_by_signal():
             for experiment in left:
                 if self._remaining() < experiment.seconds:
@@ -88,7 +91,7 @@ class Campaign:
         return self.deadline_seconds - (time.monotonic() - self.begun)
 
     def _line(self, experiment: Experiment, about: Mapping[str, Any]) -> Line:
-        limit, remaining = experiment.limit_seconds, self._remaining()
+        limit, remaining = self.patience * experiment.limit_seconds, self._remaining()
         begun = time.monotonic()
         memory = about.get("device", {}).get("memory_bytes", 0)
         found = self._started(experiment.name, experiment.environment, min(limit, remaining), memory)
@@ -102,7 +105,7 @@ class Campaign:
             found["error"],
             about.get("device", {}),
             about.get("versions", {}),
-            shlex.join([*map(str, sys.argv)]),
+            shlex.join(["python", *sys.argv]),
             datetime.now(UTC).isoformat(timespec="seconds"),
         )
 

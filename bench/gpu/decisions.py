@@ -11,6 +11,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.devices import load_device
 
 from . import tables
+from .experiment import Figures
 from .tables import Found
 
 HELD, CROSSED, UNKNOWN = "holds", "act", "no figures"
@@ -161,7 +162,7 @@ def faster_than_peers(found: Found) -> Iterator[Verdict]:
         yield _judged(ratio > 1 + noise, evidence, "claim no speed against this peer")
 
 
-def _ours(found: Found) -> Iterator[tuple[str, tables.Figures]]:
+def _ours(found: Found) -> Iterator[tuple[str, Figures]]:
     for name, figures in found.items():
         if name.startswith("6-") and str(figures.get("way", "")).startswith("overspill"):
             yield name, figures

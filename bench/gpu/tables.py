@@ -58,7 +58,7 @@ def costs(found: Found) -> str:
 
 def bits(found: Found) -> str:
     """Whether every way to train gives plain training's bits."""
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for model, figures in named(found, "3-bits-").items():
         for arm, told in figures["arms"].items():
             if "refused" in told:
