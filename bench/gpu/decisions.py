@@ -11,7 +11,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.devices import load_device
 
 from . import tables
-from .experiment import Figures
+from .experiment import Figures, allocated_peak
 from .tables import Found
 
 HELD, CROSSED, UNKNOWN = "holds", "act", "no figures"
@@ -209,8 +209,8 @@ def larger_than_memory(found: Found) -> Iterator[Verdict]:
     if plain and ours:
         same = plain["losses"] == ours["losses"]
         yield _judged(not same, "losses are " + ("equal" if same else "not equal"), "claim nothing of it")
-    if ours and ours.get("whole_run"):
-        yield _within("10-decoder-6GiB", ours["whole_run"]["allocated_peak_bytes"], ours["budget_bytes"])
+    if ours and (peak := allocated_peak(ours)) is not None:
+        yield _within("10-decoder-6GiB", peak, ours["budget_bytes"])
 
 
 def sound_pools(found: Found) -> Iterator[Verdict]:

@@ -8,7 +8,7 @@ import overspill
 from overspill.runtime.hardware import device_noun
 
 from .experiment import Figures, Setting
-from .jobs import Job, Peaks, build, synchronize
+from .jobs import Job, build, forget_peaks, peaks, synchronize
 from .ways import eager
 
 STEPS = 3
@@ -34,8 +34,8 @@ def estimated(setting: Setting, model: str, batch: int, optimizer: str) -> Figur
     setting.note(**found)
     built = build(setting, job)
     way = eager(built)
-    peaks = Peaks(setting)
+    forget_peaks(setting)
     for _ in range(STEPS):
         way.step()
     synchronize(setting)
-    return found | peaks.figures()
+    return found | peaks(setting)

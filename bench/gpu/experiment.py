@@ -94,6 +94,12 @@ class Setting:
             write_atomically(self.notes, {"figures": self.noted})
 
 
+def allocated_peak(figures: Figures) -> int | None:
+    """What a job had allocated at most, in the steps that were timed and in those before; None where nobody counted."""
+    peaks = figures.get("allocated_peak_bytes"), figures.get("first_steps_peaks", {}).get("allocated_peak_bytes")
+    return max((int(peak) for peak in peaks if peak is not None), default=None)
+
+
 def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that whoever reads finds the old or the new, and no half of either."""
     beside = path.with_name(path.name + ".new")

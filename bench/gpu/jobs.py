@@ -85,36 +85,34 @@ def build(setting: Setting, job: Job) -> Built:
     return Built(step, batch, optimizer_named(job.optimizer), setting.device)
 
 
-class Peaks:
-    """What PyTorch's allocator says of a stretch of time: peaks of allocated and reserved bytes, and its retries."""
+def forget_peaks(setting: Setting) -> None:
+    """Begin a stretch of time whose peaks are of interest; the live allocator has those since it was made."""
+    if setting.is_cuda and serving() is None:
+        torch.cuda.reset_peak_memory_stats()
 
-    def __init__(self, setting: Setting) -> None:
-        self._is_cuda = setting.is_cuda
-        if self._is_cuda and serving() is None:
-            torch.cuda.reset_peak_memory_stats(setting.device)
 
-    def figures(self) -> Figures:
-        """The figures so far; of a CPU there are none."""
-        if not self._is_cuda:
-            return {}
-        free, total = torch.cuda.mem_get_info()
-        found: Figures = {"device_used_bytes": total - free}
-        if (ours := serving()) is not None:
-            now = ours.statistics()
-            return found | {
-                "allocated_peak_bytes": now.peak_allocated_bytes,
-                "reserved_peak_bytes": now.peak_reserved_bytes,
-                "requests": now.requests,
-                "planned_requests": now.planned,
-                "fallbacks": now.fallbacks,
-            }
-        stats = torch.cuda.memory_stats()
+def peaks(setting: Setting) -> Figures:
+    """What the allocator says since `forget_peaks`, and how much of the device is in use now; of a CPU nothing."""
+    if not setting.is_cuda:
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    found: Figures = {"device_used_bytes": total - free}
+    if (ours := serving()) is not None:
+        now = ours.statistics()
         return found | {
-            "allocated_peak_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
-            "retries": stats.get("num_alloc_retries", 0),
-            "out_of_memory_events": stats.get("num_ooms", 0),
+            "allocated_peak_bytes": now.peak_allocated_bytes,
+            "reserved_peak_bytes": now.peak_reserved_bytes,
+            "requests": now.requests,
+            "planned_requests": now.planned,
+            "fallbacks": now.fallbacks,
         }
+    stats = torch.cuda.memory_stats()
+    return found | {
+        "allocated_peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+        "retries": stats.get("num_alloc_retries", 0),
+        "out_of_memory_events": stats.get("num_ooms", 0),
+    }
 
 
 def timed(setting: Setting, step: Callable[[], Tensor], steps: int = STEPS) -> Figures:
@@ -127,9 +125,9 @@ def timed(setting: Setting, step: Callable[[], Tensor], steps: int = STEPS) -> F
     losses = [step().item()]
     first = time.perf_counter() - begun
     losses += [step().item() for _ in range(WARM_UP_STEPS - 1)]
-    setting.note(losses=losses, first_step_seconds=first, first_steps_peaks=Peaks.figures(_all_time(setting)))
+    setting.note(losses=losses, first_step_seconds=first, first_steps_peaks=peaks(setting))
     gc.collect()
-    peaks = Peaks(setting)
+    forget_peaks(setting)
     synchronize(setting)
     begun = time.perf_counter()
     for _ in range(steps):
@@ -140,14 +138,7 @@ def timed(setting: Setting, step: Callable[[], Tensor], steps: int = STEPS) -> F
     found |= {"host_seconds": statistics.median(host), "host_seconds_all": list(host)}
     if setting.is_cuda:
         found |= {"gpu_seconds": statistics.median(gpu), "gpu_seconds_all": list(gpu)}
-    return found | peaks.figures()
-
-
-def _all_time(setting: Setting) -> Peaks:
-    """Peaks since the process began."""
-    peaks = Peaks.__new__(Peaks)
-    peaks._is_cuda = setting.is_cuda
-    return peaks
+    return found | peaks(setting)
 
 
 def _one_step(setting: Setting, step: Callable[[], Tensor]) -> tuple[float, float]:

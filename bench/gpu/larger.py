@@ -5,7 +5,7 @@ from __future__ import annotations
 from overspill.core.units import parse_bytes
 
 from .experiment import Figures, Setting
-from .jobs import DECODER, Job, Peaks, build, synchronize, timed
+from .jobs import DECODER, Job, build, timed
 from .ways import eager, whole_step
 
 JOB = Job(DECODER.replace("seq_len=1024", "seq_len=512"), 2, "adamw")
@@ -22,7 +22,4 @@ def decoder(setting: Setting, *, plain: bool) -> Figures:
         return found | timed(setting, eager(built).step, STEPS)
     budget = parse_bytes(BUDGET) if not setting.small else "60%"
     way = whole_step(built, budget)
-    peaks = Peaks(setting)
-    found |= timed(setting, way.step, STEPS)
-    synchronize(setting)
-    return found | way.says() | {"whole_run": peaks.figures()}
+    return found | timed(setting, way.step, STEPS) | way.says()

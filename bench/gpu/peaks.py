@@ -7,7 +7,7 @@ import torch
 from overspill.core.errors import InfeasibleBudget
 
 from .experiment import Figures, NotHere, Setting
-from .jobs import Job, Peaks, build, synchronize
+from .jobs import Job, build, forget_peaks, peaks, synchronize
 from .ways import Way, managed, whole_step
 
 STEPS = 6
@@ -39,7 +39,7 @@ def survives(setting: Setting, job: str, of: str, factor: float, door: str = "co
         way = DOORS[door](built, budget)
         return found | _steps(setting, way) | {"survived": True}
     except torch.OutOfMemoryError as error:
-        return found | {"survived": False, "message": str(error).splitlines()[0][:300], **Peaks(setting).figures()}
+        return found | {"survived": False, "message": str(error).splitlines()[0][:300], **peaks(setting)}
     except InfeasibleBudget as refusal:
         return found | {"survived": False, "message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
 
@@ -50,10 +50,10 @@ def whole_device(setting: Setting, job: str) -> Figures:
 
 
 def _steps(setting: Setting, way: Way) -> Figures:
-    peaks = Peaks(setting)
+    forget_peaks(setting)
     losses = []
     for _ in range(STEPS):
         losses.append(way.step().item())
-        setting.note(losses=losses, **peaks.figures())
+        setting.note(losses=losses, **peaks(setting))
     synchronize(setting)
-    return {"losses": losses} | way.says() | peaks.figures()
+    return {"losses": losses} | way.says() | peaks(setting)

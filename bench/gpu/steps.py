@@ -8,8 +8,8 @@ import torch
 
 from overspill.core.errors import InfeasibleBudget
 
-from .experiment import Figures, Setting
-from .jobs import JOBS, Peaks, build, timed
+from .experiment import Figures, Setting, allocated_peak
+from .jobs import JOBS, build, peaks, timed
 from .ways import WAYS
 
 TRAINED, OUT_OF_MEMORY, INFEASIBLE = "trained", "out of memory", "infeasible"
@@ -33,7 +33,7 @@ def step_time(setting: Setting, job: str, way: str, **arguments: Any) -> Figures
         return found | chosen.says() | {"outcome": TRAINED}
     except torch.OutOfMemoryError as error:
         message = str(error).splitlines()[0][:300]
-        return found | {"outcome": OUT_OF_MEMORY, "message": message} | Peaks(setting).figures()
+        return found | {"outcome": OUT_OF_MEMORY, "message": message} | peaks(setting)
     except InfeasibleBudget as refusal:
         told = {"message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
         return found | {"outcome": INFEASIBLE, "budget_bytes": refusal.budget_bytes} | told
@@ -41,8 +41,4 @@ def step_time(setting: Setting, job: str, way: str, **arguments: Any) -> Figures
 
 def _peak_of(setting: Setting, name: str) -> str | int:
     """What the experiment's steps had allocated at most, first ones included."""
-    figures = setting.figures_of(name)
-    if not setting.is_cuda:
-        return CPU_BUDGET
-    first = figures.get("first_steps_peaks", {}).get("allocated_peak_bytes", 0)
-    return max(int(figures["allocated_peak_bytes"]), int(first))
+    return allocated_peak(setting.figures_of(name)) or CPU_BUDGET
