@@ -43,8 +43,15 @@ def machine(known: Sequence[Line]) -> str:
 def decided(found: tables.Found) -> tuple[str, bool]:
     """The rules as a table, and whether any is crossed."""
     told = decisions.verdicts(found)
-    order = (decisions.CROSSED, decisions.UNKNOWN, decisions.HELD)
-    rows = [(v.state, v.rule, v.evidence, v.action or None) for state in order for v in told if v.state == state]
+    rows: list[tuple[object, ...]] = [
+        (v.state, v.rule, v.evidence or None, v.action or None)
+        for state in (decisions.CROSSED, decisions.UNKNOWN)
+        for v in told
+        if v.state == state
+    ]
+    held = Counter(v.rule for v in told if v.state == decisions.HELD)
+    asked = Counter(v.rule for v in told)
+    rows += [(decisions.HELD, rule, f"{count} of {asked[rule]}", None) for rule, count in held.items()]
     return tables.table(("", "rule", "by", "do"), rows), any(v.state == decisions.CROSSED for v in told)
 
 

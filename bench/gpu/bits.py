@@ -18,6 +18,7 @@ from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits, train, train_plain
 
 from .experiment import Figures, Setting
+from .jobs import SMALL_BATCH
 
 STEPS = 3
 BUDGET = "60%"
@@ -62,7 +63,7 @@ def inductor(setting: Setting, model: str, batch: int, optimizer: str = "momentu
 
 
 def _training(setting: Setting, model: str, batch: int, optimizer: str) -> Training:
-    size = 4 if setting.small else batch
+    size = SMALL_BATCH if setting.small else batch
     return Training(lambda: load(model, small=setting.small), size, optimizer, STEPS, device=setting.device)
 
 

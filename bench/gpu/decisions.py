@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from overspill.core.errors import RequestError
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_apart, format_seconds
 from overspill.devices import load_device
 
 from . import tables
@@ -124,7 +124,7 @@ def within_budget(found: Found) -> Iterator[Verdict]:
 
 
 def _within(name: str, measured: int, budget: int) -> Verdict:
-    evidence = f"{name}: {format_bytes(measured)} of {format_bytes(budget)}"
+    evidence = "{}: {} of {}".format(name, *format_apart(measured, budget))
     return _judged(measured > budget, evidence, "find what the plan does not count")
 
 

@@ -19,7 +19,8 @@ from overspill.runtime.live.allocator import serving
 
 from .experiment import Figures, Setting
 
-SMALL_BATCH = 4
+SMALL_BATCH = 16
+TRAINED, OUT_OF_MEMORY, INFEASIBLE = "trained", "out of memory", "infeasible"
 WARM_UP_STEPS = 3
 STEPS = 10
 SMALL_DECODER = "decoder:width=64,depth=2,heads=4,vocabulary=211,seq_len=32"

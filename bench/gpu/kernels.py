@@ -15,7 +15,7 @@ from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train
 
 from .experiment import Figures, Setting
-from .jobs import JOBS, build, synchronize
+from .jobs import JOBS, SMALL_BATCH, build, synchronize
 from .ways import WAYS
 
 Spans = list[tuple[float, float]]
@@ -87,7 +87,7 @@ def length(spans: Spans) -> float:
 
 def planned_again(setting: Setting, model: str, batch: int, optimizer: str) -> Figures:
     """Simulated and measured step times of a plan by the device file, and of one by op times that a run measured."""
-    size, steps = (4, 3) if setting.small else (batch, STEPS)
+    size, steps = (SMALL_BATCH, 3) if setting.small else (batch, STEPS)
     job = Training(
         lambda: load(model, small=setting.small), size, optimizer, steps, device=setting.device, keep_state=False
     )

@@ -23,6 +23,7 @@ from .experiment import Figures, NotHere, Setting
 
 NONE = "none"
 STEPS = 8
+WIDTH = 1024
 MAIN_BYTES = 256 << 20
 CHUNK_BYTES = 2 << 20
 BLOCK_BYTES = 64 << 20
@@ -33,7 +34,7 @@ SANITIZER_SECONDS = 240
 def losses(_: Setting, pool: str) -> Figures:
     """The losses of a network with a copy on a second stream, with memory from `pool` and then at planned addresses."""
     steps = _serving(pool)
-    found = _trained(1024, steps)
+    found = _trained(WIDTH, steps)
     if steps is None:
         return {"losses": found}
     return {"losses": found, "plans": steps.plans, **asdict(steps.allocator.statistics())}
@@ -142,5 +143,13 @@ def _trained(width: int, steps: PlannedSteps | None, *, keep: bool = False) -> l
 _KEPT: list[object] = []
 
 
+def _alone(pool: str) -> None:
+    """Print the losses of training on `pool`, whose steps must have come to planned addresses."""
+    steps = _serving(pool)
+    print(_trained(WIDTH, steps))
+    if steps is not None and not steps.allocator.statistics().planned:
+        sys.exit(f"no request of the pool {pool} got a planned address")
+
+
 if __name__ == "__main__":
-    print(_trained(256, _serving(sys.argv[1])))
+    _alone(sys.argv[1])

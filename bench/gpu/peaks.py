@@ -6,40 +6,35 @@ import torch
 
 from overspill.core.errors import InfeasibleBudget
 
-from .experiment import Figures, NotHere, Setting
-from .jobs import Job, build, forget_peaks, peaks, synchronize
+from .experiment import Figures, Setting
+from .jobs import INFEASIBLE, Job, build, forget_peaks, peaks, synchronize
 from .ways import Way, managed, whole_step
 
 STEPS = 6
-JOBS = {
-    "resnet50": Job("resnet50", 64),
-    "gpt2": Job("gpt2", 8, "adamw"),
-    "vgg16": Job("vgg16", 32),
-    "unet": Job("unet", 8),
-}
-DOORS = {"compile": managed, "step": whole_step}
+JOBS = {"resnet50": Job("resnet50", 64), "gpt2": Job("gpt2", 8, "adamw")}
 
 
 def peak(setting: Setting, job: str, budget: str, placement: str | None = None, door: str = "compile") -> Figures:
     """Steps of a job within a share of its memory, by a door; the environment says how PyTorch's allocator works."""
     built = build(setting, JOBS[job])
-    return _steps(setting, whole_step(built, budget) if door == "step" else managed(built, budget, placement=placement))
+    try:
+        return _steps(
+            setting, whole_step(built, budget) if door == "step" else managed(built, budget, placement=placement)
+        )
+    except InfeasibleBudget as refusal:
+        return {"outcome": INFEASIBLE, "budget_bytes": refusal.budget_bytes, "floor_bytes": refusal.floor_bytes}
 
 
-def survives(setting: Setting, job: str, of: str, factor: float, door: str = "compile") -> Figures:
+def survives(setting: Setting, job: str, of: str, factor: float) -> Figures:
     """Whether the job trains where PyTorch's allocator may reserve `factor` times the budget of the experiment `of`."""
     budget = setting.figures_of(of)["budget_bytes"]
-    if not setting.is_cuda:
-        raise NotHere("only CUDA's allocator can be given a limit")
-    fraction = min(1.0, factor * budget / torch.cuda.get_device_properties(setting.device).total_memory)
-    torch.cuda.set_per_process_memory_fraction(fraction)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, factor * budget / torch.cuda.mem_get_info()[1]))
     built = build(setting, JOBS[job])
     found: Figures = {"budget_bytes": budget, "limit_bytes": int(factor * budget)}
     try:
-        way = DOORS[door](built, budget)
-        return found | _steps(setting, way) | {"survived": True}
+        return found | _steps(setting, managed(built, budget)) | {"survived": True}
     except torch.OutOfMemoryError as error:
-        return found | {"survived": False, "message": str(error).splitlines()[0][:300], **peaks(setting)}
+        return found | {"survived": False, "message": str(error).splitlines()[0][:300]} | peaks(setting)
     except InfeasibleBudget as refusal:
         return found | {"survived": False, "message": str(refusal)[:300], "floor_bytes": refusal.floor_bytes}
 

@@ -9,10 +9,9 @@ import torch
 from overspill.core.errors import InfeasibleBudget
 
 from .experiment import Figures, Setting, allocated_peak
-from .jobs import JOBS, build, peaks, timed
+from .jobs import INFEASIBLE, JOBS, OUT_OF_MEMORY, TRAINED, build, peaks, timed
 from .ways import WAYS
 
-TRAINED, OUT_OF_MEMORY, INFEASIBLE = "trained", "out of memory", "infeasible"
 CPU_BUDGET = "70%"
 """In place of a peak that nobody measures on the CPU."""
 STEPS_IN_SMALL = 2
