@@ -36,7 +36,6 @@ gather() {
   if [ -n "$python" ]; then
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
       "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$wheels" .
-    rm -f "$wheels"/cmake-* "$wheels"/ninja-*  # the largest, and of no use where nothing is built
   else
     echo "gpu_install: no Python $version here, so Overspill will be built there" >&2
   fi
@@ -45,8 +44,9 @@ gather() {
 }
 
 install() {
-  local wheels=$1 target=$2 missing=()
-  rm -rf "$target" && mkdir -p "$target"
+  local wheels=$1 target missing=()
+  rm -rf "$2" && mkdir -p "$2"
+  target=$(realpath "$2")
   for wheel in "$wheels"/*.whl; do
     name=$(basename "$wheel"); name=${name%%-*}
     if [ "$name" = overspill ] || ! has "$name"; then missing+=("$wheel"); fi
@@ -54,14 +54,14 @@ install() {
   pip_into "$target" "${missing[@]}"
   if ! loads "$target"; then
     echo "gpu_install: building Overspill from the repository" >&2
-    PYTHONPATH=$PWD/$target PATH=$PWD/$target/bin:$PATH pip_into "$target" --no-build-isolation .
+    PYTHONPATH=$target PATH=$target/bin:$PATH pip_into "$target" --no-build-isolation .
     loads "$target" || { echo "gpu_install: Overspill does not load; python3 -c 'import overspill.runtime.live._live' says why" >&2; exit 3; }
   fi
-  echo "export PYTHONPATH=$PWD/$target"
+  echo "export PYTHONPATH=$target"
 }
 
 has() { python3 -c "import importlib.metadata as m; m.version('$1')" 2>/dev/null; }
-loads() { PYTHONPATH=$PWD/$1 python3 -c "import highspy, msgspec, overspill.api, overspill.runtime.live._live" 2>/dev/null; }
+loads() { PYTHONPATH=$1 python3 -c "import highspy, msgspec, overspill.api, overspill.runtime.live._live" 2>/dev/null; }
 pip_into() {
   local target=$1; shift
   python3 -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target "$target" "$@" >&2

@@ -119,25 +119,33 @@ def _live() -> Iterator[Experiment]:
         yield Experiment(f"4-live-exit-{pool}", LIVE, "gpu.live:exits_with_blocks", {"pool": pool}, seconds=8)
 
 
-def _peaks() -> Iterator[Experiment]:
-    ways: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
-        ("default", {}, {}), ("expandable", {}, EXPANDABLE), ("planned", {"placement": "planned"}, {}),
+_PEAK_WAYS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "default": ({}, {}), "expandable": ({}, EXPANDABLE), "planned": ({"placement": "planned"}, {}),
+}  # fmt: skip
+_PEAK_JOBS = ("resnet50", "gpt2")
+
+
+def _peak(job: str, budget: str, way: str) -> Experiment:
+    more, environment = _PEAK_WAYS[way]
+    asked = {"job": job, "budget": budget} | more
+    return Experiment(
+        f"5-peak-{job}-{budget}-{way}", PEAKS, "gpu.peaks:peak", asked, seconds=9, environment=environment,
+        on_cpu=way == "default" and budget == "70%",
     )  # fmt: skip
-    for job in ("resnet50", "gpt2"):
-        for budget in ("100%", "70%", "50%", "smallest"):
-            for way, more, environment in ways:
-                asked = {"job": job, "budget": budget} | more
-                cpu = way == "default" and budget == "70%"
-                name = f"5-peak-{job}-{budget}-{way}"
-                yield Experiment(name, PEAKS, "gpu.peaks:peak", asked, seconds=9, environment=environment, on_cpu=cpu)
+
+
+def _peaks() -> Iterator[Experiment]:
+    for job in _PEAK_JOBS:
+        yield from (_peak(job, budget, way) for budget in ("100%", "50%") for way in _PEAK_WAYS)
+        yield from (_peak(job, budget, "default") for budget in ("70%", "smallest"))
         asked = {"job": job, "budget": "60%", "door": "step"}
         yield Experiment(f"5-peak-{job}-60%-step", PEAKS, "gpu.peaks:peak", asked, seconds=10, on_cpu=True)
         for budget in ("100%", "50%"):
             of = f"5-peak-{job}-{budget}-default"
             for factor in (1.0, 1.05, 1.15):
-                asked2 = {"job": job, "of": of, "factor": factor}
+                limited = {"job": job, "of": of, "factor": factor}
                 name = f"5-survives-{job}-{budget}-x{factor}"
-                yield Experiment(name, PEAKS, "gpu.peaks:survives", asked2, seconds=9, needs=(of,))
+                yield Experiment(name, PEAKS, "gpu.peaks:survives", limited, seconds=9, needs=(of,))
         yield Experiment(f"5-whole-device-{job}", PEAKS, "gpu.peaks:whole_device", {"job": job}, seconds=9)
 
 
@@ -165,8 +173,9 @@ ARMS: dict[str, _Arm] = {
     "inductor-step-60%": ("overspill-step", {"budget": "60%", "backend": "inductor"}, 40, True, None),
 }  # fmt: skip
 # What is asked first of each job; the rest of the table comes at the very end.
+_LATER = ("compile-0.7", "compile-0.3", "inductor-at-compile-0.7", "inductor-at-compile-0.3")
 FIRST = {
-    "gpt2": (*ARMS,),
+    "gpt2": tuple(name for name in ARMS if name not in _LATER),
     "resnet50": (
         "eager", "compile", "compile-0.5", "checkpoint", "save-on-cpu", "offload-hooks", "overspill-nothing-moved",
         "overspill-at-checkpoint", "overspill-at-save-on-cpu", "overspill-at-offload-hooks", "inductor-at-compile-0.5",
@@ -213,23 +222,32 @@ def _kernels() -> Iterator[Experiment]:
         )
 
 
+def _estimate(model: str, batch: int, optimizer: str) -> Experiment:
+    asked = {"model": model, "batch": batch, "optimizer": optimizer}
+    name = f"9-estimate-{model}-{batch}-{optimizer}"
+    cpu = name == "9-estimate-lstm-64-adam"
+    return Experiment(name, ESTIMATES, "gpu.estimates:estimated", asked, seconds=9, on_cpu=cpu)
+
+
 def _rest() -> Iterator[Experiment]:
-    for model, batch, optimizer in ESTIMATED:
-        asked = {"model": model, "batch": batch, "optimizer": optimizer}
-        name = f"9-estimate-{model}-{batch}-{optimizer}"
-        yield Experiment(
-            name, ESTIMATES, "gpu.estimates:estimated", asked, seconds=9, on_cpu=name == "9-estimate-lstm-64-adam"
-        )
+    yield from (_estimate(*job) for job in ESTIMATED[::2])
     for name, plain in (("10-decoder-plain", True), ("10-decoder-6GiB", False)):
         yield Experiment(name, LARGER, "gpu.larger:decoder", {"plain": plain}, seconds=30, on_cpu=True)
     yield Experiment("11-sanitizer", SANITIZER, "gpu.live:sanitized", {"pool": "virtual"}, seconds=60)
+
+
+def _more() -> Iterator[Experiment]:
+    """What fills the tables of topics 5, 6 and 9, once every question has an answer."""
     for job, names in FIRST.items():
         yield from (_arm(job, name) for name in ARMS if name not in names)
+    yield from (_estimate(*job) for job in ESTIMATED[1::2])
+    for job in _PEAK_JOBS:
+        yield from (_peak(job, budget, way) for budget in ("70%", "smallest") for way in ("expandable", "planned"))
 
 
 EXPERIMENTS = {
     experiment.name: experiment
-    for part in (_costs, _correctness, _live, _peaks, _speed, _kernels, _rest)
+    for part in (_costs, _correctness, _live, _peaks, _speed, _kernels, _rest, _more)
     for experiment in part()
 }
 TOPICS = {experiment.topic.number: experiment.topic for experiment in EXPERIMENTS.values()}
