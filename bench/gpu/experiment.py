@@ -44,7 +44,7 @@ class Experiment:
     @property
     def limit_seconds(self) -> float:
         """After so many seconds it is stopped."""
-        return max(60.0, 4 * self.seconds)
+        return max(90.0, 4 * self.seconds)
 
     def run(self, setting: Setting) -> Figures:
         """Its figures. Raises what goes wrong in it, and NotHere."""

@@ -23,6 +23,7 @@ SMALL_BATCH = 16
 TRAINED, OUT_OF_MEMORY, INFEASIBLE = "trained", "out of memory", "infeasible"
 WARM_UP_STEPS = 3
 STEPS = 10
+LEAST_STEPS, MOST_SECONDS = 3, 4.0
 SMALL_DECODER = "decoder:width=64,depth=2,heads=4,vocabulary=211,seq_len=32"
 DECODER = "decoder:width=2048,depth=24,heads=16,vocabulary=50257,seq_len=1024"
 
@@ -119,14 +120,20 @@ def peaks(setting: Setting) -> Figures:
 def timed(setting: Setting, step: Callable[[], Tensor], steps: int = STEPS) -> Figures:
     """Step times: as a loop takes them, and step by step on the host and between two events on the GPU; peaks too.
 
+    Slow steps are fewer than `steps`.
+
     The losses are those of the first steps, which start from the same seed under every way to train.
     """
     torch.manual_seed(1)
     begun = time.perf_counter()
     losses = [step().item()]
     first = time.perf_counter() - begun
-    losses += [step().item() for _ in range(WARM_UP_STEPS - 1)]
-    setting.note(losses=losses, first_step_seconds=first, first_steps_peaks=peaks(setting))
+    for _ in range(WARM_UP_STEPS - 1):
+        begun = time.perf_counter()
+        losses.append(step().item())
+    slow = int(MOST_SECONDS / (time.perf_counter() - begun))
+    steps = max(LEAST_STEPS, min(steps, slow))
+    setting.note(losses=losses, first_step_seconds=first, first_steps_peaks=peaks(setting), steps=steps)
     gc.collect()
     forget_peaks(setting)
     synchronize(setting)

@@ -38,7 +38,7 @@ def profiled(setting: Setting, job: str, way: str, **arguments: Any) -> Figures:
         synchronize(setting)
     if not setting.is_cuda:
         return {"cpu_ops": len(seen.events())} | chosen.says()
-    on_gpu = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
     return gpu_figures((e.name, e.time_range.start, e.time_range.end) for e in on_gpu) | chosen.says()
 
 

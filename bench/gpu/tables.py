@@ -98,13 +98,12 @@ def live(found: Found) -> str:
 
 def peaks(found: Found) -> str:
     """What was planned, and what allocator and driver counted."""
+    keys = ("budget", "planned_peak", "allocated_peak", "reserved_peak", "device_used")
     rows = [
-        (
-            name, *(_bytes(f.get(f"{key}_bytes")) for key in ("budget", "planned_peak", "allocated_peak", "reserved_peak", "device_used")),
-            f.get("retries"),
-        )
-        for name, f in named(found, "5-peak-").items()
-    ]  # fmt: skip
+        (name.removeprefix("peak-"), *(_bytes(f.get(f"{key}_bytes")) for key in keys), f.get("retries"))
+        for name, f in named(found, "5-").items()
+        if not name.startswith("survives-")
+    ]
     return table(("job", "budget", "planned", "allocated", "reserved", "device in use", "retries"), rows)
 
 

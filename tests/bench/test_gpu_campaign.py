@@ -140,7 +140,7 @@ def test_what_waits_for_another_is_run_again(gpu: ModuleType, tmp_path: Path) ->
 
 
 def test_an_experiment_is_stopped_after_its_limit_and_keeps_what_it_had(gpu: ModuleType, tmp_path: Path) -> None:
-    found = run(gpu, tmp_path / "out", "slow", "good", patience=1 / 60)
+    found = run(gpu, tmp_path / "out", "slow", "good", patience=1 / 90)
     assert (found["slow"].status, found["slow"].figures) == ("timeout", {"half": 3})
     assert found["slow"].seconds < 10
     assert found["good"].status == "ok"
