@@ -72,7 +72,10 @@ def main() -> None:
         return
     if device != "cpu":
         _check_device(parser)
-    written = campaign.run(lambda text: print(text, flush=True))
+    try:
+        written = campaign.run(lambda text: print(text, flush=True))
+    except KeyboardInterrupt:
+        sys.exit("stopped between two experiments")
     counted = [sum(line.status == status for line in written) for status in lines.STATUSES]
     told = ", ".join(f"{n} {status}" for n, status in zip(counted, lines.STATUSES, strict=True) if n)
     print(f"{told or 'nothing was run'}; {len(campaign.left())} left; lines in {asked.out}")

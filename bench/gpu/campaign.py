@@ -120,18 +120,18 @@ class Campaign:
             words += ["--earlier", *map(str, (*self.done, self.out))]
             printed, ended = _carried_out(words, environment, seconds, Path(folder))
             outcome = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-            if "status" in outcome or name == "about":
+            if "status" in outcome:
                 return outcome
             status = lines.TIMEOUT if ended is None else lines.CUT if ended == SIGNAL else lines.FAILED
             ending = "" if status != lines.FAILED else f"its process ended with {ended}, without an outcome\n"
-            return {"status": status, "figures": outcome.get("figures", {}), "error": ending + printed[-TAIL:]}
+            return {"status": status, "figures": {}, "error": ending + printed[-TAIL:]} | outcome
 
     def _about(self) -> dict[str, Any]:
         """The device and the versions, by a process of its own, for this one must hold nothing of the GPU."""
         found = self._started("about", {}, ABOUT_SECONDS)
         driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
         versions = {**found.get("versions", {}), "driver": driver, "commit": commit()}
-        return {"device": found.get("device", {"kind": self.device}), "versions": versions}
+        return {"device": found.get("device", {"kind": self.device, "error": found["error"]}), "versions": versions}
 
 
 def _carried_out(

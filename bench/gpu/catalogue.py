@@ -73,50 +73,52 @@ ESTIMATED = (
 
 
 def _costs() -> Iterator[Experiment]:
-    yield Experiment("0-imports", INSTALL, "gpu.install:imports", seconds=8, on_cpu=True)
-    yield Experiment("0-command-line", INSTALL, "gpu.install:command_line", seconds=20, on_cpu=True)
-    yield Experiment("1-context", COSTS, "gpu.link:context", seconds=8)
-    yield Experiment("1-pinned", COSTS, "gpu.link:pinned", seconds=8)
-    yield Experiment("1-bandwidth", COSTS, "gpu.link:bandwidth", seconds=8)
-    yield Experiment("1-host-time", COSTS, "gpu.link:host_time", seconds=10, on_cpu=True)
+    yield Experiment("0-imports", INSTALL, "gpu.topics.install:imports", seconds=8, on_cpu=True)
+    yield Experiment("0-command-line", INSTALL, "gpu.topics.install:command_line", seconds=20, on_cpu=True)
+    yield Experiment("1-context", COSTS, "gpu.topics.link:context", seconds=8)
+    yield Experiment("1-pinned", COSTS, "gpu.topics.link:pinned", seconds=8)
+    yield Experiment("1-bandwidth", COSTS, "gpu.topics.link:bandwidth", seconds=8)
+    yield Experiment("1-host-time", COSTS, "gpu.topics.link:host_time", seconds=10, on_cpu=True)
 
 
 def _correctness() -> Iterator[Experiment]:
     for name, late in (("2-round-trips", False), ("2-round-trips-late", True)):
-        yield Experiment(name, ROUND_TRIPS, "gpu.round_trips:trips", {"late": late}, seconds=10, on_cpu=True)
+        yield Experiment(name, ROUND_TRIPS, "gpu.topics.round_trips:trips", {"late": late}, seconds=10, on_cpu=True)
     for model, batch, optimizer in (
         ("resnet50", 32, "momentum"), ("gpt2", 8, "adamw"), ("unet", 4, "momentum"), ("vgg16", 16, "momentum"),
         ("bert-base", 8, "adamw"), ("lstm", 32, "adam"),
     ):  # fmt: skip
         asked = {"model": model, "batch": batch, "optimizer": optimizer}
         yield Experiment(
-            f"3-bits-{model}", BITS, "gpu.bits:eager", asked, seconds=20, environment=DETERMINISTIC, on_cpu=True
+            f"3-bits-{model}", BITS, "gpu.topics.bits:eager", asked, seconds=20, environment=DETERMINISTIC, on_cpu=True
         )
     for model, batch, optimizer in (("gpt2", 8, "adamw"), ("resnet50", 32, "momentum")):
         asked = {"model": model, "batch": batch, "optimizer": optimizer}
         yield Experiment(
-            f"3-bits-inductor-{model}", BITS, "gpu.bits:inductor", asked, seconds=60, environment=DETERMINISTIC,
+            f"3-bits-inductor-{model}", BITS, "gpu.topics.bits:inductor", asked, seconds=60, environment=DETERMINISTIC,
             on_cpu=model == "gpt2",
         )  # fmt: skip
 
 
 def _live() -> Iterator[Experiment]:
     plain = "4-live-none"
-    yield Experiment(plain, LIVE, "gpu.live:losses", {"pool": "none"}, seconds=8, environment=DETERMINISTIC)
+    yield Experiment(plain, LIVE, "gpu.topics.live:losses", {"pool": "none"}, seconds=8, environment=DETERMINISTIC)
     for pool in POOLS:
         yield Experiment(
             f"4-live-{pool}",
             LIVE,
-            "gpu.live:compared",
+            "gpu.topics.live:compared",
             {"pool": pool},
             seconds=10,
             needs=(plain,),
             environment=DETERMINISTIC,
         )
-    yield Experiment("4-live-mapping-costs", LIVE, "gpu.live:mapping_costs", seconds=8)
+    yield Experiment("4-live-mapping-costs", LIVE, "gpu.topics.live:mapping_costs", seconds=8)
     for pool in ("none", *POOLS):
-        yield Experiment(f"4-live-out-of-memory-{pool}", LIVE, "gpu.live:out_of_memory", {"pool": pool}, seconds=6)
-        yield Experiment(f"4-live-exit-{pool}", LIVE, "gpu.live:exits_with_blocks", {"pool": pool}, seconds=8)
+        yield Experiment(
+            f"4-live-out-of-memory-{pool}", LIVE, "gpu.topics.live:out_of_memory", {"pool": pool}, seconds=6
+        )
+        yield Experiment(f"4-live-exit-{pool}", LIVE, "gpu.topics.live:exits_with_blocks", {"pool": pool}, seconds=8)
 
 
 _PEAK_WAYS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
@@ -129,7 +131,7 @@ def _peak(job: str, budget: str, way: str) -> Experiment:
     more, environment = _PEAK_WAYS[way]
     asked = {"job": job, "budget": budget} | more
     return Experiment(
-        f"5-peak-{job}-{budget}-{way}", PEAKS, "gpu.peaks:peak", asked, seconds=9, environment=environment,
+        f"5-peak-{job}-{budget}-{way}", PEAKS, "gpu.topics.peaks:peak", asked, seconds=9, environment=environment,
         on_cpu=way == "default" and budget == "70%",
     )  # fmt: skip
 
@@ -139,14 +141,14 @@ def _peaks() -> Iterator[Experiment]:
         yield from (_peak(job, budget, way) for budget in ("100%", "50%") for way in _PEAK_WAYS)
         yield from (_peak(job, budget, "default") for budget in ("70%", "smallest"))
         asked = {"job": job, "budget": "60%", "door": "step"}
-        yield Experiment(f"5-peak-{job}-60%-step", PEAKS, "gpu.peaks:peak", asked, seconds=10, on_cpu=True)
+        yield Experiment(f"5-peak-{job}-60%-step", PEAKS, "gpu.topics.peaks:peak", asked, seconds=10, on_cpu=True)
         for budget in ("100%", "50%"):
             of = f"5-peak-{job}-{budget}-default"
             for factor in (1.0, 1.05, 1.15):
                 limited = {"job": job, "of": of, "factor": factor}
                 name = f"5-survives-{job}-{budget}-x{factor}"
-                yield Experiment(name, PEAKS, "gpu.peaks:survives", limited, seconds=9, needs=(of,))
-        yield Experiment(f"5-whole-device-{job}", PEAKS, "gpu.peaks:whole_device", {"job": job}, seconds=9)
+                yield Experiment(name, PEAKS, "gpu.topics.peaks:survives", limited, seconds=9, needs=(of,))
+        yield Experiment(f"5-whole-device-{job}", PEAKS, "gpu.topics.peaks:whole_device", {"job": job}, seconds=9)
 
 
 # Of each way to train: the way's name, its arguments, seconds, whether a CPU can, and for `at` whose peak is the budget.
@@ -196,7 +198,7 @@ def _arm(job: str, name: str) -> Experiment:
         asked["at"] = needs[0]
     in_small = on_cpu and (job == "gpt2" or name == "step-60%")
     return Experiment(
-        f"6-{job}-{name}", SPEED, "gpu.steps:step_time", asked, seconds=seconds, needs=needs, on_cpu=in_small
+        f"6-{job}-{name}", SPEED, "gpu.topics.steps:step_time", asked, seconds=seconds, needs=needs, on_cpu=in_small
     )
 
 
@@ -209,16 +211,16 @@ def _kernels() -> Iterator[Experiment]:
     for job in ("gpt2", "resnet50"):
         asked: dict[str, Any] = {"job": job, "way": "overspill", "budget": "60%"}
         cpu = job == "gpt2"
-        yield Experiment(f"7-profile-{job}-60%", KERNELS, "gpu.kernels:profiled", asked, seconds=18, on_cpu=cpu)
+        yield Experiment(f"7-profile-{job}-60%", KERNELS, "gpu.topics.kernels:profiled", asked, seconds=18, on_cpu=cpu)
     yield Experiment(
-        "7-profile-gpt2-eager", KERNELS, "gpu.kernels:profiled", {"job": "gpt2", "way": "eager"}, seconds=12
+        "7-profile-gpt2-eager", KERNELS, "gpu.topics.kernels:profiled", {"job": "gpt2", "way": "eager"}, seconds=12
     )
     asked = {"job": "gpt2", "way": "overspill-step", "budget": "60%"}
-    yield Experiment("7-profile-gpt2-step-60%", KERNELS, "gpu.kernels:profiled", asked, seconds=20)
+    yield Experiment("7-profile-gpt2-step-60%", KERNELS, "gpu.topics.kernels:profiled", asked, seconds=20)
     for model, batch, optimizer in (("resnet50", 128, "momentum"), ("gpt2", 8, "adamw")):
         asked = {"model": model, "batch": batch, "optimizer": optimizer}
         yield Experiment(
-            f"8-again-{model}", AGAIN, "gpu.kernels:planned_again", asked, seconds=25, on_cpu=model == "gpt2"
+            f"8-again-{model}", AGAIN, "gpu.topics.kernels:planned_again", asked, seconds=25, on_cpu=model == "gpt2"
         )
 
 
@@ -226,14 +228,14 @@ def _estimate(model: str, batch: int, optimizer: str) -> Experiment:
     asked = {"model": model, "batch": batch, "optimizer": optimizer}
     name = f"9-estimate-{model}-{batch}-{optimizer}"
     cpu = name == "9-estimate-lstm-64-adam"
-    return Experiment(name, ESTIMATES, "gpu.estimates:estimated", asked, seconds=9, on_cpu=cpu)
+    return Experiment(name, ESTIMATES, "gpu.topics.estimates:estimated", asked, seconds=9, on_cpu=cpu)
 
 
 def _rest() -> Iterator[Experiment]:
     yield from (_estimate(*job) for job in ESTIMATED[::2])
     for name, plain in (("10-decoder-plain", True), ("10-decoder-6GiB", False)):
-        yield Experiment(name, LARGER, "gpu.larger:decoder", {"plain": plain}, seconds=30, on_cpu=True)
-    yield Experiment("11-sanitizer", SANITIZER, "gpu.live:sanitized", {"pool": "virtual"}, seconds=60)
+        yield Experiment(name, LARGER, "gpu.topics.larger:decoder", {"plain": plain}, seconds=30, on_cpu=True)
+    yield Experiment("11-sanitizer", SANITIZER, "gpu.topics.live:sanitized", {"pool": "virtual"}, seconds=60)
 
 
 def _more() -> Iterator[Experiment]:

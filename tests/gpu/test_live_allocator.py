@@ -21,7 +21,7 @@ def losses(pool: str) -> str:
     """What the campaign's training on `pool` prints."""
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(
-        [sys.executable, "-m", "gpu.live", pool],
+        [sys.executable, "-m", "gpu.topics.live", pool],
         cwd=BENCH, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -12,11 +12,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from gpu.experiment import Figures, Setting
 from overspill.models import load, optimizer_named
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
 
-from .experiment import Figures, Setting
 from .jobs import synchronize
 
 MIB = 1 << 20

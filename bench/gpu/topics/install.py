@@ -9,9 +9,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 import overspill
+from gpu.experiment import Figures, Setting
 from overspill.devices import load_device
-
-from .experiment import Figures, Setting
 
 NATIVE = (
     "overspill.placement.allocators._native",

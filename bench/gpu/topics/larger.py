@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from gpu.experiment import Figures, Setting
 from overspill.core.units import parse_bytes
 
-from .experiment import Figures, Setting
 from .jobs import DECODER, Job, build, timed
 from .ways import eager, whole_step
 

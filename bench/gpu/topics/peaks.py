@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from gpu.experiment import Figures, Setting
 from overspill.core.errors import InfeasibleBudget
 
-from .experiment import Figures, Setting
 from .jobs import INFEASIBLE, Job, build, forget_peaks, peaks, synchronize
 from .ways import Way, managed, whole_step
 

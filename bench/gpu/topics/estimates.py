@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 import overspill
+from gpu.experiment import Figures, Setting
 from overspill.runtime.hardware import device_noun
 
-from .experiment import Figures, Setting
 from .jobs import Job, build, forget_peaks, peaks, synchronize
 from .ways import eager
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from gpu.experiment import Figures, Setting
 from overspill.models import load
 from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train
 
-from .experiment import Figures, Setting
 from .jobs import JOBS, SMALL_BATCH, build, synchronize
 from .ways import WAYS
 

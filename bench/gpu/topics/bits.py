@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpu.experiment import Figures, Setting
 from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.models import load
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training, same_bits, train, train_plain
 
-from .experiment import Figures, Setting
 from .jobs import SMALL_BATCH
 
 STEPS = 3

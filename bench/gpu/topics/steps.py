@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from gpu.experiment import Figures, Setting, allocated_peak
 from overspill.core.errors import InfeasibleBudget
 
-from .experiment import Figures, Setting, allocated_peak
 from .jobs import INFEASIBLE, JOBS, OUT_OF_MEMORY, TRAINED, build, peaks, timed
 from .ways import WAYS
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gpu.experiment import Figures, Setting
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.runtime.live.allocator import serving
-
-from .experiment import Figures, Setting
 
 SMALL_BATCH = 16
 TRAINED, OUT_OF_MEMORY, INFEASIBLE = "trained", "out of memory", "infeasible"

@@ -6,10 +6,9 @@ import random
 
 import torch
 
+from gpu.experiment import Figures, Setting
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
-
-from .experiment import Figures, Setting
 
 TRIPS = 200
 AT_ONCE = 4

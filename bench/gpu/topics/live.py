@@ -1,6 +1,6 @@
 """Topics 4 and 11: PyTorch's CUDA memory from the live allocator. PyTorch takes an allocator once: one process each.
 
-`python -m gpu.live POOL` trains alone, for a program around it such as compute-sanitizer.
+`python -m gpu.topics.live POOL` trains alone, for a program around it such as compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from gpu.experiment import Figures, NotHere, Setting
 from overspill.placement.packing import solver_named
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.planned_steps import PlannedSteps
-
-from .experiment import Figures, NotHere, Setting
 
 NONE = "none"
 STEPS = 8
@@ -85,7 +84,7 @@ def out_of_memory(_: Setting, pool: str) -> Figures:
 
 def exits_with_blocks(_: Setting, pool: str) -> Figures:
     """Exit code and standard error of a process that ends with live tensors of the pool."""
-    code = f"from gpu.live import _serving, _trained; _serving({pool!r}); kept = _trained(64, None, keep=True)"
+    code = f"from gpu.topics.live import _serving, _trained; _serving({pool!r}); kept = _trained(64, None, keep=True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return {"exit_code": done.returncode, "standard_error": done.stderr[-2000:]}
 
@@ -95,7 +94,7 @@ def sanitized(_: Setting, pool: str) -> Figures:
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
         raise NotHere("compute-sanitizer is not installed")
-    words = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "gpu.live", pool]
+    words = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "gpu.topics.live", pool]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=SANITIZER_SECONDS)
     lines = (done.stdout + done.stderr).splitlines()
     summary = [line.strip() for line in lines if "ERROR SUMMARY" in line]

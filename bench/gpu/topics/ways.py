@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
+from gpu.experiment import Figures
 from overspill.models.gpt2 import Block
 from overspill.models.resnet import Residual
 
-from .experiment import Figures
 from .jobs import Built
 from .offload_hooks import HostOptimizer, OffloadHooks
 
