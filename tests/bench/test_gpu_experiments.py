@@ -62,7 +62,7 @@ def test_a_batch_is_halved_until_plain_training_should_fit(gpu: ModuleType) -> N
 def test_a_round_trip_that_brings_other_bytes_is_noticed(
     gpu: ModuleType, small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu.round_trips, "TRIPS", 8)
+    monkeypatch.setattr(gpu.topics.round_trips, "TRIPS", 8)
     assert gpu.topics.round_trips.trips(small, late=False)["wrong"] == 0
     read, count = HostStore.read, [0]
 
@@ -138,7 +138,7 @@ def test_slow_steps_are_fewer(gpu: ModuleType, small, monkeypatch: pytest.Monkey
         calls[0] += 1
         return torch.tensor(1.0)
 
-    monkeypatch.setattr(gpu.jobs, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(gpu.topics.jobs, "MOST_SECONDS", 0.0)
     found = gpu.topics.jobs.timed(small, step)
     assert calls[0] == gpu.topics.jobs.WARM_UP_STEPS + 2 * gpu.topics.jobs.LEAST_STEPS
     assert small.noted["losses"] == [1.0] * gpu.topics.jobs.WARM_UP_STEPS
