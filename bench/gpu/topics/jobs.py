@@ -80,7 +80,7 @@ def build(setting: Setting, job: Job) -> Built:
     name = SMALL_DECODER if setting.small and job.model.startswith("decoder:") else job.model
     seq_len = None if setting.small else job.seq_len
     found = load(name, small=setting.small and not name.startswith("decoder:"), seq_len=seq_len)
-    dtype = getattr(torch, job.dtype)
+    dtype = torch.float32 if setting.small else getattr(torch, job.dtype)  # which every machine has kernels for
     step, batch = TrainingStep(found).to(dtype), found.make_batch(job.batch_on(setting))
     batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in batch)
     return Built(step, batch, optimizer_named(job.optimizer), setting.device)
