@@ -89,7 +89,7 @@ def outcomes(known: Sequence[Line]) -> str:
     for name, line in lines.latest(known).items():
         ended[line.status].append(name)
         if line.error:
-            why[name] = line.error.strip().splitlines()[-1][:300]
+            why[name] = lines.reason(line.error)[:300]
     record = {
         "recorded_on": machine(known),
         "dates": sorted({line.date[:10] for line in known}),

@@ -80,7 +80,10 @@ class Campaign:
                 line = self._line(experiment, about)
                 lines.append(self.out, line)
                 written.append(line)
-                say(f"{experiment.name}: {line.status} in {line.seconds:.1f} s{_last_line(line.error)}")
+                say(
+                    f"{experiment.name}: {line.status} in {line.seconds:.1f} s"
+                    + f": {lines.reason(line.error)[:200]}" * bool(line.error)
+                )
                 if line.status == lines.CUT:
                     break
         return written
@@ -188,8 +191,3 @@ def _output(words: list[str]) -> str | None:
         if done.returncode == 0:
             return done.stdout.strip()
     return None
-
-
-def _last_line(error: str) -> str:
-    text = error.strip().splitlines()
-    return f": {text[-1][:200]}" if text else ""

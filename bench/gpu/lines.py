@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +46,12 @@ class Line:
         """Refuse a status that nobody knows."""
         if self.status not in STATUSES:
             raise ValueError(f"{self.experiment}: there is no status {self.status!r}")
+
+
+def reason(error: str) -> str:
+    """The line of a traceback that names the error, or the last line of another text."""
+    rows = error.strip().splitlines() or [""]
+    return next((row for row in reversed(rows) if re.match(r"[A-Za-z_][\w.]*: ", row)), rows[-1])
 
 
 def append(path: Path, line: Line) -> None:

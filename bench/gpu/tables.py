@@ -201,7 +201,7 @@ def larger(found: Found) -> str:
 def unfinished(known: Iterable[Line]) -> str:
     """What did not run to its end, and why."""
     rows = [
-        (line.experiment, line.status, (line.error.strip().splitlines() or [""])[-1][:160].replace("|", "/"))
+        (line.experiment, line.status, lines.reason(line.error)[:160].replace("|", "/"))
         for line in lines.latest(known).values()
         if line.status != lines.OK
     ]

@@ -160,6 +160,18 @@ def test_what_the_deadline_stops_is_run_again(gpu: ModuleType, tmp_path: Path) -
     assert [e.name for e in campaign(gpu, tmp_path / "out", "slow").left()] == ["slow"]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("Traceback\n  File: x\na.B: it broke\n\nSet THIS=1 for more\n", "a.B: it broke"),
+        ("the campaign's deadline came", "the campaign's deadline came"),
+        ("", ""),
+    ],
+)
+def test_the_reason_is_the_line_that_names_the_error(gpu: ModuleType, error: str, told: str) -> None:
+    assert gpu.lines.reason(error) == told
+
+
 def test_a_half_line_of_a_killed_campaign_is_no_line_and_does_no_harm(gpu: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(gpu, out, "good")
