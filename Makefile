@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPES := $(VENV)/.recipes
 
-.PHONY: demo test test-all mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions clean
+.PHONY: demo test test-all mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions gpu-wheels clean
 
 demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
@@ -84,6 +84,9 @@ $(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 $(RECIPES): $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "overspill[recipes]"
 	touch $@
+
+gpu-wheels:  ## what a GPU machine without a network installs from (docs/gpu.md), into build/wheels
+	bench/gpu_install.sh gather
 
 clean:
 	rm -rf $(VENV) build

@@ -1,0 +1,248 @@
+"""What follows from a campaign's figures: each rule has its threshold, and says what to do where it is crossed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from overspill.core.errors import RequestError
+from overspill.core.units import format_apart, format_seconds
+from overspill.devices import load_device
+
+from . import tables
+from .experiment import Figures, allocated_peak
+from .tables import Found
+
+HELD, CROSSED, UNKNOWN = "holds", "act", "no figures"
+MOST_ADDS_A_SWAP = 10.0
+FULL_DUPLEX_SHARE = 0.6
+"""Both directions at once in this share of their times added up count as full duplex, as in `overspill calibrate`."""
+DEVICE_FILE_TOLERANCE = 0.1
+LEAST_OVERLAP = 0.5
+GAIN_BY_MEASURED_TIMES = 0.05
+MEDIAN_ESTIMATE_ERROR, LARGEST_ESTIMATE_ERROR = 0.03, 0.15
+PLAIN_AGAIN = ("plain again", "torch.compile again")
+OTHER_KERNELS = "plain, native batch norm"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one rule: whether it holds, what says so, and what to do where it does not."""
+
+    rule: str
+    state: str
+    evidence: str
+    action: str = ""
+
+
+Rule = Callable[[Found], Iterator[Verdict]]
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    """What every rule says; of one without figures that there are none."""
+    told = []
+    for rule, text in RULES.items():
+        of_rule = [Verdict(text, v.state, v.evidence, v.action) for v in rule(found)]
+        told += of_rule or [Verdict(text, UNKNOWN, "")]
+    return told
+
+
+def _judged(crossed: bool, evidence: str, action: str) -> Verdict:
+    return Verdict("", CROSSED if crossed else HELD, evidence, action if crossed else "")
+
+
+def installed(found: Found) -> Iterator[Verdict]:
+    """Topic 0."""
+    if (figures := found.get("0-command-line")) is not None:
+        evidence = f"exit code {figures['exit_code']}, identical: {figures['identical']}"
+        yield _judged(figures["identical"] is not True, evidence, "stop here and mend this first")
+
+
+def cheap_swaps(found: Found) -> Iterator[Verdict]:
+    """Topic 1, host time."""
+    if (figures := found.get("1-host-time")) is not None:
+        count = figures["adds_a_swap"]
+        yield _judged(count > MOST_ADDS_A_SWAP, f"{count:.1f} small ops a swap", "native code for transfers first")
+
+
+def true_device_file(found: Found) -> Iterator[Verdict]:
+    """Topic 1, the link."""
+    link, name = found.get("1-bandwidth"), found.get("0-imports", {}).get("device_file")
+    if link is None:
+        return
+    try:
+        device = load_device(name or "")
+    except RequestError:
+        yield _judged(True, "this device has no file of its own", "write one from these figures")
+        return
+    for field in ("offload_bytes_per_second", "prefetch_bytes_per_second"):
+        measured, said = link[field], getattr(device, field)
+        evidence = f"{field}: {measured / 1e9:.1f} GB/s measured, {said / 1e9:.1f} GB/s in {device.name}.toml"
+        yield _judged(abs(measured / said - 1) > DEVICE_FILE_TOLERANCE, evidence, "put the measured rate into the file")
+    duplex = link["duplex_share"] < FULL_DUPLEX_SHARE
+    evidence = f"both ways at once take {link['duplex_share']:.2f} of one after the other; the file says full_duplex = {device.full_duplex}"
+    yield _judged(duplex != device.full_duplex, evidence, "change full_duplex")
+
+
+def whole_round_trips(found: Found) -> Iterator[Verdict]:
+    """Topic 2."""
+    for name, figures in tables.named(found, "2-").items():
+        evidence = f"{name}: {figures['wrong']} of {figures['trips']} wrong"
+        yield _judged(figures["wrong"] > 0, evidence, "a wait is missing; no other figure counts")
+
+
+def same_bits(found: Found) -> Iterator[Verdict]:
+    """Topic 3."""
+    for model, figures in tables.named(found, "3-bits-").items():
+        arms = {name: told for name, told in figures["arms"].items() if name != OTHER_KERNELS}
+        controls = [told for name, told in arms.items() if name in PLAIN_AGAIN]
+        if not all(told.get("identical") for told in controls):
+            yield Verdict(
+                "", UNKNOWN, f"{model}: plain training does not repeat itself", "compare by the spread of plain runs"
+            )
+            continue
+        for name, told in arms.items():
+            if name not in PLAIN_AGAIN:
+                first = told.get("refused") or told.get("first_differing") or "losses alone"
+                same = bool(told.get("identical"))
+                yield _judged(
+                    not same,
+                    f"{model}, {name}: " + ("identical" if same else first[:120]),
+                    "mend before any speed is quoted",
+                )
+
+
+def within_budget(found: Found) -> Iterator[Verdict]:
+    """Topics 3, 5 and 10: allocated bytes."""
+    for name, figures in found.items():
+        if name.startswith("5-peak-") and "allocated_peak_bytes" in figures:
+            yield _within(name, figures["allocated_peak_bytes"], figures["budget_bytes"])
+        for arm, told in figures.get("arms", {}).items():
+            if "budget_bytes" in told and told["measured_peak_bytes"]:
+                yield _within(f"{name}, {arm}", told["measured_peak_bytes"], told["budget_bytes"])
+
+
+def _within(name: str, measured: int, budget: int) -> Verdict:
+    evidence = "{}: {} of {}".format(name, *format_apart(measured, budget))
+    return _judged(measured > budget, evidence, "find what the plan does not count")
+
+
+def card_of_that_size(found: Found) -> Iterator[Verdict]:
+    """Topic 5."""
+    for name, figures in tables.named(found, "5-survives-").items():
+        if name.endswith("x1.0"):
+            retries = figures.get("retries", 0)
+            evidence = f"{name}: " + (f"{retries} retries" if figures["survived"] else "out of memory")
+            crossed = not figures["survived"] or retries > 0
+            yield _judged(crossed, evidence, "the README must say that a budget is live bytes")
+
+
+def device_bound(found: Found) -> Iterator[Verdict]:
+    """Topic 6, host against GPU."""
+    for name, figures in _ours(found):
+        if "gpu_seconds" in figures:
+            host, gpu = figures["host_seconds"], figures["gpu_seconds"]
+            evidence = f"{name}: host {format_seconds(host)}, GPU {format_seconds(gpu)}"
+            yield _judged(host >= gpu, evidence, "native code for transfers first")
+
+
+def faster_than_peers(found: Found) -> Iterator[Verdict]:
+    """Topic 6, against each peer at its own peak, beyond what plain training differs from itself."""
+    for name, figures in _ours(found):
+        _, job, way = name.split("-", 2)
+        peer = found.get(f"6-{job}-{way.partition('-at-')[2]}", {})
+        if "-at-" not in way or "step_seconds" not in peer:
+            continue
+        if "step_seconds" not in figures:
+            yield _judged(True, f"{name}: {figures['outcome']}", "say so beside the peer's figure")
+            continue
+        ratio, noise = figures["step_seconds"] / peer["step_seconds"], _noise(found, job)
+        evidence = f"{name}: {ratio:.2f} times the peer's step (noise {noise:.0%})"
+        yield _judged(ratio > 1 + noise, evidence, "claim no speed against this peer")
+
+
+def _ours(found: Found) -> Iterator[tuple[str, Figures]]:
+    for name, figures in found.items():
+        if name.startswith("6-") and str(figures.get("way", "")).startswith("overspill"):
+            yield name, figures
+
+
+def _noise(found: Found, job: str) -> float:
+    """How far two runs of plain training are from one another."""
+    one, other = (found.get(f"6-{job}-{k}", {}).get("step_seconds") for k in ("eager", "eager-again"))
+    return abs(one / other - 1) if one and other else 0.0
+
+
+def overlap(found: Found) -> Iterator[Verdict]:
+    """Topic 7."""
+    for name, figures in tables.named(found, "7-profile-").items():
+        if "copy_busy_seconds" not in figures or not (copies := sum(figures["copy_busy_seconds"].values())):
+            continue
+        share = figures["copies_beside_kernels_seconds"] / copies
+        yield _judged(share < LEAST_OVERLAP, f"{name}: {share:.0%} of copy time", "find what the lanes wait for")
+
+
+def good_device_file(found: Found) -> Iterator[Verdict]:
+    """Topic 8."""
+    for name, figures in tables.named(found, "8-again-").items():
+        gain = 1 - figures["by_measured_times_measured_seconds"] / figures["by_device_file_measured_seconds"]
+        yield _judged(
+            gain > GAIN_BY_MEASURED_TIMES, f"{name}: {gain:+.1%}", "mend rates or efficiencies of the device file"
+        )
+
+
+def true_estimates(found: Found) -> Iterator[Verdict]:
+    """Topic 9."""
+    if errors := tables.errors_of_estimates(found):
+        sizes = {name: abs(error) for name, error in errors.items()}
+        worst = max(sizes, key=lambda name: sizes[name])
+        middle = statistics.median(sizes.values())
+        crossed = middle > MEDIAN_ESTIMATE_ERROR or sizes[worst] > LARGEST_ESTIMATE_ERROR
+        evidence = f"median {middle:.1%}, largest {sizes[worst]:.1%} ({worst}), {len(sizes)} jobs"
+        yield _judged(crossed, evidence, "mend the models of workspaces and context")
+
+
+def larger_than_memory(found: Found) -> Iterator[Verdict]:
+    """Topic 10."""
+    plain, ours = found.get("10-decoder-plain"), found.get("10-decoder-6GiB")
+    if plain and ours:
+        same = plain["losses"] == ours["losses"]
+        yield _judged(not same, "losses are " + ("equal" if same else "not equal"), "claim nothing of it")
+    if ours and (peak := allocated_peak(ours)) is not None:
+        yield _within("10-decoder-6GiB", peak, ours["budget_bytes"])
+
+
+def sound_pools(found: Found) -> Iterator[Verdict]:
+    """Topics 4 and 11."""
+    normal = found.get("4-live-out-of-memory-none", {}).get("raised", "OutOfMemoryError")
+    for pool in ("best-fit", "two-ended", "virtual"):
+        if (trained := found.get(f"4-live-{pool}")) is not None:
+            yield _judged(not trained["identical"], f"{pool}: losses", "do not offer this pool")
+        if (refused := found.get(f"4-live-out-of-memory-{pool}")) is not None:
+            evidence = f"{pool}: out of memory raises {refused['raised']}, PyTorch's allocator {normal}"
+            yield _judged(refused["raised"] != normal or not refused["goes_on"], evidence, "raise what PyTorch raises")
+        if (ended := found.get(f"4-live-exit-{pool}")) is not None:
+            unclean = bool(ended["exit_code"] or ended["standard_error"])
+            yield _judged(unclean, f"{pool}: exit code {ended['exit_code']}", "let go of blocks at exit")
+    if (sanitized := found.get("11-sanitizer")) is not None:
+        evidence = "; ".join(sanitized["summary"]) or f"exit code {sanitized['exit_code']}"
+        yield _judged(sanitized["exit_code"] != 0, f"compute-sanitizer: {evidence}", "do not offer the virtual pool")
+
+
+RULES: dict[Rule, str] = {
+    installed: "the command line trains, with identical numbers",
+    whole_round_trips: "0 of all round trips come back wrong",
+    same_bits: "every way of ours gives plain training's bits where plain training repeats itself",
+    within_budget: "what is allocated stays within the budget",
+    card_of_that_size: "a limit of 1.0 times the budget is enough for PyTorch's allocator, without a retry",
+    sound_pools: "each pool of the live allocator trains, fails and ends as PyTorch's own allocator does",
+    cheap_swaps: f"a swap takes at most {MOST_ADDS_A_SWAP:.0f} small ops of host time",
+    device_bound: "host time of our steps is below their GPU time",
+    faster_than_peers: "our step at a peer's peak is no slower than the peer's, beyond the noise of plain training",
+    overlap: f"at least {LEAST_OVERLAP:.0%} of copy time lies beside kernels",
+    true_device_file: f"the device file's link is within {DEVICE_FILE_TOLERANCE:.0%} of the measured one",
+    good_device_file: f"plans by measured op times gain at most {GAIN_BY_MEASURED_TIMES:.0%}",
+    true_estimates: f"estimates: median error at most {MEDIAN_ESTIMATE_ERROR:.0%}, largest at most {LARGEST_ESTIMATE_ERROR:.0%}",
+    larger_than_memory: "the decoder of three times its budget has plain training's losses, within the budget",
+}

@@ -1,0 +1,144 @@
+"""Topic 3: are losses, weights and buffers those of plain training, to the last bit? And does plain training repeat itself?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gpu.experiment import Figures, Setting
+from overspill.core.errors import InfeasibleBudget, OverspillError
+from overspill.models import load
+from overspill.runtime.options import Options
+from overspill.runtime.training import Run, Training, same_bits, train, train_plain
+
+from .jobs import SMALL_BATCH
+
+STEPS = 3
+BUDGET = "60%"
+
+
+def eager(setting: Setting, model: str, batch: int, optimizer: str = "momentum") -> Figures:
+    """Plain training, again, with PyTorch's own batch norm kernels; then managed with and without transfers, by both doors."""
+    _deterministic()
+    training = _training(setting, model, batch, optimizer)
+    whole = replace(training, whole_step=True)
+    arms: dict[str, Callable[[], Run]] = {
+        "plain again": lambda: train_plain(training, Options()),
+        "plain, native batch norm": lambda: _with_native_batch_norm(training),
+        "compile": lambda: _within(BUDGET, lambda budget: train(training, Options(budget))),
+        "compile, nothing moved": lambda: train(training, Options()),
+        "train_step": lambda: _within(BUDGET, lambda budget: train(whole, Options(budget))),
+    }
+    return _compared(setting, train_plain(training, Options()), arms)
+
+
+def inductor(setting: Setting, model: str, batch: int, optimizer: str = "momentum") -> Figures:
+    """Stock torch.compile, again, and its programs within a budget: bits, and the peak beside the budget."""
+    _deterministic()
+    training = _training(setting, model, batch, optimizer)
+    stock = Options(backend="inductor")
+
+    def within(budget: str | None, placement: str | None = None, *, whole_step: bool = False) -> Run:
+        def run(share: str | None) -> Run:
+            options = Options(share, backend="inductor", partition=1, placement=placement)
+            return train(replace(training, whole_step=whole_step), options)
+
+        return _within(budget, run)
+
+    arms: dict[str, Callable[[], Run]] = {
+        "torch.compile again": lambda: train_plain(training, stock),
+        "compile": lambda: within(BUDGET),
+        "compile, nothing moved": lambda: within(None),
+        "compile, planned addresses": lambda: within(BUDGET, "planned"),
+        "train_step": lambda: within(BUDGET, whole_step=True),
+    }
+    return _compared(setting, train_plain(training, stock), arms)
+
+
+def _training(setting: Setting, model: str, batch: int, optimizer: str) -> Training:
+    size = SMALL_BATCH if setting.small else batch
+    return Training(lambda: load(model, small=setting.small), size, optimizer, STEPS, device=setting.device)
+
+
+def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
+    """A run within the budget, or where that is below the floor within the floor."""
+    try:
+        return run(budget)
+    except InfeasibleBudget:
+        return run("smallest")
+
+
+def _deterministic() -> None:
+    """Kernels that repeat themselves, as far as PyTorch has them; without its extra writes to fresh memory."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def _compared(setting: Setting, plain: Run, arms: dict[str, Callable[[], Run]]) -> Figures:
+    """Each arm beside plain training; the state of all of them is kept on the CPU."""
+    _to_cpu(plain)
+    found: Figures = {"plain_losses": plain.losses, "arms": {}}
+    for name, arm in arms.items():
+        gc.collect()
+        if setting.is_cuda:
+            torch.cuda.empty_cache()
+        try:
+            run = arm()
+        except OverspillError as error:  # an arm that is refused keeps none of the others from being asked
+            found["arms"][name] = {"refused": str(error)}
+        else:
+            _to_cpu(run)
+            found["arms"][name] = _difference(run, plain)
+        setting.note(**found)
+    return found
+
+
+def _difference(run: Run, plain: Run) -> Figures:
+    differing = [name for name, value in run.state.items() if not same_bits(value, plain.state[name])]
+    row: Figures = {"identical": run.identical_to(plain), "losses": run.losses, "differing_tensors": len(differing)}
+    if differing:
+        one, other = run.state[differing[0]], plain.state[differing[0]]
+        row["first_differing"] = differing[0]
+        row["its_largest_difference"] = (one.double() - other.double()).abs().max().item()
+    if run.plan is not None:
+        row |= {
+            "budget_bytes": run.plan.budget_bytes,
+            "planned_peak_bytes": run.planned_peak_bytes,
+            "measured_peak_bytes": run.measured_peak_bytes,
+            "offloaded_bytes": run.offloaded_bytes,
+        }
+    return row
+
+
+def _to_cpu(run: Run) -> None:
+    run.state = {name: value.cpu() for name, value in run.state.items()}
+
+
+def _with_native_batch_norm(training: Training) -> Run:
+    with _native_batch_norm():
+        return train_plain(training, Options())
+
+
+@contextmanager
+def _native_batch_norm() -> Iterator[None]:
+    """Batch norm by PyTorch's own kernels where eager CUDA takes cuDNN's: another's bits, if plain training has them."""
+    theirs = F.batch_norm
+
+    def ours(
+        x: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None,
+        training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        return torch.native_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
+
+    F.batch_norm = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.batch_norm = theirs

@@ -1,0 +1,156 @@
+"""The report on a campaign: every rule is crossed and held by made-up lines, and a record that is none of a GPU says so.
+
+`synthetic_gpu_campaign.jsonl` is made up for these tests; no machine gave its figures.
+"""
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SYNTHETIC = Path(__file__).parent / "synthetic_gpu_campaign.jsonl"
+
+# By rule: what crosses it, and how many figures hold it.
+EXPECTED = {
+    "installed": ([], 1),
+    "whole_round_trips": (["round-trips-late: 3 of 200 wrong"], 1),
+    "same_bits": (["resnet50, compile: model.0.weight", "inductor-gpt2, compile: made-up refusal"], 1),
+    "within_budget": (
+        ["3-bits-resnet50, compile: 3.0 GiB of 2.0 GiB", "5-peak-gpt2-50%-default: 2.0 GiB (2148532224 bytes) of 2.0 GiB (2147483648 bytes)"], 2,
+    ),
+    "card_of_that_size": (["resnet50-50%-x1.0: out of memory", "gpt2-100%-x1.0: 2 retries"], 1),
+    "sound_pools": (
+        [
+            "best-fit: exit code 134",
+            "two-ended: out of memory raises RuntimeError, PyTorch's allocator OutOfMemoryError",
+            "virtual: losses",
+        ],
+        6,
+    ),
+    "cheap_swaps": (["50.0 small ops a swap"], 0),
+    "device_bound": (["6-gpt2-overspill-at-save-on-cpu: host 300.0 ms, GPU 250.0 ms"], 1),
+    "faster_than_peers": (
+        [
+            "6-gpt2-overspill-at-save-on-cpu: 1.25 times the peer's step (noise 2%)",
+            "6-gpt2-overspill-at-offload-hooks: infeasible",
+        ],
+        1,
+    ),
+    "overlap": (["resnet50-60%: 25% of copy time"], 1),
+    "true_device_file": (["prefetch_bytes_per_second: 30.0 GB/s measured, 50.0 GB/s in h100.toml"], 2),
+    "good_device_file": (["resnet50: +20.0%"], 1),
+    "true_estimates": (["median 2.0%, largest 20.0% (lstm-64-adam), 3 jobs"], 0),
+    "larger_than_memory": (["10-decoder-6GiB: 7.0 GiB of 6.0 GiB"], 1),
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    for name in [n for n in sys.modules if n.split(".")[0] in ("gpu", "gpu_report")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("gpu.decisions", "gpu.tables", "gpu_report"):
+        importlib.import_module(name)
+    return importlib.import_module("gpu")
+
+
+def test_the_lines_are_plainly_marked_as_made_up(gpu: ModuleType) -> None:
+    assert all(str(line.device["name"]).startswith("SYNTHETIC") for line in gpu.lines.read([SYNTHETIC]))
+
+
+def test_every_rule_decides_by_its_threshold(gpu: ModuleType) -> None:
+    found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
+    told = {}
+    for rule in gpu.decisions.RULES:
+        said = list(rule(found))
+        crossed = [v.evidence for v in said if v.state == gpu.decisions.CROSSED]
+        told[rule.__name__] = crossed, sum(v.state == gpu.decisions.HELD for v in said)
+    assert told == EXPECTED
+
+
+def test_what_is_crossed_says_what_to_do(gpu: ModuleType) -> None:
+    found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
+    for verdict in gpu.decisions.verdicts(found):
+        assert bool(verdict.action) == (verdict.state == gpu.decisions.CROSSED or "repeat itself" in verdict.evidence)
+
+
+def test_a_rule_without_figures_says_so(gpu: ModuleType) -> None:
+    told = gpu.decisions.verdicts({})
+    assert {verdict.state for verdict in told} == {gpu.decisions.UNKNOWN}
+    assert [verdict.rule for verdict in told] == list(gpu.decisions.RULES.values())
+
+
+def test_plain_training_that_does_not_repeat_itself_decides_nothing_of_ours(gpu: ModuleType) -> None:
+    found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
+    (said,) = gpu.decisions.same_bits({"3-bits-gpt2": found["3-bits-gpt2"]})
+    assert (said.state, said.evidence) == (gpu.decisions.UNKNOWN, "gpt2: plain training does not repeat itself")
+
+
+def test_simulated_and_measured_figures_have_columns_of_their_own(gpu: ModuleType) -> None:
+    found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
+    head = gpu.tables.step_times(found, "gpt2").splitlines()[0]
+    assert "measured step" in head
+    assert "simulated slowdown" in head
+    row = next(r for r in gpu.tables.step_times(found, "gpt2").splitlines() if "overspill-at-checkpoint" in r)
+    assert (
+        row == "| overspill-at-checkpoint | 120.0 ms | 1.20 | 120.0 ms | 10.0 ms | 8.0 GiB | 9.0 GiB | 8.0 GiB | 1.10 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ({"kind": "cpu"}, "A rehearsal on the CPU"),
+        ({"kind": "cuda", "name": "NVIDIA H200 stand-in"}, "A rehearsal on a stand-in"),
+    ],
+)
+def test_a_rehearsal_is_called_one(gpu: ModuleType, device: dict[str, object], told: str) -> None:
+    line = replace(gpu.lines.read([SYNTHETIC])[0], device=device)
+    said = sys.modules["gpu_report"].machine([line])
+    assert told in said
+    assert "No figure is one of a GPU" in said
+
+
+def test_lines_of_two_devices_are_no_report(gpu: ModuleType) -> None:
+    known = gpu.lines.read([SYNTHETIC])[:2]
+    known[1] = replace(known[1], device={"kind": "cpu"})
+    with pytest.raises(ValueError, match="several devices"):
+        sys.modules["gpu_report"].report(known)
+
+
+def test_the_command_prints_every_table_and_what_did_not_finish() -> None:
+    said = report(str(SYNTHETIC))
+    assert said.returncode == 1, said.stderr
+    for title in ("What it decides", "Costs", "Bits", "Live allocator", "Peaks", "Step times: gpt2", "Estimates"):
+        assert f"## {title}\n\n|" in said.stdout
+    assert "| 6-resnet50-eager | failed | RuntimeError: made up, to be shown |" in said.stdout
+
+
+def test_the_outcomes_have_every_experiment_and_no_figure(gpu: ModuleType, tmp_path: Path) -> None:
+    report(str(SYNTHETIC), "--outcomes", str(tmp_path / "out.json"))
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert set(record) == {"recorded_on", "dates", "ended", "why"}
+    assert record["recorded_on"].startswith("Recorded on SYNTHETIC")
+    assert record["ended"]["not here"] == ["11-sanitizer"]
+    assert record["why"]["6-resnet50-eager"] == "RuntimeError: made up, to be shown"
+    assert sum(map(len, record["ended"].values())) == len(gpu.lines.read([SYNTHETIC]))
+
+
+def test_a_file_that_is_no_campaign_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for name, told in (("empty", "there is no line in it"), ("nowhere", "No such file")):
+        said = report(str(tmp_path / name))
+        assert said.returncode == 2
+        assert told in said.stderr.splitlines()[-1]
+
+
+def report(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "gpu_report.py"), *words], capture_output=True, text=True, check=False
+    )
