@@ -75,7 +75,7 @@ def share(model: str, batch: int, budget: str | None) -> dict[str, Any]:
     options = Options(budget, backend="inductor", device="a100-40gb", partition=1.0)
     device = device_for(options, CPU)
 
-    def use(partitioned: Partitioned) -> list[tuple[str, str, int]]:
+    def use(partitioned: Partitioned[CapturedPrograms]) -> list[tuple[str, str, int]]:
         (captured,) = partitioned
         nbytes = budget_for(options, captured.graph, device, CPU)
         schedule = plan_graph(options, captured.graph, device, nbytes).schedule

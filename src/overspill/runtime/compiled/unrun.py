@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.trace import describe_inputs
+from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.unrun import Written, write
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
@@ -31,7 +32,7 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
     """
     device = device_for(options, CPU)
 
-    def plan(partitioned: Partitioned) -> Plan:
+    def plan(partitioned: Partitioned[CapturedPrograms]) -> Plan:
         def within(nbytes: int) -> Plan:
             return partitioned.best_plan(lambda captured: plan_graph(options, captured.graph, device, nbytes))
 
@@ -45,7 +46,7 @@ def of_unrun(
     batch: Sequence[Tensor],
     optimizer: Optimizer,
     options: Options,
-    use: Callable[[Partitioned], T],
+    use: Callable[[Partitioned[CapturedPrograms]], T],
 ) -> T:
     """What `use` makes of the programs of `step(*batch)`; all tensors are fake. Raises what it raises, and as `write` does."""
     found: list[T | InfeasibleBudget] = []
