@@ -103,14 +103,11 @@ def same_bits(found: Found) -> Iterator[Verdict]:
             )
             continue
         for name, told in arms.items():
-            if name not in PLAIN_AGAIN:
-                first = told.get("refused") or told.get("first_differing") or "losses alone"
-                same = bool(told.get("identical"))
-                yield _judged(
-                    not same,
-                    f"{model}, {name}: " + ("identical" if same else first[:120]),
-                    "mend before any speed is quoted",
-                )
+            if "refused" in told:
+                yield Verdict("", UNKNOWN, f"{model}, {name}: refused: {told['refused'][:120]}", "find out why")
+            elif name not in PLAIN_AGAIN:
+                first = "identical" if told["identical"] else told.get("first_differing", "losses alone")
+                yield _judged(not told["identical"], f"{model}, {name}: {first}", "mend before any speed is quoted")
 
 
 def within_budget(found: Found) -> Iterator[Verdict]:
