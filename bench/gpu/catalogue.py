@@ -92,11 +92,13 @@ def _correctness() -> Iterator[Experiment]:
         yield Experiment(
             f"3-bits-{model}", BITS, "gpu.topics.bits:eager", asked, seconds=20, environment=DETERMINISTIC, on_cpu=True
         )
-    for model, batch, optimizer in (("gpt2", 8, "adamw"), ("resnet50", 32, "momentum")):
-        asked = {"model": model, "batch": batch, "optimizer": optimizer}
+    for name, model, batch, optimizer in (
+        ("gpt2", "gpt2", 8, "adamw"), ("gpt2-deterministic", "gpt2", 8, "adamw"), ("resnet50", "resnet50", 32, "momentum"),
+    ):  # fmt: skip
+        asked = {"model": model, "batch": batch, "optimizer": optimizer, "deterministic": name != "gpt2"}
         yield Experiment(
-            f"3-bits-inductor-{model}", BITS, "gpu.topics.bits:inductor", asked, seconds=60, environment=DETERMINISTIC,
-            on_cpu=model == "gpt2",
+            f"3-bits-inductor-{name}", BITS, "gpu.topics.bits:inductor", asked, seconds=60, environment=DETERMINISTIC,
+            on_cpu=name == "gpt2",
         )  # fmt: skip
 
 

@@ -237,6 +237,12 @@ def test_the_list_has_every_experiment_with_its_seconds_and_every_topic_with_wha
     assert sorted(catalogue.TOPICS) == list(range(12))
 
 
+def test_the_page_has_every_topic_as_it_is(gpu: ModuleType) -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for number, topic in importlib.import_module("gpu.catalogue").TOPICS.items():
+        assert f"| {number} {topic.title} | {topic.question} | {topic.decides} |\n" in page
+
+
 def test_every_experiment_names_a_function_and_needs_only_earlier_ones(gpu: ModuleType) -> None:
     before: set[str] = set()
     for experiment in importlib.import_module("gpu.catalogue").EXPERIMENTS.values():

@@ -20,7 +20,7 @@ SYNTHETIC = Path(__file__).parent / "synthetic_gpu_campaign.jsonl"
 EXPECTED = {
     "installed": ([], 1),
     "whole_round_trips": (["round-trips-late: 3 of 200 wrong"], 1),
-    "same_bits": (["resnet50, compile: model.0.weight", "inductor-gpt2, compile: made-up refusal"], 1),
+    "same_bits": (["resnet50, compile: model.0.weight"], 1),
     "within_budget": (
         ["3-bits-resnet50, compile: 3.0 GiB of 2.0 GiB", "5-peak-gpt2-50%-default: 2.0 GiB (2148532224 bytes) of 2.0 GiB (2147483648 bytes)"], 2,
     ),
@@ -77,7 +77,8 @@ def test_every_rule_decides_by_its_threshold(gpu: ModuleType) -> None:
 def test_what_is_crossed_says_what_to_do(gpu: ModuleType) -> None:
     found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
     for verdict in gpu.decisions.verdicts(found):
-        assert bool(verdict.action) == (verdict.state == gpu.decisions.CROSSED or "repeat itself" in verdict.evidence)
+        open_ = verdict.state == gpu.decisions.UNKNOWN and bool(verdict.evidence)
+        assert bool(verdict.action) == (verdict.state == gpu.decisions.CROSSED or open_)
 
 
 def test_a_rule_without_figures_says_so(gpu: ModuleType) -> None:
@@ -90,6 +91,12 @@ def test_plain_training_that_does_not_repeat_itself_decides_nothing_of_ours(gpu:
     found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
     (said,) = gpu.decisions.same_bits({"3-bits-gpt2": found["3-bits-gpt2"]})
     assert (said.state, said.evidence) == (gpu.decisions.UNKNOWN, "gpt2: plain training does not repeat itself")
+
+
+def test_a_refusal_is_no_answer_about_bits(gpu: ModuleType) -> None:
+    found = gpu.tables.figures_of(gpu.lines.read([SYNTHETIC]))
+    (said,) = gpu.decisions.same_bits({"3-bits-inductor-gpt2": found["3-bits-inductor-gpt2"]})
+    assert (said.state, said.evidence) == (gpu.decisions.UNKNOWN, "inductor-gpt2, compile: refused: made-up refusal")
 
 
 def test_simulated_and_measured_figures_have_columns_of_their_own(gpu: ModuleType) -> None:

@@ -556,3 +556,27 @@ def test_the_arena_keeps_the_budget(model: str) -> None:
         run = train(job, Options(budget, "auto", "host", backend="inductor", placement="planned"))
         assert run.identical_to(plain)
         assert run.measured_peak_bytes <= budget
+
+
+@pytest.mark.long
+def test_deterministic_algorithms_with_an_embedding_whose_gradient_is_put_by_index() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body((x[:, 0] * 50).long().abs() % 50)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for compile_ in (lambda model, _: torch.compile(model, dynamic=False), planned):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Words()
+            optimizer = optimizer_named("momentum")(model.parameters())
+            found.append(trained(compile_(model, optimizer), model, optimizer, [32, 32]))
+        assert all(map(same_bits, *found))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -267,6 +267,8 @@ class _Follower:
         target = self._plain(program, function)
         written = {n: Access.WRITE for k in call.keywords if k.arg == "out" for n in program.uses_of(k.value)}
         name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
+        if isinstance(target, torch._ops.OpOverloadPacket) and name.endswith("_") and "default" in target.overloads():
+            target = target.default  # `aten.index_put_(…)`, as deterministic mode has it for an embedding
         if isinstance(target, torch._ops.OpOverload):
             tags = target.tags
             if target._schema.is_mutable and not written:
