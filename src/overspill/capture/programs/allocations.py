@@ -6,6 +6,7 @@ number where a block is freed. Blocks that were there before are not known, nor 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,10 +38,18 @@ class Allocations:
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Note what is allocated while this lasts; it is there when it is over."""
-    found = Allocations()
-    with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
-        yield found
+    """Note what is allocated while this lasts; it is there when it is over.
+
+    No garbage is collected meanwhile: among it may be blocks that an earlier count saw come, and that would be seen to go here.
+    """
+    found, collects = Allocations(), gc.isenabled()
+    gc.disable()
+    try:
+        with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
+            yield found
+    finally:
+        if collects:
+            gc.enable()
     events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
     found.changes = [nbytes for _, nbytes in changes]
