@@ -23,7 +23,10 @@ ABOUT = (
 
 
 class Record:
-    """What the checks found, for one file; checks that were not run keep what stood there."""
+    """What the checks found, for one file; checks that were not run keep what stood there.
+
+    So does `before`: what cards and host work were when the rehearsal was first run.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -35,14 +38,15 @@ class Record:
     def write(self) -> None:
         if self._path is None or not self.checks:
             return
-        before = json.loads(self._path.read_text())["checks"] if self._path.exists() else {}
+        earlier = json.loads(self._path.read_text()) if self._path.exists() else {}
         import torch
 
         versions = {
             "torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
             "python": platform.python_version(), "numpy": version("numpy"),
         }  # fmt: skip
-        found = {"about": ABOUT, "versions": versions, "checks": dict(sorted((before | self.checks).items()))}
+        checks = dict(sorted((earlier.get("checks", {}) | self.checks).items()))
+        found = {"about": ABOUT, "versions": versions, "before": earlier.get("before", {}), "checks": checks}
         self._path.write_text(json.dumps(found, indent=1) + "\n")
 
 
