@@ -19,9 +19,15 @@ QUICK = (
     ("tied-autoencoder", "train_step"),
 )
 """Those that do not wait for the long suite."""
+BY_INDUCTOR = (
+    "gan", "vae", "dcgan", "diffusion", "tied-autoencoder", "vit", "convnext", "unet", "segmentation",
+    "super-resolution", "channels-last", "deep-supervision", "evaluation-and-partial-batches", "cumulative-batch-norm",
+    "siamese", "twins", "simclr", "triplet", "graph-attention", "message-passing",
+)  # fmt: skip
+"""Those that are tried with Inductor's kernels too, against stock torch.compile."""
 WAYS = [
     *((name, way) for name, found in PROGRAMS.items() for way in found.ways),
-    *((name, INDUCTOR) for name in PROGRAMS),  # against stock torch.compile
+    *((name, INDUCTOR) for name in BY_INDUCTOR),
 ]
 CASES = [
     pytest.param(
