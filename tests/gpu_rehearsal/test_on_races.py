@@ -136,7 +136,6 @@ def test_no_races_at_planned_addresses(planned: Any, record: Any) -> None:
     assert found["races"] == 0
 
 
-@pytest.mark.xfail(reason="nanobind counts what lives on with the allocator as leaked")
 def test_a_process_with_planned_addresses_ends_without_a_word(planned: Any) -> None:
     assert "leaked" not in planned.stderr
 

@@ -36,7 +36,6 @@ def test_out_of_memory_is_pytorch_s_error(trouble: Any) -> None:
     assert found["recognised"]
 
 
-@pytest.mark.xfail(reason="the live allocator raises RuntimeError, which neither PyTorch nor Overspill takes for it")
 def test_out_of_memory_of_the_live_allocator_is_pytorch_s_error(trouble: Any) -> None:
     found = trouble("out_of_memory_of_live_allocator")
     assert found["torch"]
