@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import (
-    MUTATION,
-    UPDATE,
     CapturedStep,
     GradientOps,
     ParameterUpdate,
@@ -29,7 +27,6 @@ from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
-from overspill.planning.gather import gather
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.lower import lower_step
@@ -47,9 +44,9 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.forks import ForkedLock
 from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
-from overspill.simulate import check, simulate
 
 from .gate import without_collections
+from .gathered import Groups, gathered
 from .programs import Step, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
@@ -250,7 +247,9 @@ class StepPlans:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
-        plan, groups = self._gathered(captured, plan)
+        groups: Groups = ()
+        if not self.options.profile:  # which times each op
+            plan, groups = gathered(captured, plan, self.state.updates)
         module = lower_step(captured, plan.schedule, self.state.engine_number, groups, self.state.updates.together)
         if self.options.profile:
             self._timers.append((device.name, timer := OpTimer(captured.graph, self.state.where)))
@@ -266,24 +265,6 @@ class StepPlans:
             results,
             python,
         )  # fmt: skip
-
-    def _gathered(self, captured: CapturedStep, plan: Plan) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
-        """`plan` with updates gathered, and those that are one call; none while each op is timed."""
-        if self.options.profile:
-            return plan, ()
-        updates = [
-            op
-            for op, node in captured.nodes.items()
-            if (mutation := node.meta.get(MUTATION)) is not None
-            and mutation.op == UPDATE
-            and self.state.updates.is_whole(node.args[0].meta["val"], node.target.__self__.group)
-        ]
-        schedule, groups = gather(plan.graph, plan.schedule, updates, plan.timeline.live_bytes)
-        peak = check(plan.graph, schedule).peak_bytes
-        assert peak <= plan.peak_bytes
-        return replace(
-            plan, schedule=schedule, timeline=simulate(plan.graph, schedule, plan.device, plan.op_seconds)
-        ), groups
 
     def _budget(self, graph: Graph, device: Device) -> int:
         """The budget in bytes; one that follows from a step is fixed by the first, and holds for all kinds of inputs."""
