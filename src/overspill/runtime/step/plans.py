@@ -240,6 +240,9 @@ class StepPlans:
             plan = self.processes.plan(
                 captured.graph, budget, lambda budget: plan_graph(self.options, captured.graph, device, budget)
             )
+        groups: Groups = ()
+        if not self.options.profile:  # which times each op
+            plan, groups = gathered(captured, plan, self.state.updates)
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -247,9 +250,6 @@ class StepPlans:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
-        groups: Groups = ()
-        if not self.options.profile:  # which times each op
-            plan, groups = gathered(captured, plan, self.state.updates)
         module = lower_step(captured, plan.schedule, self.state.engine_number, groups, self.state.updates.together)
         if self.options.profile:
             self._timers.append((device.name, timer := OpTimer(captured.graph, self.state.where)))
