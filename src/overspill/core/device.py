@@ -13,10 +13,10 @@ class Device(Saved):
 
     `flops_per_second` by dtype name, `efficiency` the share of it that each layer type reaches. Offload goes from the
     device to the store, prefetch comes back; `full_duplex` says whether both directions run at full rate at once.
+    `transfer_host_seconds` is what the processor that issues ops spends on each transfer, to start it and to await it.
     `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU
     competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
     first tensor, between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
-    `transfer_host_seconds` is what the processor that issues ops spends on each transfer, to start it and to await it.
     `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from. `index`
     is which of this machine's CUDA devices it is; None where it is none of them.
     """
@@ -33,13 +33,13 @@ class Device(Saved):
     full_duplex: bool
     context_bytes: int
     transfer_compute_share: float = 0.0
+    transfer_host_seconds: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     context_low_bytes: int = 0
     context_high_bytes: int = 0
     compute_capability: str = ""
     multiprocessors: int = 0
-    transfer_host_seconds: float = 0.0
     index: int | None = None
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 
@@ -130,6 +132,26 @@ def test_closing_with_transfers_under_way_is_clean(engine: TransferEngine) -> No
     engine.close()
     assert transfer_threads(engine) == []
     del ready, handles, tensors
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_with_its_handle_goes_all_that_was_kept_for_it(engine: TransferEngine, is_closed: bool) -> None:
+    memory = numbers(1000).untyped_storage()
+    alive = weakref.ref(memory)
+    gc.disable()  # which would find it in the end
+    try:
+        handle = engine.offload(torch.empty(0).set_(memory, 0, (1000,), (1,)))
+        del memory
+        if is_closed:
+            engine.close()
+        del handle
+        deadline = time.monotonic() + 5  # a thread may be copying it
+        while alive() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert alive() is None
+    finally:
+        gc.enable()
+        engine.close()
 
 
 def test_a_handle_outlives_its_engine() -> None:

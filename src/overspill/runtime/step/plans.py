@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import (
-    MUTATION,
-    UPDATE,
     CapturedStep,
     GradientOps,
     ParameterUpdate,
@@ -29,7 +27,6 @@ from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.costs import MeasuredTimes
-from overspill.planning.gather import gather
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
@@ -51,9 +48,9 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.forks import ForkedLock
 from overspill.runtime.transfer.host_memory import economise
 from overspill.runtime.transfer.stores import whole_pages
-from overspill.simulate import check, simulate
 
 from .gate import without_collections
+from .gathered import Groups, gathered
 from .programs import Step, StepPrograms, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
@@ -297,6 +294,9 @@ class StepPlans:
                 plan = agreed(error.floor_bytes)
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._state_of(captured))
+        groups: Groups = ()
+        if not self.options.profile:  # which times each op
+            plan, groups = gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -304,7 +304,6 @@ class StepPlans:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
-        plan, groups = self._gathered(captured, plan)
         if self.steps is not None:
             limit_steps(self.steps, plan)
         module = lower_step(captured, plan.schedule, self.state.engine_number, groups, self.state.updates.together)
@@ -323,23 +322,6 @@ class StepPlans:
             found.python,
             captured.partition,
         )  # fmt: skip
-
-    def _gathered(self, captured: CapturedStep, plan: Plan) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
-        """`plan` with updates gathered, and those that are one call; none while each op is timed."""
-        if self.options.profile:
-            return plan, ()
-        updates = [
-            op
-            for op, node in captured.nodes.items()
-            if (mutation := node.meta.get(MUTATION)) is not None
-            and mutation.op == UPDATE
-            and self.state.updates.is_whole(node.args[0].meta["val"], node.target.__self__.group)
-        ]
-        schedule, groups = gather(plan.graph, plan.schedule, updates, plan.timeline.live_bytes)
-        assert check(plan.graph, schedule).peak_bytes <= plan.peak_bytes
-        timeline = simulate(plan.graph, schedule, plan.device, plan.op_seconds)
-        gathered = measured_again(self.options, replace(plan, schedule=schedule, timeline=timeline))
-        return (plan, ()) if gathered is None else (gathered, groups)
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """What gives the best plan of `steps` within some bytes."""

@@ -1,6 +1,7 @@
 """The optimizer's part of a whole step: each parameter's update as an op of its own, by the user's own optimizer.
 
-An update runs the optimizer's own `step` on one parameter, slice by slice, so that its temporaries stay small. None of
+An update runs the optimizer's own `step` on one parameter, slice by slice, so that its temporaries stay small; or on
+several that the plan has gathered, where theirs fit too, for a step costs the host as much for one as for many. None of
 its arithmetic is written again here, so the numbers are those of `optimizer.step()`; the settings of parameter groups
 are read anew at every step, so that schedulers and users may change them.
 """

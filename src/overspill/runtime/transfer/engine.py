@@ -254,13 +254,13 @@ def _when_a_handle_dies(engine: TransferEngine) -> Callable[[weakref.ref[Untyped
 
     def died(handle: weakref.ref[UntypedStorage]) -> None:
         assert isinstance(handle, _HandleRef)
+        stored = handle.stored
+        stored.handle = None  # nothing is left for the garbage collector, which may come late
         if (alive := known()) is None:
             return
-        if (
-            alive._table.get(handle.key) is handle.stored
-        ):  # else all was closed, or the address is another handle's already
+        if alive._table.get(handle.key) is stored:  # else all was closed, or its address is another handle's already
             del alive._table[handle.key]
-        alive._drop(handle.stored)
+        alive._drop(stored)
 
     return died
 
