@@ -199,7 +199,8 @@ extern "C" {
     if (!address)
         overspill::live::TorchOutOfMemory::get().raise(
             "CUDA out of memory: Overspill's allocator finds no room for " + std::to_string(size) +
-            " bytes on device " + std::to_string(device) + ", of which it holds " + std::to_string(allocator->statistics().reserved));
+            " bytes on device " + std::to_string(device) + ", of which it holds " +
+            std::to_string(allocator->statistics().reserved));
     return reinterpret_cast<void*>(*address);
 }
 
