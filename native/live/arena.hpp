@@ -1,5 +1,5 @@
 // The planned part of a step (profile-guided placement, section 4.2): the i-th request gets the i-th planned place. A
-// request that the plan does not have, or one less, does not shift the others: what follows finds its place by its size.
+// request that the plan does not have, or one less, does not shift the others: these find their places by their sizes.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@ enum class Answer {
 
 // Requests come in the recorded order, but nothing is sure about the frees. A block whose free the plan counts on when
 // a place is given out is *late* while it is still there, and blocks of the step before are, at the beginning of one;
-// a place is given out only where no late block lies. All others are apart from it by the layout: places are given out in
-// the order of the plan, though some may be left out.
+// a place is given out only where no late block lies. All others are apart from it by the layout: places are given out
+// in the order of the plan, though some may be left out.
 class Arena {
   public:
     Arena(Address base, Bytes nbytes, std::vector<Place> places) : base_(base), nbytes_(nbytes) {
@@ -124,8 +124,8 @@ class Arena {
     static constexpr std::size_t kLooksAhead = 32;
     static constexpr Bytes kAlignmentBytes = 512;  // to which recorded sizes are rounded up
 
-    // The planned request that this is: the next one if it is as large; or one of those behind it that is; or the next one
-    // if its place is large enough. The number of slots if it is none: an extra one.
+    // The planned request that this is: the next one if it is as large; or one of those behind it that is; or the next
+    // one if its place is large enough. The number of slots if it is none: an extra one.
     std::size_t wanted(Bytes nbytes, std::int32_t stream) const {
         const auto is_exact = [&](const Slot& slot) { return slot.nbytes == nbytes && slot.stream == stream; };
         const Slot& next = slots_[next_];

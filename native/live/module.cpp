@@ -198,13 +198,14 @@ extern "C" {
     const auto address = allocator->allocate(size, reinterpret_cast<overspill::live::Stream>(stream));
     if (!address)
         overspill::live::TorchOutOfMemory::get().raise(
-            "CUDA out of memory: Overspill's allocator finds no room for " + std::to_string(size) + " bytes on device " +
-            std::to_string(device) + ", of which it holds " + std::to_string(allocator->statistics().reserved));
+            "CUDA out of memory: Overspill's allocator finds no room for " + std::to_string(size) +
+            " bytes on device " + std::to_string(device) + ", of which it holds " +
+            std::to_string(allocator->statistics().reserved));
     return reinterpret_cast<void*>(*address);
 }
 
-// Called by destructors, which must not throw: after a sticky error of the device every call fails, and what counts is that
-// error, which PyTorch's next call reports.
+// Called by destructors, which must not throw: after a sticky error of the device every call fails, and what counts is
+// that error, which PyTorch's next call reports.
 [[gnu::visibility("default")]] void overspill_free(void* ptr, ssize_t, int device, void*) noexcept {
     try {
         if (auto* allocator = overspill::live::installed_on(device))
@@ -218,8 +219,8 @@ extern "C" {
 [[gnu::visibility("default")]] void overspill_begin_pool(int, std::pair<unsigned long long, unsigned long long>,
                                                          std::function<bool(void*)>) {
     throw std::runtime_error(
-        "CUDA graphs and memory pools do not work with Overspill's live allocator (placement='planned'), which gives blocks "
-        "other addresses in other steps; take placement='planned' or the graph away");
+        "CUDA graphs and memory pools do not work with Overspill's live allocator (placement='planned'), which gives "
+        "blocks other addresses in other steps; take placement='planned' or the graph away");
 }
 
 [[gnu::visibility("default")]] void overspill_empty_cache() {

@@ -24,6 +24,8 @@ T = TypeVar("T")
 STEPS = 3
 """The first step makes the optimizer's state, which then lies where feature maps had been; the second meets it there, and
 what the second leaves the third does."""
+STEPS_EXPANDING = 12
+"""Expandable segments grow by pages in later steps too, more and more rarely: of GPT-2, not beyond the twelfth."""
 MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
 """Ops that bring up a library's handle."""
 ELASTIC = frozenset({"convolution", "convolution_backward"})
@@ -65,7 +67,8 @@ class Card:
         has_elastic = any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
         found = []
         for share in SHARES if has_elastic else SHARES[-1:]:
-            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share)
+            steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
+            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share, steps)
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
@@ -168,6 +171,7 @@ class _Run:
         self.schedule = schedule
         self.handle_bytes = handle_bytes
         self.share = share
+        self.has_state = False
         self.rows: list[tuple[int, int, int, int]] = []
         self.live: dict[int | str, list[int]] = {}
         self.blocks = 0
@@ -236,10 +240,12 @@ class _Run:
             self.take(thread, self.handle_bytes)
 
     def take_state(self) -> None:
-        """The optimizer's state, unless it is there: for each parameter, what is kept of its size."""
-        for tensor in self.graph.tensors:
-            if tensor.kind is TensorKind.OPTIMIZER_STATE and tensor.id not in self.schedule.stored:
-                self.take_tensor(tensor.id)
+        """The optimizer's state, the first time: for each parameter, what is kept of its size."""
+        if not self.has_state:
+            self.has_state = True
+            for tensor in self.graph.tensors:
+                if tensor.kind is TensorKind.OPTIMIZER_STATE and tensor.id not in self.schedule.stored:
+                    self.take_tensor(tensor.id)
 
     def take_tensor(self, tensor: int) -> None:
         """A tensor comes to the device, unless it is there. What stands for several has blocks of the parameters' sizes."""
