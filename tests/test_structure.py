@@ -122,7 +122,8 @@ def circles(source: Path) -> list[list[str]]:
     as importing the module where the name stands.
     """
     # Of native modules the stub stands in the tree.
-    paths = {module_of(path, source): path for path in sorted((source / "overspill").glob("**/*.py*"), reverse=True)}
+    files = [path for pattern in ("**/*.py", "**/*.pyi") for path in (source / "overspill").glob(pattern)]
+    paths = {module_of(path, source): path for path in sorted(files, reverse=True)}
     imports = {name: list(imported_modules(path, source)) for name, path in paths.items()}
     handed_on = {
         f"{name}.{full.rsplit('.', 1)[1]}": full

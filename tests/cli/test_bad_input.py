@@ -219,7 +219,7 @@ def test_a_reference_that_does_not_fit_in_memory_is_told_from_the_managed_run(
 def test_a_defect_of_overspill_is_not_blamed_on_the_model(
     overspill: Overspill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overspill.runtime.compiled.session.retained_bytes", len)  # which takes one argument, not two
+    monkeypatch.setattr("overspill.plans.plan.retained_bytes", len)  # which takes one argument, not two
     done = overspill(TRAIN)
     assert done.code == 3
     assert "Overspill itself failed" in done.error

@@ -142,7 +142,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     figures = {"total": 16 << 30, "used": 320 * MIB, "reserved": 200 * MIB}
 
     class Properties:
-        total_memory = figures["total"]
+        name, total_memory = "Tesla T4", figures["total"]
 
     fakes = {
         "get_device_name": lambda _: "Tesla T4",

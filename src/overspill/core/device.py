@@ -33,13 +33,13 @@ class Device(Saved):
     full_duplex: bool
     context_bytes: int
     transfer_compute_share: float = 0.0
-    transfer_host_seconds: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     context_low_bytes: int = 0
     context_high_bytes: int = 0
     compute_capability: str = ""
     multiprocessors: int = 0
+    transfer_host_seconds: float = 0.0
     index: int | None = None
 
     @property

@@ -33,4 +33,5 @@ def gathered(
 
 def _is_whole(captured: CapturedStep, op: int, updates: OptimizerUpdates) -> bool:
     node = captured.nodes[op]
-    return updates.is_whole(node.args[0].meta["val"], node.target.__self__.group)
+    owner = getattr(node.target, "__self__", None)  # None where its gradient is laid out anew
+    return owner is not None and updates.is_whole(node.args[0].meta["val"], owner.group)
