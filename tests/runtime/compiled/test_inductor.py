@@ -534,7 +534,8 @@ def test_calls_that_wait_for_their_backward_have_an_arena_each_within_the_budget
         live += after
     assert kept.requires_grad
     del peaks[1], peaks[-1]  # which are warned of
-    assert max(peaks) <= budget
+    # A batch of another shape is the program's own: the plan of the first call does not know what it is.
+    assert max(peaks) <= budget + part.nbytes
 
 
 def test_a_backward_that_writes_over_what_it_read_does_not_run_twice() -> None:
