@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulate.graphs import Build, networks
@@ -155,6 +156,7 @@ def test_every_op_sees_what_it_sees_in_the_order_of_the_graph(graph: Graph) -> N
     assert there.targets(made.instructions[0].verb) == order
 
 
+@pytest.mark.long
 def test_thousands_of_layers_take_a_moment() -> None:
     deep = block({i: (i - 1,) if i else () for i in range(6000)})
     fan = block({0: (), **dict.fromkeys(range(1, 3000), (0,)), 3000: tuple(range(1, 3000))})

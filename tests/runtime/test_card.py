@@ -73,8 +73,9 @@ def budget_of(job: Training, share: float) -> int:
     return CARD.context_bytes + int(share * plan.reserved_bytes)
 
 
-@pytest.mark.parametrize("whole_step", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize(("model", "batch"), [(DECODER, 16), pytest.param("resnet18", 4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("whole_step", [False, True])
+@pytest.mark.parametrize(("model", "batch"), [(DECODER, 16), ("resnet18", 4)])
 def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
     model: str, batch: int, whole_step: bool, tmp_path: Any
 ) -> None:

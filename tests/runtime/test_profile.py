@@ -27,6 +27,7 @@ def test_a_profiled_run_gives_the_same_numbers_and_a_time_for_every_op_that_runs
     assert MeasuredTimes.load(tmp_path / "times.json") == run.times
 
 
+@pytest.mark.long
 def test_a_plan_uses_measured_times_of_its_own_device_only() -> None:
     graph = preview(JOB, Options(budget="1GiB")).graph
     convolution = next(op for op in graph.ops if op.name == "convolution")
