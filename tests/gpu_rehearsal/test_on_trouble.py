@@ -9,7 +9,6 @@ import pytest
 from tests.gpu_rehearsal.processes import found_on_card, on_card
 
 MIB = 1 << 20
-SMALL_CARD = 60 * MIB
 """Less than the parameters, gradients and activations of the step in trouble.py."""
 
 
@@ -31,7 +30,7 @@ def test_both_doors_work_on_a_second_device_and_take_nothing_of_the_first(troubl
 
 
 def test_out_of_memory_is_pytorch_s_error(trouble: Any) -> None:
-    found = trouble("out_of_memory", card_bytes=SMALL_CARD)
+    found = trouble("out_of_memory")
     assert found["torch"]
     assert found["recognised"]
 
