@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 from tests.gpu_rehearsal.processes import found_on_card, on_card
 
-MIB = 1 << 20
-"""Less than the parameters, gradients and activations of the step in trouble.py."""
-
 
 @pytest.fixture
 def trouble(record: Any) -> Any:
