@@ -90,13 +90,7 @@ class Pairs:
         """The figures of one comparison, measured and simulated ones under names of their own."""
         ratios = [m / p for m, p in zip(self.managed_seconds, self.plain_seconds, strict=True)]
         plan = self.plan
-        return {
-            "budget_bytes": plan.budget_bytes,
-            "planned_peak_bytes": plan.peak_bytes,
-            "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
-            "offloaded_bytes": plan.offloaded_bytes,
-            "recomputed_ops": plan.recomputed_ops,
-            "plan_seconds": plan.plan_seconds,
+        return plan_figures(plan) | {
             "plain_step_seconds": self.plain_seconds,
             "managed_step_seconds": self.managed_seconds,
             "plain_first_step_seconds": self.first_seconds[0],
@@ -108,6 +102,18 @@ class Pairs:
             "simulated_exposed_transfer_seconds": plan.timeline.exposed_transfer_seconds,
             "losses_identical": self.losses_identical,
         }
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """What a plan takes and moves."""
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "planned_peak_bytes": plan.peak_bytes,
+        "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
+        "recomputed_ops": plan.recomputed_ops,
+        "plan_seconds": plan.plan_seconds,
+    }
 
 
 def compare(case: Case, options: Options, device: torch.device, pairs: int, warmup: int = 1) -> Pairs:

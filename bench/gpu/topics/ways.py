@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from paired import plan_figures
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,7 @@ import overspill
 from gpu.experiment import Figures
 from overspill.models.gpt2 import Block
 from overspill.models.resnet import Residual
+from overspill.plans.plan import Plan
 
 from .jobs import Built
 from .offload_hooks import HostOptimizer, OffloadHooks
@@ -102,7 +104,7 @@ def managed(built: Built, budget: str | int | None, backend: str = "eager", plac
 
     def says() -> Figures:
         moved = session.engine.offloaded_bytes if session.engine else 0
-        found = plan_figures(session.plans[0]) | {"offloaded_bytes_in_all": moved}
+        found = promises(session.plans[0]) | {"offloaded_bytes_in_all": moved}
         partitions = [p for p in session.partitions if p is not None]
         return found | ({"partition": partitions[0]} if partitions else {})
 
@@ -116,18 +118,12 @@ def whole_step(built: Built, budget: str | int | None, backend: str = "eager") -
     whole = overspill.train_step(
         built.step.model, built.step.loss, built.optimizer(), budget=_asked(budget), backend=backend
     )
-    return Way(lambda: whole(*built.batch), lambda: plan_figures(whole.plans[-1]) | {"peak_bytes": whole.peak_bytes})
+    return Way(lambda: whole(*built.batch), lambda: promises(whole.plans[-1]) | {"peak_bytes": whole.peak_bytes})
 
 
-def plan_figures(plan: Any) -> Figures:
+def promises(plan: Plan) -> Figures:
     """What a plan promises. Its times are simulated."""
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "planned_peak_bytes": plan.peak_bytes,
-        "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
-        "offloaded_bytes": plan.offloaded_bytes,
-        "recomputed_ops": plan.recomputed_ops,
-        "plan_seconds": plan.plan_seconds,
+    return plan_figures(plan) | {
         "simulated_step_seconds": plan.step_seconds,
         "simulated_slowdown": plan.slowdown,
     }

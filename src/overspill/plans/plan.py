@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -128,6 +128,11 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
         op_seconds=seconds,
         retained_bytes=retained_bytes(graph, schedule),
     )
+
+
+def most_known(found: Iterable[int | None]) -> int | None:
+    """The largest of the numbers that are known; None where none is."""
+    return max((number for number in found if number is not None), default=None)
 
 
 def smallest_budget(plan_within: Callable[[int], Plan]) -> int:

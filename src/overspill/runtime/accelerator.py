@@ -25,11 +25,6 @@ def is_available() -> bool:
     return found is not None and found.type in KINDS
 
 
-def is_accelerator(device: torch.device) -> bool:
-    """Whether `device` has streams and memory of its own."""
-    return device.type in KINDS
-
-
 # -- streams and events
 
 
@@ -105,13 +100,13 @@ def raw_streams(device: torch.device) -> RawStreams | None:
 
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Bytes that are free on `device`, and that it has."""
-    free, total = torch.accelerator.get_memory_info(device)
+    free, total = torch.get_device_module(device).mem_get_info(device)
     return int(free), int(total)
 
 
 def reserved_bytes(device: torch.device) -> int:
     """Bytes that PyTorch's allocator holds of `device`."""
-    return int(torch.accelerator.memory_reserved(device))
+    return int(torch.get_device_module(device).memory_reserved(device))
 
 
 def reset_peaks(device: torch.device) -> None:

@@ -55,8 +55,7 @@ def device_noun(device: torch.device) -> Device:
 def usable_bytes(device: torch.device) -> int:
     """Bytes that tensors may take on `device`: physical memory on the CPU, what the driver leaves on CUDA."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free) + _held_bytes(device)
+        return accelerator.memory_info(device)[0] + _held_bytes(device)
     return device_noun(device).memory_bytes
 
 
@@ -97,7 +96,7 @@ def allocator_config() -> CachingConfig:
 def _held_bytes(device: torch.device) -> int:
     """What the process has reserved of a CUDA device."""
     ours = serving()
-    return torch.cuda.memory_reserved(device) if ours is None else ours.statistics().reserved_bytes
+    return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
 
 
 def _context_bytes(index: int, known: Device) -> int:
@@ -107,8 +106,9 @@ def _context_bytes(index: int, known: Device) -> int:
     """
     if index not in _CONTEXTS:
         software = _software()
-        free, total = torch.cuda.mem_get_info(index)
-        beside = total - free - _held_bytes(torch.device("cuda", index))
+        where = torch.device("cuda", index)
+        free, total = accelerator.memory_info(where)
+        beside = total - free - _held_bytes(where)
         usual = context_bytes(known, software.cuda_version)
         bare = beside if beside <= usual.high else usual.central
         _CONTEXTS[index] = bare + _to_come(software, known).central

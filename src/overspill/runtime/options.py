@@ -164,12 +164,7 @@ def within_budget(
 
 
 def measured_again(options: Options, plan: Plan) -> Plan | None:
-    """`plan`, whose updates were gathered after it was made, with what it takes now; None where it may be over its budget.
-
-    What updates take of the allocator together is not simulated, so within the size of a card they stay apart.
-    """
-    if plan.device_budget_bytes is not None:
-        return None
+    """`plan`, whose updates were gathered after it was made, with what it takes now; None where that is over its budget."""
     if _knows_card(options, plan.device):
         return card_for(options, plan.device).measured(plan)
     if options.placer is not None and place_plan(plan, options.placer).peak_bytes > plan.budget_bytes:

@@ -22,7 +22,7 @@ from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.plans.plan import Plan, unmanaged_peak
+from overspill.plans.plan import Plan, most_known, unmanaged_peak
 from overspill.runtime import batches
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
@@ -195,12 +195,12 @@ class Session:
     @property
     def reserved_bytes(self) -> int | None:
         """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
-        return max((plan.reserved_bytes for plan in self.plans if plan.reserved_bytes is not None), default=None)
+        return most_known(plan.reserved_bytes for plan in self.plans)
 
     @property
     def device_bytes(self) -> int | None:
         """The same with the context: what the card must have."""
-        return max((plan.device_bytes for plan in self.plans if plan.device_bytes is not None), default=None)
+        return most_known(plan.device_bytes for plan in self.plans)
 
     def room_bytes(self) -> int:
         """What the budget has room for beside every plan: what was set aside, and what the plans leave."""

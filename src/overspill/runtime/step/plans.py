@@ -295,7 +295,8 @@ class StepPlans:
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._state_of(captured))
         groups: Groups = ()
-        if not self.options.profile:  # which times each op
+        # Each op is timed by itself; and within the size of a card, what updates take of it together is not simulated.
+        if not self.options.profile and plan.device_budget_bytes is None:
             plan, groups = gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
         if self.state.where.type == "cpu":
             economise(plan.unmanaged_peak_bytes)

@@ -25,7 +25,7 @@ from overspill.core.errors import RequestError, StoreError, UnsupportedError, is
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
-from overspill.plans.plan import Plan
+from overspill.plans.plan import Plan, most_known
 from overspill.runtime import batches
 from overspill.runtime.live.planned_steps import planned_steps
 from overspill.runtime.options import PLANNED, Options
@@ -248,12 +248,12 @@ class TrainStep:
     @property
     def reserved_bytes(self) -> int | None:
         """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
-        return max((plan.reserved_bytes for plan in self.plans if plan.reserved_bytes is not None), default=None)
+        return most_known(plan.reserved_bytes for plan in self.plans)
 
     @property
     def device_bytes(self) -> int | None:
         """The same with the context: what the card must have."""
-        return max((plan.device_bytes for plan in self.plans if plan.device_bytes is not None), default=None)
+        return most_known(plan.device_bytes for plan in self.plans)
 
     @property
     def is_unfinished(self) -> bool:
