@@ -1,6 +1,7 @@
 """The price of a budget under torch.compile, on the CPU: step times with Inductor's kernels within a budget over stock's.
 
     python bench/compiled_budget.py [--models resnet50,unet,gpt2,bert-base] [--rounds 5] [--out FILE]
+    python bench/compiled_budget.py --read FILE
 
 Budgets are shares of what the compiled step takes unmanaged, and the smallest that works, with the host store. Eager
 PyTorch, stock torch.compile and each budget have a process of their own and take steps in turn; ratios are taken round by
@@ -48,7 +49,11 @@ def main() -> None:
     parser.add_argument("--placement", choices=("planned",))
     parser.add_argument("--small", action="store_true", help="the models' small configurations, for a quick look")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compiled_budget.json")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="print the table of a record, and run nothing")
     arguments = parser.parse_args()
+    if arguments.read:
+        print_table(json.loads(arguments.read.read_text())["rows"])
+        return
     device = torch.device("cpu")
     names = arguments.models.split(",")
     earlier = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
@@ -106,13 +111,39 @@ def describe(row: Row) -> str:
     plan, whole = int(str(row["planned_peak_bytes"])), int(str(row["unmanaged_peak_bytes"]))
     compiling = ""
     if "plain_first_step_seconds" in row:
-        first = float(str(row["managed_first_step_seconds"])) / float(str(row["plain_first_step_seconds"]))
-        compiling = f", of the first steps {first:.2f}"
+        compiling = f", of the first steps {first_steps(row):.2f}"
     return (
         f"{start} plan {format_bytes(plan)} of {format_bytes(whole)}: "
         f"measured step time over torch.compile's {row['measured_ratio_median']:.2f} "
         f"({row['measured_ratio_min']:.2f} to {row['measured_ratio_max']:.2f}){compiling}"
     )
+
+
+def print_table(rows: list[Row]) -> None:
+    """The rows as they stand in docs/compiled.md."""
+    print("| job | budget | plan / unmanaged | moved a step | measured step over torch.compile's | first step |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        case = f"| {row['model']}, batch {row['batch']} | {row['budget']} |"
+        if row["budget"] is None:
+            continue
+        if "floor_bytes" in row:
+            print(f"{case} infeasible: the floor is {format_bytes(int(str(row['floor_bytes'])))} | | | |")
+            continue
+        plan, whole, moved = (
+            format_bytes(int(str(row[key])))
+            for key in ("planned_peak_bytes", "unmanaged_peak_bytes", "offloaded_bytes")
+        )
+        first = f"{first_steps(row):.2f}" if "plain_first_step_seconds" in row else ""
+        measured = (
+            f"{row['measured_ratio_median']:.2f} ({row['measured_ratio_min']:.2f} to {row['measured_ratio_max']:.2f})"
+        )
+        print(f"{case} {plan} / {whole} | {moved} | {measured} | {first} |")
+
+
+def first_steps(row: Row) -> float:
+    """The first step within a budget over that of torch.compile, both from an empty cache."""
+    return float(str(row["managed_first_step_seconds"])) / float(str(row["plain_first_step_seconds"]))
 
 
 if __name__ == "__main__":
