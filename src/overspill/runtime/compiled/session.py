@@ -44,7 +44,7 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
-from overspill.runtime.transfer.host_memory import economise
+from overspill.runtime.transfer.host_memory import suit_heap
 
 from .beside import ALONE, C, HasGraph, Problem, Room, Settlement, is_summed, room_beside
 from .bystanders import Bystanders
@@ -415,7 +415,7 @@ class Session:
     def engine_for(self, plan: Plan, device: torch.device) -> int:
         """The number of the engine, with room in its store for what `plan` offloads."""
         if device.type == "cpu":
-            economise(plan.unmanaged_peak_bytes)
+            suit_heap(plan.unmanaged_peak_bytes)
         if self._engine is None:
             self._engine, self._engine_number = open_engine(self.options, device)
             weakref.finalize(self, self._engine.close)

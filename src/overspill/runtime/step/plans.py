@@ -46,7 +46,7 @@ from overspill.runtime.options import (
 from overspill.runtime.parallel import OneProcess
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.forks import ForkedLock
-from overspill.runtime.transfer.host_memory import economise
+from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
 
 from .gate import without_collections
@@ -299,7 +299,7 @@ class StepPlans:
         if not self.options.profile and plan.device_budget_bytes is None:
             plan, groups = gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
         if self.state.where.type == "cpu":
-            economise(plan.unmanaged_peak_bytes)
+            suit_heap(plan.unmanaged_peak_bytes)
         with self.processes.together():
             if self.state.engine is None:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
