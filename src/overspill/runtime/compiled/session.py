@@ -418,7 +418,7 @@ class Session:
             economise(plan.unmanaged_peak_bytes)
         if self._engine is None:
             self._engine, self._engine_number = open_engine(self.options, device)
-            weakref.finalize(self, self._engine.close)
+            weakref.finalize(self, self._engine.close_dropped)
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
             self._engine.store.reserve(store_bytes(plan))
         return self._engine_number
