@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.simulate.graphs import DEVICE, Layer, network
+from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
 
-from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card, events_of
+from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
+from overspill.simulate import trace_of
 
 MIB = 1 << 20
 STEP = network([Layer(3 * MIB + 512 * i) for i in range(16)])
@@ -105,3 +107,30 @@ def test_the_state_of_an_optimizer_comes_with_the_first_update_in_pieces_of_the_
     assert [n for n in sizes if n in {1000, 2000, 20, 12}] == [
         1000, 2000, *(1000, 1000, 2000, 2000, 20), *(1000, 2000, 12) * 3,
     ]  # fmt: skip
+
+
+def test_updates_that_one_call_carries_out_have_their_temporaries_at_once_but_for_the_first_time() -> None:
+    """Two updates of 16 MiB of temporaries each, in three steps."""
+    build = Build()
+    weights = [build.tensor(16 * MIB, TensorKind.PARAMETER, persistent=True) for _ in range(2)]
+    gradients = [build.tensor(16 * MIB, TensorKind.GRADIENT) for _ in weights]
+    build.op(weights, gradients, Phase.BACKWARD)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        build.op(
+            [gradient], [], Phase.UPDATE, kind=LayerType.UPDATE, state=[weight], workspace_bytes=16 * MIB + 1024
+        )  # fmt: skip
+    graph = replace(build.graph(), whole_step=True)
+    plan = make_plan(graph, DEVICE, "liveness", 1 << 40)
+    done = schedule((Verb.RUN, 0), (Verb.RUN, 1), (Verb.RUN, 2), (Verb.FREE, gradients[0]), (Verb.FREE, gradients[1]))
+    for groups, most in (((), 16), (((1, 2),), 32)):
+        events = events_of(graph, done, groups=groups)
+        assert events.nbytes.tolist().count(1024) == 6
+        assert events.peak_requested_bytes == (4 * 16 + most) * MIB + 1024 * (1 + len(groups))
+    grouped = replace(plan, schedule=done, groups=((1, 2),))
+    apart = replace(plan, schedule=done)
+    assert (
+        trace_of(graph, done, grouped.groups).lower_bound_bytes - trace_of(graph, done).lower_bound_bytes
+        == 16 * MIB + 1024
+    )
+    assert CARD.reserved_bytes(grouped) >= CARD.reserved_bytes(apart) + 16 * MIB
+    assert place_plan(grouped).peak_bytes > place_plan(apart).peak_bytes

@@ -68,7 +68,7 @@ class Card:
         found = []
         for share in SHARES if has_elastic else SHARES[-1:]:
             steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
-            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share, steps)
+            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups)
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
@@ -76,7 +76,7 @@ class Card:
 
     def _planned_bytes(self, plan: Plan, solver: str) -> int:
         """The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it."""
-        events = events_of(plan.graph, plan.schedule, self.handle_bytes)
+        events = events_of(plan.graph, plan.schedule, self.handle_bytes, groups=plan.groups)
         first = minimum_capacity(events, "pytorch", self.config)
         threads = 1 if plan.graph.whole_step else 2
         arena = place_plan(plan, solver).peak_bytes
@@ -153,24 +153,39 @@ class Card:
 
 
 def events_of(
-    graph: Graph, schedule: Schedule, handle_bytes: Iterable[int] = (), share: float = 1.0, steps: int = STEPS
+    graph: Graph,
+    schedule: Schedule,
+    handle_bytes: Iterable[int] = (),
+    share: float = 1.0,
+    steps: int = STEPS,
+    groups: Iterable[tuple[int, ...]] = (),
 ) -> Events:
     """What `schedule` asks of an allocator in its first `steps`, in order, from the model and its batch on an empty device.
 
     Handles of libraries come up at the first matrix product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take
-    a `share` of their workspaces.
+    a `share` of their workspaces. The updates of each of `groups` have their temporaries at once, but for the first time,
+    which makes the state.
     """
-    return _Run(graph, schedule, tuple(handle_bytes), share).events(steps)
+    return _Run(graph, schedule, tuple(handle_bytes), share, groups).events(steps)
 
 
 class _Run:
     """The allocations of a run so far: `rows` of events, and the blocks of what is live."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, handle_bytes: tuple[int, ...], share: float) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        handle_bytes: tuple[int, ...],
+        share: float,
+        groups: Iterable[tuple[int, ...]],
+    ) -> None:
         self.graph = graph
         self.schedule = schedule
         self.handle_bytes = handle_bytes
         self.share = share
+        self.groups = {op: group for group in groups for op in group}
+        self.is_first = True
         self.has_state = False
         self.rows: list[tuple[int, int, int, int]] = []
         self.live: dict[int | str, list[int]] = {}
@@ -187,7 +202,8 @@ class _Run:
             self.give(stored)
         if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
             self.take_state()
-        for _ in range(steps):
+        for number in range(steps):
+            self.is_first = number == 0
             self.step()
         return Events.from_rows(self.rows)
 
@@ -220,7 +236,12 @@ class _Run:
             self.take_tensor(tensor)
         if op.name in ELASTIC:
             workspace_bytes = int(self.share * workspace_bytes)
-        if workspace_bytes:
+        if op.id in self.groups and not self.is_first:
+            group = self.groups[op.id]
+            others = (self.graph.ops[other] for other in group) if op.id == group[0] else ()
+            self.take("workspace", [n for each in others for n in self.temporaries(each, each.workspace_bytes)])
+            self.give("workspace")
+        elif workspace_bytes:
             self.take("workspace", self.temporaries(op, workspace_bytes))
             self.give("workspace")
 

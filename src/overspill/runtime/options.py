@@ -166,7 +166,10 @@ def within_budget(
 def measured_again(options: Options, plan: Plan) -> Plan | None:
     """`plan`, whose updates were gathered after it was made, with what it takes now; None where that is over its budget."""
     if _knows_card(options, plan.device):
-        return card_for(options, plan.device).measured(plan)
+        made = card_for(options, plan.device).measured(plan)
+        assert made.device_bytes is not None
+        most = made.device_budget_bytes
+        return made if most is None or made.device_bytes <= most else None
     if options.placer is not None and place_plan(plan, options.placer).peak_bytes > plan.budget_bytes:
         return None
     return plan
