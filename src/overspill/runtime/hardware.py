@@ -55,8 +55,14 @@ def device_noun(device: torch.device) -> Device:
 def usable_bytes(device: torch.device) -> int:
     """Bytes that tensors may take on `device`: physical memory on the CPU, what the driver leaves on CUDA."""
     if device.type == "cuda":
-        return accelerator.memory_info(device)[0] + _held_bytes(device)
+        return accelerator.memory_info(device)[0] + held_bytes(device)
     return device_noun(device).memory_bytes
+
+
+def held_bytes(device: torch.device) -> int:
+    """What the process has reserved of a CUDA device."""
+    ours = serving()
+    return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
 
 
 def card_bytes(device: Device) -> int:
@@ -93,12 +99,6 @@ def allocator_config() -> CachingConfig:
     return CachingConfig.parse(text)
 
 
-def _held_bytes(device: torch.device) -> int:
-    """What the process has reserved of a CUDA device."""
-    ours = serving()
-    return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
-
-
 def _context_bytes(index: int, known: Device) -> int:
     """The context on a CUDA device: as it is now, if it can be told from other processes', and the kernels that will come.
 
@@ -108,7 +108,7 @@ def _context_bytes(index: int, known: Device) -> int:
         software = _software()
         where = torch.device("cuda", index)
         free, total = accelerator.memory_info(where)
-        beside = total - free - _held_bytes(where)
+        beside = total - free - held_bytes(where)
         usual = context_bytes(known, software.cuda_version)
         bare = beside if beside <= usual.high else usual.central
         _CONTEXTS[index] = bare + _to_come(software, known).central
