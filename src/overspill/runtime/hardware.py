@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from overspill.core import Device
+from overspill.core.device import ELSEWHERE
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs import (
     Interval,
@@ -65,8 +66,19 @@ def held_bytes(device: torch.device) -> int:
     return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
 
 
+def elsewhere(device: Device) -> Device:
+    """A device as a job would meet it on its own machine: of a GPU budgets are its card's, and kernels join its context."""
+    if device.kind != "cuda" or device.index is not None:
+        return device
+    software = _software()
+    context = context_bytes(device, software.cuda_version) + _to_come(software, device)
+    return replace(device, index=ELSEWHERE, context_bytes=context.central, context_low_bytes=0, context_high_bytes=0)
+
+
 def card_bytes(device: Device) -> int:
     """The largest card that a job can have of the GPU `device`: what the driver leaves, what is ours, and the context."""
+    if device.index == ELSEWHERE:
+        return device.memory_bytes
     where = torch.device("cuda", device.index)
     return usable_bytes(where) - _to_come(_software(), device).central + device.context_bytes
 
