@@ -76,7 +76,6 @@ def test_plan_and_compare_count_a_card_alike(overspill: Overspill) -> None:
     (row,) = overspill(f"compare {words} --policies auto").answer["rows"]
     plan = overspill(f"plan {words}").answer
     assert plan["device_bytes"] <= plan["budget_bytes"] == 440 << 20
-    assert plan["offloaded_bytes"] or plan["recomputed_ops"]
     assert (plan["peak_bytes"], plan["reserved_bytes"], plan["device_bytes"]) == (
         row["max_bytes"], row["reserved_bytes"], row["device_bytes"],
     )  # fmt: skip

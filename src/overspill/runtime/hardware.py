@@ -90,8 +90,8 @@ def card_of(device: Device, solver: str | None = None) -> Card:
     blas = cublas_workspace_bytes(capability, environment, release)
     lt = cublaslt_workspace_bytes(capability, environment, release)
     handles = (
-        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
         blas.own_bytes,
+        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
     )  # in the order in which they come up
     config = allocator_config() if solver is None else CachingConfig()  # that of the live allocator's pool
     return Card(device.context_bytes, tuple(filter(None, handles)), config, solver)

@@ -229,6 +229,27 @@ def test_a_loss_with_logits_has_its_parts() -> None:
     assert taken(run(lambda: loss(cuda(10, 100), cuda(10, 100), pos_weight=cuda(100)))) == [3 * 4000]
 
 
+SUMS: list[tuple[tuple[int, ...], Any, list[int]]] = [
+    ((4096, 768), [0], [4 * 768 * 64 * 128, 4 * 6]),  # the bias of a linear layer: 64 blocks a sum, 128 sums a block
+    ((4096, 3072), [0], [4 * 3072 * 64 * 128, 4 * 24]),
+    ((4096, 3072), [1], []),
+    ((8, 512, 768), [0], []),
+    ((1 << 20,), [0], [4 * 64 * 1, 4]),
+    ((30000, 3), [0], [4 * 3 * 59 * 2, 4 * 2]),
+]
+"""Shape, dimensions, and what PyTorch 2.11's own CUDA build asked for on 132 multiprocessors."""
+
+
+@row(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
+@pytest.mark.parametrize(("shape", "dims", "expected"), SUMS)
+def test_blocks_that_share_a_sum_have_what_each_has_added_up(
+    shape: tuple[int, ...], dims: list[int], expected: list[int]
+) -> None:
+    """Reduce.cuh, `global_memory_size` and `semaphore_size`."""
+    assert taken(run(lambda: cuda(*shape).sum(dims))) == expected
+    assert taken(run(lambda: cuda(*shape).mean(dims))) == expected
+
+
 @row(aten.logsumexp.default)
 def test_logsumexp_has_the_exponentials_of_all_values() -> None:
     assert taken(run(lambda: cuda(10, 100).logsumexp(1))) == [4000]
