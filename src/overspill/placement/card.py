@@ -43,6 +43,8 @@ ENOUGH_SHARE = 0.03
 """Where a plan fits and one for so much more of the room does not, no other is made."""
 TRIES = 6
 """How many plans are made for one card."""
+BETWEEN = (0.25, 0.5, 0.75)
+"""Between the fewest live bytes and those of the unmanaged step, what is tried where the card is too small for the fewest."""
 SLICE_BYTES = 64 << 20
 """The largest temporary of an optimizer's update of one parameter, which takes it slice by slice (`runtime/step/updates.py`)."""
 
@@ -124,7 +126,10 @@ class Card:
         return best or self._smallest(budget_bytes, make)
 
     def _smallest(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
-        """The plan with the fewest live bytes, if the card has room for it."""
+        """The plan with the fewest live bytes, if the card has room for it; else one of more, whose blocks may lie better.
+
+        Which are tried does not depend on the budget: so a card of the size that an error names will do.
+        """
         try:
             found, plan = make(1)
         except InfeasibleBudget as error:
@@ -132,11 +137,20 @@ class Card:
             found, plan = make(error.floor_bytes)
         else:
             cause = "the policy has no smaller plan"
-        plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
-        assert plan.device_bytes is not None
-        if plan.device_bytes <= budget_bytes:
-            return found, plan
-        raise self._too_small(plan, budget_bytes, cause)
+        least = None
+        for share in (0.0, *BETWEEN):
+            if share:
+                more = plan.peak_bytes + int(share * (plan.unmanaged_peak_bytes - plan.peak_bytes))
+                found, other = make(more)
+            else:
+                other = plan
+            other = replace(self.measured(other), device_budget_bytes=budget_bytes)
+            assert other.device_bytes is not None
+            if other.device_bytes <= budget_bytes:
+                return found, other
+            least = min(other, least or other, key=lambda p: p.device_bytes or 0)
+        assert least is not None
+        raise self._too_small(least, budget_bytes, cause)
 
     def _too_small(self, plan: Plan, budget_bytes: int, cause: str) -> InfeasibleBudget:
         assert plan.reserved_bytes is not None
