@@ -121,7 +121,7 @@ def test_an_end_that_fails_gives_all_back_nevertheless(
         assert engine.stored_count == len(engine.store._chunks) == 0
         assert not transfer_threads(engine)[1:]
         del handle
-    (record,) = caplog.records
+    (record,) = (r for r in caplog.records if r.name == "overspill")
     assert record.getMessage().endswith("in order: CUDA error: an illegal memory access")
 
 
