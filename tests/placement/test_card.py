@@ -134,3 +134,45 @@ def test_updates_that_one_call_carries_out_have_their_temporaries_at_once_but_fo
     )
     assert CARD.reserved_bytes(grouped) >= CARD.reserved_bytes(apart) + 16 * MIB
     assert place_plan(grouped).peak_bytes > place_plan(apart).peak_bytes
+
+
+def test_results_workspaces_and_handles_come_in_the_order_in_which_kernels_take_them() -> None:
+    build = Build()
+    x = build.tensor(100, TensorKind.INPUT, persistent=True)
+    out, mask, product = (build.tensor(n) for n in (5000, 1250, 7000))
+    build.op([x], [out, mask])
+    build.op([out], [product], workspace_bytes=300)
+    dropout, matmul = build.graph().ops
+    graph = replace(
+        build.graph(), ops=(replace(dropout, name="native_dropout"), replace(matmul, name="mm")), whole_step=True
+    )
+    done = schedule((Verb.RUN, 0), (Verb.RUN, 1))
+
+    def sizes(**how: bool) -> list[int]:
+        return [n for n in events_of(graph, done, (64, 32), steps=1, **how).nbytes.tolist() if n]
+
+    assert sizes() == [100, 1250, 5000, 7000, 64, 32, 300]
+    assert sizes(backwards=True) == [100, 1250, 5000, 300, 7000, 64, 32]
+
+
+def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None:
+    """A card on which the plan of fewest live bytes has no room, and one of more does."""
+    small, large = (make_plan(STEP, DEVICE, policy, 1 << 40) for policy in ("auto", "liveness"))
+    floor = 10 * MIB
+
+    def make(live: int) -> tuple[None, Plan]:
+        if live < floor:
+            raise InfeasibleBudget("", budget_bytes=live, floor_bytes=floor, cause="that is how it is")
+        return None, replace(small if live == floor else large, peak_bytes=live, unmanaged_peak_bytes=2 * floor)
+
+    class Scattered(Card):
+        def reserved_bytes(self, plan: Plan) -> int:
+            return 15 * MIB if plan.peak_bytes == floor + floor // 4 else 5 * floor
+
+    card = Scattered(300 * MIB)
+    _, plan = card.planned(320 * MIB, make)
+    assert plan.peak_bytes == floor + floor // 4
+    with pytest.raises(InfeasibleBudget) as error:
+        card.planned(302 * MIB, make)
+    assert error.value.floor_bytes == 315 * MIB
+    assert card.planned(error.value.floor_bytes, make)[1].device_bytes == error.value.floor_bytes
