@@ -52,9 +52,9 @@ def test_plan_of_a_module_leaves_it_as_it_is_and_is_that_of_the_function_that_ma
 
 
 def test_plan_of_a_built_in_model_is_that_of_its_job() -> None:
-    made = overspill.plan("alexnet", batch=8, budget="1GiB", device="titan-x", optimizer="momentum")
+    made = overspill.plan("alexnet", batch=8, budget="1.5GiB", device="titan-x", optimizer="momentum")
     job = Training(lambda: load("alexnet"), 8, "momentum")
-    expected = preview(job, Options("1GiB", device="titan-x"))
+    expected = preview(job, Options("1.5GiB", device="titan-x"))
     assert (made.graph, made.schedule) == (expected.graph, expected.schedule)
 
 

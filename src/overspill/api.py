@@ -74,22 +74,17 @@ def compare(
     The fastest that fits comes first, then what does not fit, the least bytes first. The arguments are those of `plan`.
     Raises RequestError.
     """
-    from .plans import comparison  # noqa: PLC0415 - needs numpy and HiGHS
-    from .plans.plan import make_plan, smallest_budget, unmanaged_peak  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
-    from .runtime.training import graph_on  # noqa: PLC0415 - imports torch
+    from .runtime.hardware import elsewhere  # noqa: PLC0415 - imports torch
+    from .runtime.options import Options, compare_on  # noqa: PLC0415
+    from .runtime.training import graph_on  # noqa: PLC0415
 
     names = tuple(POLICIES if policies is None else policies)
     for name in names:
         policy_named(name)
-    limit, where = Budget.parse(budget), _device(device)
+    where = elsewhere(_device(device))
     graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
-    budget_bytes = limit.bytes_of(
-        lambda: unmanaged_peak(graph, where),
-        where.usable_bytes,
-        lambda: smallest_budget(lambda nbytes: make_plan(graph, where, "auto", nbytes)),
-    )
-    return comparison.compare(graph, where, names, budget_bytes)
+    return compare_on(Options(budget, device=where), graph, where, names)[1]
 
 
 def pack(

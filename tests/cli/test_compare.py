@@ -37,13 +37,14 @@ def test_compare_gives_the_keys_of_the_contract_for_every_policy(overspill: Over
         "momentum",
         "titan-x",
     )
-    assert answer["budget_bytes"] == 12_799_967_232 - 314_572_800  # all of the device but its context
+    assert answer["budget_bytes"] == 12_799_967_232  # all of the card
     assert {row["policy"] for row in answer["rows"]} == set(POLICIES)
     for row in answer["rows"]:
         assert row.keys() >= ROW_KEYS
         assert row["fits"] is True
         assert row["error"] is None
-        assert 0 < row["average_bytes"] <= row["max_bytes"] <= answer["budget_bytes"]
+        assert 0 < row["average_bytes"] <= row["max_bytes"] <= row["reserved_bytes"] < row["device_bytes"]
+        assert row["device_bytes"] <= answer["budget_bytes"]
         assert row["compute_seconds"] + row["exposed_transfer_seconds"] == pytest.approx(row["step_seconds"])
         assert 0 <= row["fragmentation"] < 1
         assert row["allocator_fits"] is True
@@ -68,6 +69,16 @@ def test_the_budget_is_respected_or_the_row_says_by_how_much_it_is_not(overspill
     assert answer["rows"][0]["fits"] is True
     assert 0 < answer["lower_bound_seconds"] <= answer["rows"][0]["step_seconds"]
     assert answer["rows"][-1]["policy"] == "in-core"
+
+
+def test_plan_and_compare_count_a_card_alike(overspill: Overspill) -> None:
+    words = "alexnet --small --batch 512 --gpu titan-x --budget 440MiB --json"
+    (row,) = overspill(f"compare {words} --policies auto").answer["rows"]
+    plan = overspill(f"plan {words}").answer
+    assert plan["device_bytes"] <= plan["budget_bytes"] == 440 << 20
+    assert (plan["peak_bytes"], plan["reserved_bytes"], plan["device_bytes"]) == (
+        row["max_bytes"], row["reserved_bytes"], row["device_bytes"],
+    )  # fmt: skip
 
 
 def test_a_share_is_of_what_plan_takes_it_of(overspill: Overspill) -> None:
@@ -121,7 +132,7 @@ def test_a_gpu_offers_convolutions_a_choice_of_algorithms_and_a_cpu_does_not(ove
 
 
 def test_the_whole_step_needs_less_for_parameters_and_state_move_too(overspill: Overspill) -> None:
-    words = "compare alexnet --small --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1KiB"
+    words = "compare alexnet --small --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1%"
     staying, moving = (overspill(f"{words}{more}").answer for more in ("", " --whole-step"))
     assert (staying["whole_step"], moving["whole_step"]) == (False, True)
     assert moving["floor_bytes"] < staying["floor_bytes"]

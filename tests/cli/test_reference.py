@@ -19,7 +19,7 @@ LISTS = "models, policies, devices"
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 ASKED = {
     "estimate": "alexnet --small --batch 4 --gpu t4",
-    "plan": "alexnet --small --batch 16 --budget 2MiB --gpu titan-x",
+    "plan": "alexnet --small --batch 16 --budget 100% --gpu titan-x",
     "compare": "alexnet --small --batch 16 --gpu t4 --policies in-core --placers best-fit",
     "train": "nets:deep --batch 4 --steps 1 --store host --check",
     "pack": "blocks.csv",

@@ -16,13 +16,14 @@ CASES = [
     (door, model, batch, optimizer, budget, budget == max(budgets))
     for door, model, batch, optimizer, budgets in (
         ("compile", "resnet50", 64, "sgd", (4860, 3780, 2700)),
-        ("compile", "vgg16", 32, "sgd", (2950, 2460, 1970)),
+        ("compile", "vgg16", 32, "sgd", (4100, 2950, 1970)),
         ("train_step", "gpt2", 8, "adamw", (7900, 6150, 4390)),
         ("train_step", "unet", 4, "adamw", (1180, 920, 660)),
     )
     for budget in budgets
 ]
-"""Budgets in MiB beside the context: about 0.9, 0.7 and 0.5 of what each takes unmanaged (VGG-16: 0.6, for its weights)."""
+"""Budgets in MiB beside the context: about 0.9, 0.7 and 0.5 of the live bytes that each takes unmanaged; of VGG-16
+what the allocator takes for 0.7 of them with cuDNN's likely workspaces, of 784 MiB, and two that are too small for that."""
 
 
 @pytest.mark.parametrize(("door", "model", "batch", "optimizer", "budget", "is_largest"), CASES)

@@ -45,8 +45,14 @@ def test_refused_registration_is_one_line_and_harms_nothing_after(trouble: Any) 
     assert found["next_step"]
 
 
-def test_a_failed_kernel_is_told_and_the_process_ends(trouble: Any) -> None:
-    assert "illegal memory access" in trouble("sticky_error")["said"]
+def test_a_failed_kernel_is_told_and_the_process_ends_with_a_line_and_no_traceback(record: Any) -> None:
+    done = on_card("trouble", "sticky_error", card_bytes=8 << 30, copy_limit=1 << 30)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    record.rows("trouble").append({"what": "sticky_error"} | found | {"said_at_exit": done.stderr})
+    assert "illegal memory access" in found["said"]
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if "a train step was dropped" in line]) == 1
 
 
 def test_a_dropped_step_gives_its_pinned_memory_back(trouble: Any) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.simulate.graphs import DEVICE, Layer, network
+from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
 
-from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card, events_of
+from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
+from overspill.simulate import trace_of
 
 MIB = 1 << 20
 STEP = network([Layer(3 * MIB + 512 * i) for i in range(16)])
@@ -105,3 +107,72 @@ def test_the_state_of_an_optimizer_comes_with_the_first_update_in_pieces_of_the_
     assert [n for n in sizes if n in {1000, 2000, 20, 12}] == [
         1000, 2000, *(1000, 1000, 2000, 2000, 20), *(1000, 2000, 12) * 3,
     ]  # fmt: skip
+
+
+def test_updates_that_one_call_carries_out_have_their_temporaries_at_once_but_for_the_first_time() -> None:
+    """Two updates of 16 MiB of temporaries each, in three steps."""
+    build = Build()
+    weights = [build.tensor(16 * MIB, TensorKind.PARAMETER, persistent=True) for _ in range(2)]
+    gradients = [build.tensor(16 * MIB, TensorKind.GRADIENT) for _ in weights]
+    build.op(weights, gradients, Phase.BACKWARD)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        build.op(
+            [gradient], [], Phase.UPDATE, kind=LayerType.UPDATE, state=[weight], workspace_bytes=16 * MIB + 1024
+        )  # fmt: skip
+    graph = replace(build.graph(), whole_step=True)
+    plan = make_plan(graph, DEVICE, "liveness", 1 << 40)
+    done = schedule((Verb.RUN, 0), (Verb.RUN, 1), (Verb.RUN, 2), (Verb.FREE, gradients[0]), (Verb.FREE, gradients[1]))
+    for groups, most in (((), 16), (((1, 2),), 32)):
+        events = events_of(graph, done, groups=groups)
+        assert events.nbytes.tolist().count(1024) == 6
+        assert events.peak_requested_bytes == (4 * 16 + most) * MIB + 1024 * (1 + len(groups))
+    grouped = replace(plan, schedule=done, groups=((1, 2),))
+    apart = replace(plan, schedule=done)
+    assert (
+        trace_of(graph, done, grouped.groups).lower_bound_bytes - trace_of(graph, done).lower_bound_bytes
+        == 16 * MIB + 1024
+    )
+    assert CARD.reserved_bytes(grouped) >= CARD.reserved_bytes(apart) + 16 * MIB
+    assert place_plan(grouped).peak_bytes > place_plan(apart).peak_bytes
+
+
+def test_results_workspaces_and_handles_come_in_the_order_in_which_kernels_take_them() -> None:
+    build = Build()
+    x = build.tensor(100, TensorKind.INPUT, persistent=True)
+    out, mask, product = (build.tensor(n) for n in (5000, 1250, 7000))
+    build.op([x], [out, mask])
+    build.op([out], [product], workspace_bytes=300)
+    dropout, matmul = build.graph().ops
+    graph = replace(
+        build.graph(), ops=(replace(dropout, name="native_dropout"), replace(matmul, name="mm")), whole_step=True
+    )
+    done = schedule((Verb.RUN, 0), (Verb.RUN, 1))
+
+    def sizes(**how: bool) -> list[int]:
+        return [n for n in events_of(graph, done, (64, 32), steps=1, **how).nbytes.tolist() if n]
+
+    assert sizes() == [100, 1250, 5000, 7000, 64, 32, 300]
+    assert sizes(backwards=True) == [100, 1250, 5000, 300, 7000, 64, 32]
+
+
+def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None:
+    """A card on which the plan of fewest live bytes has no room, and one of more does."""
+    small, large = (make_plan(STEP, DEVICE, policy, 1 << 40) for policy in ("auto", "liveness"))
+    floor = 10 * MIB
+
+    def make(live: int) -> tuple[None, Plan]:
+        if live < floor:
+            raise InfeasibleBudget("", budget_bytes=live, floor_bytes=floor, cause="that is how it is")
+        return None, replace(small if live == floor else large, peak_bytes=live, unmanaged_peak_bytes=2 * floor)
+
+    class Scattered(Card):
+        def reserved_bytes(self, plan: Plan) -> int:
+            return 15 * MIB if plan.peak_bytes == floor + floor // 4 else 5 * floor
+
+    card = Scattered(300 * MIB)
+    _, plan = card.planned(320 * MIB, make)
+    assert plan.peak_bytes == floor + floor // 4
+    with pytest.raises(InfeasibleBudget) as error:
+        card.planned(302 * MIB, make)
+    assert error.value.floor_bytes == 315 * MIB
+    assert card.planned(error.value.floor_bytes, make)[1].device_bytes == error.value.floor_bytes

@@ -8,8 +8,10 @@ from typing import Any
 from rich.console import Console
 from tests.simulate.graphs import DEVICE, Build, Layer, network
 
-from overspill.core import Graph, LayerType, Phase, TensorKind
+from overspill.core import Device, Graph, LayerType, Phase, TensorKind
+from overspill.core.device import ELSEWHERE
 from overspill.core.units import format_bytes
+from overspill.placement.card import Card
 from overspill.plans.comparison import Row, compare
 from overspill.plans.plan import make_plan
 from overspill.report.compare import FIGURES, compare_report, reserved_by_pytorch, row_figures
@@ -18,14 +20,18 @@ GRAPH = network([Layer(1 << 22, LayerType.CONV, flops=10**8) for _ in range(9)],
 CAPACITY = DEVICE.memory_bytes
 
 
+def sized(memory_bytes: int) -> Device:
+    return replace(DEVICE, memory_bytes=memory_bytes)
+
+
 def figures(*policies: str, budget_bytes: int = CAPACITY) -> list[dict[str, Any]]:
-    return [row_figures(row, CAPACITY) for row in compare(GRAPH, DEVICE, policies, budget_bytes)]
+    return [row_figures(row, sized(CAPACITY)) for row in compare(GRAPH, DEVICE, policies, budget_bytes)]
 
 
-def shown(rows: list[dict[str, Any]], bound: float | None = None) -> str:
+def shown(rows: list[dict[str, Any]], bound: float | None = None, device: Device = DEVICE) -> str:
     console = Console(width=120, force_terminal=False)
     with console.capture() as captured:
-        console.print(compare_report(rows, DEVICE, 1 << 30, bound, "the title", "the note"))
+        console.print(compare_report(rows, device, 1 << 30, bound, "the title", "the note"))
     return captured.get()
 
 
@@ -39,6 +45,33 @@ def test_a_rows_figures_are_its_plans() -> None:
     assert row["overlapped_seconds"] + row["exposed_transfer_seconds"] > 0
     assert sum(row["stall_seconds"].values()) == row["exposed_transfer_seconds"]
     assert row["peak_tensors"][0]["size_bytes"] == 1 << 22
+
+
+def test_where_the_card_is_known_the_row_has_what_it_must_have() -> None:
+    card = Card(300 << 20, (8 << 20,))
+    budget = (300 << 20) + 3 * GRAPH.bytes_of(TensorKind.ACTIVATION) // 4
+    gpu = replace(DEVICE, index=ELSEWHERE, context_bytes=300 << 20)
+    live = compare(GRAPH, gpu, ("auto", "in-core"), budget, card=card)
+    rows = compare(GRAPH, gpu, ("auto", "in-core"), budget, card=card, of_card=True)
+    for row in (*live, *rows):
+        found = row_figures(row, gpu)
+        assert row.plan is not None
+        assert found["reserved_bytes"] == row.plan.reserved_bytes >= found["max_bytes"]
+        assert found["device_bytes"] == found["reserved_bytes"] + (300 << 20)
+        assert 0 < found["fragmentation"] < 1
+    assert [(row.policy, row.fits) for row in rows] == [("auto", True), ("in-core", False)]
+    assert rows[0].plan is not None
+    assert rows[0].plan.device_bytes is not None
+    assert rows[0].plan.device_bytes <= budget
+    assert rows[1].least_bytes == rows[1].plan.device_bytes  # type: ignore[union-attr]
+    assert live[0].plan is not None
+    assert live[0].plan.peak_bytes > rows[0].plan.peak_bytes
+    (impossible,) = compare(GRAPH, gpu, ("auto",), 301 << 20, card=card, of_card=True)
+    assert impossible.plan is None
+    assert impossible.least_bytes is not None
+    assert impossible.least_bytes > 301 << 20
+    assert "a card of 301.0 MiB is too small" in (impossible.error or "")
+    assert "Card is what the GPU must have" in " ".join(shown([row_figures(r, gpu) for r in rows], device=gpu).split())
 
 
 def test_a_row_without_a_plan_has_the_same_keys() -> None:
@@ -128,7 +161,7 @@ def test_what_the_table_has_no_room_for_is_said_below() -> None:
     impossible = Row("auto", None, False, 1.0, "infeasible: below [auto]'s floor", 4096)
     plan = make_plan(holes(), DEVICE, "liveness", CAPACITY)
     crowded = Row("liveness", plan, True, plan.step_seconds)
-    text = " ".join(shown([row_figures(impossible, CAPACITY), row_figures(crowded, 36 << 20)]).split())
+    text = " ".join(shown([row_figures(impossible, sized(CAPACITY)), row_figures(crowded, sized(36 << 20))]).split())
     assert "auto: infeasible: below [auto]'s floor" in text
     assert "no room" in text
     assert "runs out of memory on toy under liveness; with expandable_segments:True it does too." in text

@@ -22,8 +22,9 @@ from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card
 from overspill.placement.events import ALLOCATE, FREE, Events
 from overspill.placement.replay import replay
-from overspill.runtime import hardware, options
+from overspill.runtime import hardware, options, reserved
 from overspill.runtime.options import Options
+from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.training import Training, train
 
 MIB = 1 << 20
@@ -205,5 +206,44 @@ def test_the_allocator_is_as_the_environment_says(cuda: dict[str, int], monkeypa
 
 def test_the_handle_of_cublas_is_counted(cuda: dict[str, int]) -> None:
     card = hardware.card_of(noun())
-    assert card.handle_bytes[-1] == 8519680
+    assert card.handle_bytes[0] == 8519680
     assert card.context_bytes == noun().context_bytes
+
+
+# -- what is reserved while plans are in force
+
+
+def test_more_than_was_planned_is_said_once_with_both_figures(
+    cuda: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, where = ReservedWatch(), torch.device("cuda", 1)
+    watch.look(lambda: None, where)  # a plan that is not for a card
+    watch.look(lambda: cuda["reserved"], where)
+    assert not [r for r in caplog.records if r.name == "overspill"]
+    cuda["reserved"] += 3 * MIB
+    for _ in range(8):
+        watch.look(lambda: 200 * MIB, where)
+    (record,) = (r for r in caplog.records if r.name == "overspill")
+    assert record.levelname == "WARNING"
+    assert "has taken 203.0 MiB of cuda:1, more than the 200.0 MiB" in record.getMessage()
+
+
+def test_what_is_reserved_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(reserved, "held_bytes", lambda _: asked.append(step) or 0)
+    watch = ReservedWatch()
+    for step in range(1, 101):  # noqa: B007 - read above
+        watch.look(lambda: 0, torch.device("cuda"))
+    assert asked == [1, 2, 4, 8, 16, 32, 64]
+    ReservedWatch().look(lambda: 0, torch.device("cpu"))
+    assert len(asked) == 7
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_both_doors_look_at_what_is_reserved(whole_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int | None] = []
+    monkeypatch.setattr(ReservedWatch, "look", lambda _, planned, where: looks.append(planned()))
+    job = Training(lambda: load(DECODER), 2, "sgd", 2, whole_step=whole_step, keep_state=False)
+    run = train(job, Options(device=GPU, budget=1 << 40, store="host"))
+    assert set(looks) == {run.planned_reserved_bytes}
+    assert len(looks) == (2 if whole_step else 4)  # of a compiled model before each forward and backward

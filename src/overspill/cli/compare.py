@@ -92,22 +92,18 @@ def compare(
     device = load_device(gpu or "cpu")
     with narrate() as narrator:
         quiet_torch()
-        from overspill.plans import comparison
-        from overspill.plans.plan import make_plan, smallest_budget, unmanaged_peak
+        from overspill.plans.comparison import BASELINE
+        from overspill.runtime.hardware import elsewhere
+        from overspill.runtime.options import Options, compare_on
         from overspill.runtime.training import Training, graph_on
 
         choice = ModelChoice(model, small, image_size, seq_len)
         training = Training(choice.build, batch, optimizer, whole_step=whole_step)
         narrator.now(f"capturing {model} for {device.name}")
+        device = elsewhere(device)
         graph = graph_on(training, device)
-        budget_bytes = limit.bytes_of(
-            lambda: unmanaged_peak(graph, device),
-            device.usable_bytes,
-            lambda: smallest_budget(lambda nbytes: make_plan(graph, device, "auto", nbytes)),
-        )
-        rows = comparison.compare(
-            graph, device, names, budget_bytes, progress=lambda name: narrator.now(f"planning {name}")
-        )
+        options = Options(budget=limit, device=device)
+        budget_bytes, rows = compare_on(options, graph, device, names, lambda name: narrator.now(f"planning {name}"))
         # The same for every policy: it follows from the graph, the device and the budget.
         bound = next((row.plan.lower_bound_seconds for row in rows if row.fits and row.plan is not None), None)
         crossings = _crossings(rows, placing, narrator)
@@ -118,7 +114,7 @@ def compare(
         "whole_step": whole_step,
         "gpu": device.name,
         "budget_bytes": budget_bytes,
-        "baseline": comparison.BASELINE,
+        "baseline": BASELINE,
         "lower_bound_seconds": bound,
     }
     return _outcome(request, training.manner, rows, device, plot, begun, crossings, placing)
@@ -183,7 +179,7 @@ def _outcome(
     from overspill.report.compare import compare_report, row_figures
     from overspill.report.plot import plot as draw
 
-    found = [row_figures(row, device.usable_bytes) for row in rows]
+    found = [row_figures(row, device) for row in rows]
     budget_bytes = request["budget_bytes"]
     title = (
         f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}{manner}, "

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from .saved import Saved
 
+ELSEWHERE = -1
+"""The index of a GPU whose card plans are for, though it is not this machine's."""
+
 
 @dataclass(frozen=True)
 class Device(Saved):
@@ -18,7 +21,7 @@ class Device(Saved):
     competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
     first tensor, between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
     `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from. `index`
-    is which of this machine's CUDA devices it is; None where it is none of them.
+    is which of this machine's CUDA devices it is, or ELSEWHERE; None where budgets are not those of a card.
     """
 
     name: str

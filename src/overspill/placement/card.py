@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Literal, TypeVar
 
 from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
@@ -34,12 +35,16 @@ SHARES = (0.0, 0.5, 1.0)
 """Of the likely workspaces of ELASTIC ops, those that are tried."""
 TIE_BREAKS: tuple[Literal["address", "oldest", "falling"], ...] = ("address", "oldest", "falling")
 """The orders of equal free blocks that are tried."""
+BACKWARDS = frozenset({"native_dropout"})
+"""Ops that allocate the last of their results first (aten/src/ATen/native/cuda/Dropout.cu: the mask)."""
 SPARE_BYTES = 4 << 20
 """Two small segments: for scalars and other small blocks that no plan counts."""
 ENOUGH_SHARE = 0.03
 """Where a plan fits and one for so much more of the room does not, no other is made."""
 TRIES = 6
 """How many plans are made for one card."""
+BETWEEN = (0.25, 0.5, 0.75)
+"""Between the fewest live bytes and those of the unmanaged step, what is tried where the card is too small for the fewest."""
 SLICE_BYTES = 64 << 20
 """The largest temporary of an optimizer's update of one parameter, which takes it slice by slice (`runtime/step/updates.py`)."""
 
@@ -59,16 +64,19 @@ class Card:
     def reserved_bytes(self, plan: Plan) -> int:
         """The most that PyTorch's caching allocator takes from the device in some steps of `plan`.
 
-        Blocks lie elsewhere where cuDNN takes less workspace than is likely, and where the driver gives segments at other
-        addresses, by which the allocator chooses among equals. So the most over several ways counts.
+        Blocks lie elsewhere where cuDNN takes less workspace than is likely, where kernels make their results in another
+        order, and where the driver gives segments at other addresses, by which the allocator chooses among equals. The
+        least of that may cost one more segment of the largest size. So the most over several ways counts.
         """
         if self.solver is not None:
             return self._planned_bytes(plan, self.solver)
         has_elastic = any(op.name in ELASTIC and op.workspace_bytes for op in plan.graph.ops)
+        steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
         found = []
-        for share in SHARES if has_elastic else SHARES[-1:]:
-            steps = STEPS_EXPANDING if self.config.expandable_segments else STEPS
-            events = events_of(plan.graph, plan.schedule, self.handle_bytes, share, steps)
+        for share, backwards in product(SHARES if has_elastic else SHARES[-1:], (False, True)):
+            events = events_of(
+                plan.graph, plan.schedule, self.handle_bytes, share, steps, plan.groups, backwards=backwards
+            )
             for tie_break in TIE_BREAKS:
                 config = replace(self.config, tie_break=tie_break)
                 found.append(replay(events, "pytorch", config=config).peak_device_bytes)
@@ -76,7 +84,7 @@ class Card:
 
     def _planned_bytes(self, plan: Plan, solver: str) -> int:
         """The least with which the first steps survive, and then the arena, what libraries keep, and what is not in it."""
-        events = events_of(plan.graph, plan.schedule, self.handle_bytes)
+        events = events_of(plan.graph, plan.schedule, self.handle_bytes, groups=plan.groups)
         first = minimum_capacity(events, "pytorch", self.config)
         threads = 1 if plan.graph.whole_step else 2
         arena = place_plan(plan, solver).peak_bytes
@@ -118,7 +126,10 @@ class Card:
         return best or self._smallest(budget_bytes, make)
 
     def _smallest(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
-        """The plan with the fewest live bytes, if the card has room for it."""
+        """The plan with the fewest live bytes, if the card has room for it; else one of more, whose blocks may lie better.
+
+        Which are tried does not depend on the budget: so a card of the size that an error names will do.
+        """
         try:
             found, plan = make(1)
         except InfeasibleBudget as error:
@@ -126,11 +137,20 @@ class Card:
             found, plan = make(error.floor_bytes)
         else:
             cause = "the policy has no smaller plan"
-        plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
-        assert plan.device_bytes is not None
-        if plan.device_bytes <= budget_bytes:
-            return found, plan
-        raise self._too_small(plan, budget_bytes, cause)
+        least = None
+        for share in (0.0, *BETWEEN):
+            if share:
+                more = plan.peak_bytes + int(share * (plan.unmanaged_peak_bytes - plan.peak_bytes))
+                found, other = make(more)
+            else:
+                other = plan
+            other = replace(self.measured(other), device_budget_bytes=budget_bytes)
+            assert other.device_bytes is not None
+            if other.device_bytes <= budget_bytes:
+                return found, other
+            least = min(other, least or other, key=lambda p: p.device_bytes or 0)
+        assert least is not None
+        raise self._too_small(least, budget_bytes, cause)
 
     def _too_small(self, plan: Plan, budget_bytes: int, cause: str) -> InfeasibleBudget:
         assert plan.reserved_bytes is not None
@@ -153,24 +173,45 @@ class Card:
 
 
 def events_of(
-    graph: Graph, schedule: Schedule, handle_bytes: Iterable[int] = (), share: float = 1.0, steps: int = STEPS
+    graph: Graph,
+    schedule: Schedule,
+    handle_bytes: Iterable[int] = (),
+    share: float = 1.0,
+    steps: int = STEPS,
+    groups: Iterable[tuple[int, ...]] = (),
+    *,
+    backwards: bool = False,
 ) -> Events:
     """What `schedule` asks of an allocator in its first `steps`, in order, from the model and its batch on an empty device.
 
     Handles of libraries come up at the first matrix product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take
-    a `share` of their workspaces.
+    a `share` of their workspaces. The updates of each of `groups` have their temporaries at once, but for the first time,
+    which makes the state. Ops allocate their results in their order, but for those in BACKWARDS; or all `backwards`, with
+    their workspaces first.
     """
-    return _Run(graph, schedule, tuple(handle_bytes), share).events(steps)
+    return _Run(graph, schedule, tuple(handle_bytes), share, groups, backwards=backwards).events(steps)
 
 
 class _Run:
     """The allocations of a run so far: `rows` of events, and the blocks of what is live."""
 
-    def __init__(self, graph: Graph, schedule: Schedule, handle_bytes: tuple[int, ...], share: float) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        handle_bytes: tuple[int, ...],
+        share: float,
+        groups: Iterable[tuple[int, ...]],
+        *,
+        backwards: bool,
+    ) -> None:
+        self.backwards = backwards
         self.graph = graph
         self.schedule = schedule
         self.handle_bytes = handle_bytes
         self.share = share
+        self.groups = {op: group for group in groups for op in group}
+        self.is_first = True
         self.has_state = False
         self.rows: list[tuple[int, int, int, int]] = []
         self.live: dict[int | str, list[int]] = {}
@@ -187,7 +228,8 @@ class _Run:
             self.give(stored)
         if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
             self.take_state()
-        for _ in range(steps):
+        for number in range(steps):
+            self.is_first = number == 0
             self.step()
         return Events.from_rows(self.rows)
 
@@ -200,11 +242,11 @@ class _Run:
                 op = self.graph.ops[target]
                 runs = instruction.verb is Verb.RUN
                 backward |= runs and op.phase is not Phase.FORWARD and not self.graph.whole_step
-                self.take_handles(op, "backward" if backward else "forward")
+                thread = "backward" if backward else "forward"
                 writes = op.writes if runs else op.recompute_writes
                 # What is there is made once more beside it.
                 again = 0 if runs else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
-                self.run(op, writes, op.workspace_of(instruction.algorithm) + again)
+                self.run(op, writes, op.workspace_of(instruction.algorithm) + again, thread)
             elif instruction.verb is Verb.PREFETCH:
                 self.take_tensor(target)
             elif instruction.verb is Verb.FREE:
@@ -212,17 +254,25 @@ class _Run:
         for key in [key for key in self.live if isinstance(key, int) and not self.graph.tensors[key].persistent]:
             self.give(key)
 
-    def run(self, op: Op, writes: Iterable[int], workspace_bytes: int) -> None:
+    def run(self, op: Op, writes: Iterable[int], workspace_bytes: int, thread: str) -> None:
         """An op that writes these tensors, and takes so much more while it runs."""
         if op.phase is Phase.UPDATE:
             self.take_state()
-        for tensor in writes:
-            self.take_tensor(tensor)
         if op.name in ELASTIC:
             workspace_bytes = int(self.share * workspace_bytes)
-        if workspace_bytes:
-            self.take("workspace", self.temporaries(op, workspace_bytes))
-            self.give("workspace")
+        temporaries = self.temporaries(op, workspace_bytes)
+        if op.id in self.groups and not self.is_first:
+            group = self.groups[op.id]
+            others = (self.graph.ops[other] for other in group) if op.id == group[0] else ()
+            temporaries = [n for each in others for n in self.temporaries(each, each.workspace_bytes)]
+        if self.backwards:
+            self.take("workspace", temporaries)
+        for tensor in reversed([*writes]) if self.backwards or op.name in BACKWARDS else writes:
+            self.take_tensor(tensor)
+        self.take_handles(op, thread)  # once there is what it is called for
+        if not self.backwards:
+            self.take("workspace", temporaries)
+        self.give("workspace")
 
     def temporaries(self, op: Op, nbytes: int) -> list[int]:
         """The blocks of a workspace: an update has temporaries of the parameters' sizes."""
@@ -270,6 +320,6 @@ class _Run:
 
 def _pieces(nbytes: int, sizes: list[int], *, by_turns: bool = False) -> list[int]:
     """Blocks of `sizes` that make up `nbytes`, as often as they all go into it, and the rest; `by_turns`: all of one size first."""
-    times = nbytes // sum(sizes) if sizes else 0
+    times = nbytes // sum(sizes) if sum(sizes) else 0
     found = [size for size in sizes for _ in range(times)] if by_turns else sizes * times
     return [*found, nbytes - sum(found)]

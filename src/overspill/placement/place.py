@@ -90,7 +90,7 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
 
 def place_plan(plan: Plan, placer: str | None = None) -> Placed:
     """The blocks of `plan` under `placer` (None: under PyTorch's caching allocator, which has them if nobody plans)."""
-    return place(trace_of(plan.graph, plan.schedule), placer or CachingAllocator.name)
+    return place(trace_of(plan.graph, plan.schedule, plan.groups), placer or CachingAllocator.name)
 
 
 def plan_within(

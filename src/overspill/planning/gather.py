@@ -17,14 +17,14 @@ MOST_TOGETHER = 64
 
 
 def gather(
-    graph: Graph, schedule: Schedule, updates: Collection[int], live_bytes: Sequence[int]
+    graph: Graph, schedule: Schedule, updates: Collection[int], live_bytes: Sequence[int], share: float = 1.0
 ) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
     """`schedule` with the ops `updates` postponed, and the groups of those that can then run as one.
 
     `live_bytes[i]` is the most on the device during instruction `i`. With what a group takes for all its updates at once,
-    it stays within the largest of them.
+    it stays within a `share` of the largest of them, where the plan itself does.
     """
-    gathering = _Gathering(graph, schedule, frozenset(updates), max(live_bytes, default=0))
+    gathering = _Gathering(graph, schedule, frozenset(updates), int(share * max(live_bytes, default=0)))
     for index, live in enumerate(live_bytes):
         gathering.step(index, live)
     gathering.carry_out(gathering.waiting)

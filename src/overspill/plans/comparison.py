@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
@@ -18,6 +19,16 @@ BASELINE = "oracle"
 """What slowdowns are relative to: it has all the memory and the fastest algorithms."""
 NO_LIMIT_BYTES = 1 << 60
 """More than any device has: what a policy that makes one schedule is asked for."""
+
+
+class Counting(Protocol):
+    """How it is counted what plans take of a device: on a GPU by its card (`placement/card.py`)."""
+
+    def measured(self, plan: Plan) -> Plan:
+        """`plan` with what the device must have for it."""
+
+    def planned(self, budget_bytes: int, make: Callable[[int], tuple[Any, Plan]]) -> tuple[Any, Plan]:
+        """What `make` gives for the live bytes that a device of `budget_bytes` has room for. Raises InfeasibleBudget."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,9 @@ class Row:
     @property
     def least_bytes(self) -> int | None:
         """What the policy needs at least, as far as it is known."""
-        return self.floor_bytes if self.plan is None else self.plan.peak_bytes
+        if self.plan is None:
+            return self.floor_bytes
+        return self.plan.peak_bytes if self.plan.device_budget_bytes is None else self.plan.device_bytes
 
     @cached_property
     def stall_seconds(self) -> dict[str, float]:
@@ -75,11 +88,15 @@ def compare(
     budget_bytes: int | None = None,
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
+    card: Counting | None = None,
+    *,
+    of_card: bool = False,
 ) -> list[Row]:
     """One row for each of `policies` on `graph`, the fastest that fits first; then what does not fit, the least first.
 
     Without `budget_bytes` all of the device is planned for, less its context. `progress` is told each policy's name
-    before it plans. Raises RequestError for an unknown name.
+    before it plans. With a `card` plans say what it must have; `of_card`: and the budget is its size, not live bytes.
+    Raises RequestError for an unknown name.
     """
     names = tuple(dict.fromkeys(policies))
     for name in names:
@@ -90,7 +107,9 @@ def compare(
     for name in names:
         if progress is not None:
             progress(name)
-        rows.append(_row(graph, device, name, budget, times, baseline.step_seconds))
+        row = _row(graph, device, name, budget, times, card if of_card else None)
+        plan = row.plan if card is None or of_card or row.plan is None else card.measured(row.plan)
+        rows.append(replace(row, plan=plan, baseline_seconds=baseline.step_seconds))
     return in_order(rows)
 
 
@@ -105,13 +124,23 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
 
 def _row(
-    graph: Graph, device: Device, name: str, budget_bytes: int, times: MeasuredTimes | None, baseline_seconds: float
+    graph: Graph, device: Device, name: str, budget_bytes: int, times: MeasuredTimes | None, card: Counting | None
 ) -> Row:
+    """The answer of one policy within a budget, which is the size of the `card` if there is one."""
     adapts = policy_named(name).plans_for_budget
+
+    def made(live_bytes: int) -> tuple[None, Plan]:
+        return None, make_plan(graph, device, name, live_bytes if adapts else NO_LIMIT_BYTES, times)
+
     try:
-        plan = make_plan(graph, device, name, budget_bytes if adapts else NO_LIMIT_BYTES, times)
+        if card is None:
+            plan = replace(made(budget_bytes)[1], budget_bytes=budget_bytes)
+            return Row(name, plan, plan.peak_bytes <= budget_bytes, 0.0)
+        _, plan = card.planned(budget_bytes, made) if adapts else (None, card.measured(made(budget_bytes)[1]))
     except InfeasibleBudget as error:
         message = " ".join(str(error).split())
-        return Row(name, None, False, baseline_seconds, message, error.floor_bytes)
-    plan = replace(plan, budget_bytes=budget_bytes)
-    return Row(name, plan, plan.peak_bytes <= budget_bytes, baseline_seconds)
+        return Row(name, None, False, 0.0, message, error.floor_bytes)
+    # No more can be live than what the context leaves: that is what all policies are compared by.
+    plan = replace(plan, budget_bytes=budget_bytes - device.context_bytes, device_budget_bytes=budget_bytes)
+    assert plan.device_bytes is not None
+    return Row(name, plan, plan.device_bytes <= budget_bytes, 0.0)

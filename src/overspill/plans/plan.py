@@ -27,7 +27,8 @@ class Plan:
     `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
     device between forward and backward. `peak_bytes` and `budget_bytes` are live bytes. Of a
     plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context, and
-    `device_budget_bytes` what the card may have (None: as much as the live bytes need).
+    `device_budget_bytes` what the card may have (None: as much as the live bytes need). `groups` are updates that one call
+    of the optimizer carries out.
     """
 
     graph: Graph
@@ -44,6 +45,7 @@ class Plan:
     reserved_bytes: int | None = None
     device_bytes: int | None = None
     device_budget_bytes: int | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def lower_bound_seconds(self) -> float:

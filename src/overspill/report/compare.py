@@ -23,7 +23,7 @@ from .plan import peak_of
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
     "step_seconds", "slowdown", "compute_seconds", "overlapped_seconds", "exposed_transfer_seconds", "stall_seconds",
-    "stall_cause", "fragmentation", "reserved_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
+    "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
 )  # fmt: skip
 """What a row has of a plan; null where there is none."""
 
@@ -56,13 +56,22 @@ def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
     return Reserved(reserved, 1 - trace.lower_bound_bytes / reserved if reserved else 0.0, fits, expandable_fits)
 
 
-def row_figures(row: Row, capacity_bytes: int) -> dict[str, Any]:
-    """The JSON object of `row`; `capacity_bytes` are what the device leaves to its allocator."""
+def reserved_on(plan: Plan, device: Device) -> Reserved:
+    """The same on `device`; where it is known what its card must have, by the first steps, with what libraries keep."""
+    found = reserved_by_pytorch(plan, device.usable_bytes)
+    if plan.reserved_bytes is None or plan.device_bytes is None:
+        return found
+    fits = plan.device_bytes <= device.memory_bytes
+    return Reserved(plan.reserved_bytes, 1 - plan.peak_bytes / plan.reserved_bytes, fits, fits or found.expandable_fits)
+
+
+def row_figures(row: Row, device: Device) -> dict[str, Any]:
+    """The JSON object of `row`, which is for `device`."""
     head = {"policy": row.policy, "fits": row.fits, "error": row.error, "floor_bytes": row.floor_bytes}
     plan = row.plan
     if plan is None:
         return head | dict.fromkeys(FIGURES)
-    timeline, place, peak = plan.timeline, reserved_by_pytorch(plan, capacity_bytes), peak_of(plan)
+    timeline, place, peak = plan.timeline, reserved_on(plan, device), peak_of(plan)
     figures = {
         "max_bytes": plan.peak_bytes,
         "average_bytes": round(timeline.average_bytes),
@@ -79,6 +88,7 @@ def row_figures(row: Row, capacity_bytes: int) -> dict[str, Any]:
         "stall_cause": row.stall_cause,
         "fragmentation": place.fragmentation,
         "reserved_bytes": place.reserved_bytes,
+        "device_bytes": plan.device_bytes,
         "allocator_fits": place.fits,
         "expandable_fits": place.expandable_fits,
         "peak_op": peak.at,
@@ -105,21 +115,24 @@ def compare_report(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    has_card = any(row["device_bytes"] is not None for row in rows)
     columns = (
-        *("policy", "fits", "max", "step", "slowdown", "average", "offloaded", "recomputed", "overlap", "exposed"),
-        "fragm.",
+        *("policy", "fits", "max", *(["card"] if has_card else []), "step", "slowdown", "average", "offloaded"),
+        *("recomputed", "overlap", "exposed", "fragm."),
     )
-    return whole_columns(columns, [_cells(row) for row in rows], numbers=range(2, len(columns)))
+    cells = [_cells(row, len(columns), has_card=has_card) for row in rows]
+    return whole_columns(columns, cells, numbers=range(2, len(columns)))
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any], count: int, *, has_card: bool) -> tuple[str, ...]:
     fits = yes(row["fits"]) or "no"
     if row["max_bytes"] is None:
-        return row["policy"], fits, *("",) * 9
+        return row["policy"], fits, *("",) * (count - 2)
     return (
         row["policy"],
         fits,
         format_bytes(row["max_bytes"]),
+        *([format_bytes(row["device_bytes"])] if has_card else []),
         format_seconds(row["step_seconds"]),
         f"{row['slowdown']:.3f}",
         format_bytes(row["average_bytes"]),
@@ -146,6 +159,8 @@ def _explanation(device: Device, budget_bytes: int, lower_bound_seconds: float |
         f"What fits stays within {budget}, the fastest first. "
         "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs."
     )
+    if device.index is not None:
+        text += " Card is what the GPU must have, its context and what libraries keep included."
     if lower_bound_seconds is not None:
         text += f" Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}."
     return text

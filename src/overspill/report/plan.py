@@ -110,16 +110,12 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
 
 def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
     timeline = plan.timeline
+    peaks = [("planned peak", plan.peak_bytes), *peaks_of_card(plan)]
+    lies = f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)"
     return [
-        ("budget", format_bytes(plan.budget_bytes)),
-        (
-            "planned peak",
-            f"{format_bytes(plan.peak_bytes)} ({percent(plan.peak_bytes, plan.budget_bytes)} of the budget)",
-        ),
-        (
-            f"placed by {placed.placer}",
-            f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)",
-        ),
+        ("budget", format_bytes(plan.asked_bytes)),
+        *((what, f"{format_bytes(n)} ({percent(n, plan.asked_bytes)} of the budget)") for what, n in peaks),
+        *([(f"placed by {placed.placer}", lies)] if len(peaks) == 1 else []),
         ("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes)),
         (
             "offloaded each step",
@@ -136,6 +132,12 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]
+
+
+def peaks_of_card(plan: Plan) -> list[tuple[str, int]]:
+    """What PyTorch's allocator takes from the card over the first steps, and with the context; nothing where no card is known."""
+    figures = ("planned peak, reserved", plan.reserved_bytes), ("planned peak, on the card", plan.device_bytes)
+    return [(what, nbytes) for what, nbytes in figures if nbytes is not None]
 
 
 def _breakdown(plan: Plan, peak: Peak) -> Table:

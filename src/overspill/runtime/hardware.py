@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from overspill.core import Device
+from overspill.core.device import ELSEWHERE
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.costs import (
     Interval,
@@ -55,12 +56,29 @@ def device_noun(device: torch.device) -> Device:
 def usable_bytes(device: torch.device) -> int:
     """Bytes that tensors may take on `device`: physical memory on the CPU, what the driver leaves on CUDA."""
     if device.type == "cuda":
-        return accelerator.memory_info(device)[0] + _held_bytes(device)
+        return accelerator.memory_info(device)[0] + held_bytes(device)
     return device_noun(device).memory_bytes
+
+
+def held_bytes(device: torch.device) -> int:
+    """What the process has reserved of a CUDA device."""
+    ours = serving()
+    return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
+
+
+def elsewhere(device: Device) -> Device:
+    """A device as a job would meet it on its own machine: of a GPU budgets are its card's, and kernels join its context."""
+    if device.kind != "cuda" or device.index is not None:
+        return device
+    software = _software()
+    context = context_bytes(device, software.cuda_version) + _to_come(software, device)
+    return replace(device, index=ELSEWHERE, context_bytes=context.central, context_low_bytes=0, context_high_bytes=0)
 
 
 def card_bytes(device: Device) -> int:
     """The largest card that a job can have of the GPU `device`: what the driver leaves, what is ours, and the context."""
+    if device.index == ELSEWHERE:
+        return device.memory_bytes
     where = torch.device("cuda", device.index)
     return usable_bytes(where) - _to_come(_software(), device).central + device.context_bytes
 
@@ -72,8 +90,8 @@ def card_of(device: Device, solver: str | None = None) -> Card:
     blas = cublas_workspace_bytes(capability, environment, release)
     lt = cublaslt_workspace_bytes(capability, environment, release)
     handles = (
-        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
         blas.own_bytes,
+        lt.own_bytes if lt.lifetime is Lifetime.KEPT else 0,
     )  # in the order in which they come up
     config = allocator_config() if solver is None else CachingConfig()  # that of the live allocator's pool
     return Card(device.context_bytes, tuple(filter(None, handles)), config, solver)
@@ -93,12 +111,6 @@ def allocator_config() -> CachingConfig:
     return CachingConfig.parse(text)
 
 
-def _held_bytes(device: torch.device) -> int:
-    """What the process has reserved of a CUDA device."""
-    ours = serving()
-    return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
-
-
 def _context_bytes(index: int, known: Device) -> int:
     """The context on a CUDA device: as it is now, if it can be told from other processes', and the kernels that will come.
 
@@ -108,7 +120,7 @@ def _context_bytes(index: int, known: Device) -> int:
         software = _software()
         where = torch.device("cuda", index)
         free, total = accelerator.memory_info(where)
-        beside = total - free - _held_bytes(where)
+        beside = total - free - held_bytes(where)
         usual = context_bytes(known, software.cuda_version)
         bare = beside if beside <= usual.high else usual.central
         _CONTEXTS[index] = bare + _to_come(software, known).central

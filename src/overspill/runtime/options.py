@@ -21,6 +21,7 @@ from overspill.devices import load_device
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import check_placer, place_plan, plan_within
+from overspill.plans.comparison import Row, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
@@ -166,7 +167,10 @@ def within_budget(
 def measured_again(options: Options, plan: Plan) -> Plan | None:
     """`plan`, whose updates were gathered after it was made, with what it takes now; None where that is over its budget."""
     if _knows_card(options, plan.device):
-        return card_for(options, plan.device).measured(plan)
+        made = card_for(options, plan.device).measured(plan)
+        assert made.device_bytes is not None
+        most = made.device_budget_bytes
+        return made if most is None or made.device_bytes <= most else None
     if options.placer is not None and place_plan(plan, options.placer).peak_bytes > plan.budget_bytes:
         return None
     return plan
@@ -191,6 +195,20 @@ def limit_steps(steps: PlannedSteps, plan: Plan) -> None:
 def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
     """The plan of `graph` within a budget, of live bytes or of a card. Raises InfeasibleBudget."""
     return within_budget(options, device, budget_bytes, lambda live: (None, plan_live(options, graph, device, live)))[1]
+
+
+def compare_on(
+    options: Options,
+    graph: Graph,
+    device: Device,
+    policies: Iterable[str],
+    progress: Callable[[str], None] | None = None,
+) -> tuple[int, list[Row]]:
+    """The budget in bytes, of live bytes or of a card, and a row for each of `policies` on `graph` within it."""
+    budget_bytes = budget_for(options, graph, device, torch.device("cpu"))
+    card = card_for(options, device) if _knows_card(options, device) else None
+    of_card = is_of_card(options, device)
+    return budget_bytes, compare(graph, device, policies, budget_bytes, options.times, progress, card, of_card=of_card)
 
 
 def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:

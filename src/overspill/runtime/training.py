@@ -28,6 +28,7 @@ from overspill.plans.plan import Plan
 from . import accelerator, batches
 from .compiled.compile import compile_in
 from .compiled.session import Session
+from .hardware import elsewhere
 from .live.allocator import serving
 from .live.planned_steps import planned_steps
 from .options import PLANNED, Options, budget_for, device_for, plan_graph
@@ -117,7 +118,8 @@ class Run:
 def preview(training: Training, options: Options) -> Plan:
     """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
 
-    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`. With Inductor's
+    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`, and a budget is that of
+    its card, as in training there. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
     if options.backend == "inductor":
@@ -133,7 +135,7 @@ def preview(training: Training, options: Options) -> Plan:
         with nothing_compiled():
             return TrainStep(step.model, step.loss, optimizer, options, training.gradients).preview(*batch)
     where = torch.device("cpu")
-    device = device_for(options, where)
+    device = elsewhere(device_for(options, where))
     graph = graph_on(training, device, options.reserve)
     return plan_graph(options, graph, device, budget_for(options, graph, device, where))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from overspill.core import Block, Graph, LayerType, Mobility, Op, Phase, Schedule, TensorKind, Trace, Verb
@@ -11,18 +11,25 @@ STAYING = frozenset({LayerType.LINEAR, LayerType.SOFTMAX, LayerType.LOSS, LayerT
 """Layers whose tensors are "reclaimed" (Dymem, Algorithm 3, line 2: FC, softmax, dropout); softmax comes with the loss."""
 
 
-def trace_of(graph: Graph, schedule: Schedule) -> Trace:
+def trace_of(graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()) -> Trace:
     """The blocks that `schedule` allocates on the device; positions count instructions, workspaces are blocks of their own.
+
+    One call carries out the ops of each of `groups`, which follow one another: their workspaces are there together.
 
     The lower bound of this trace is the peak that `check` finds. Blocks have the mobility of Dymem's Algorithm 3, which
     is about feature maps and their gradients: workspaces are temporary, and weights and their gradients movable, for
     where these lie is where they stay.
     """
     device = _Device(graph, schedule)
+    together = {op: (place, len(group)) for group in groups for place, op in enumerate(group)}
     for position, instruction in enumerate(schedule.instructions):
         if instruction.verb is Verb.RUN:
             op = graph.ops[instruction.target]
-            device.run(position, op, op.reads, op.writes, op.workspace_of(instruction.algorithm))
+            place, count = together.get(op.id, (0, 1))
+            begin = position - place
+            device.run(
+                position, op, op.reads, op.writes, op.workspace_of(instruction.algorithm), (begin, begin + count)
+            )
         elif instruction.verb is Verb.RECOMPUTE:
             op = graph.ops[instruction.target]
             twice = sum(graph.tensors[t].nbytes for t in op.recompute_writes if t in device.stays)
@@ -71,8 +78,16 @@ class _Device:
         self._made: list[_Stay] = []  # by the layer that ran last
         self._blocks: list[tuple[int, int, int, str, Mobility]] = []  # start, end, bytes, name, mobility
 
-    def run(self, position: int, op: Op, reads: Iterable[int], writes: Iterable[int], workspace_bytes: int) -> None:
-        """An op that reads and writes these tensors beside its workspace."""
+    def run(
+        self,
+        position: int,
+        op: Op,
+        reads: Iterable[int],
+        writes: Iterable[int],
+        workspace_bytes: int,
+        during: tuple[int, int] | None = None,
+    ) -> None:
+        """An op that reads and writes these tensors beside its workspace, which is there `during` it alone if nothing is said."""
         for tensor in reads:
             if tensor in self.stays:
                 self.stays[tensor].read_by(op.layer)
@@ -87,7 +102,8 @@ class _Device:
                     self._made.append(self.stays[tensor])
         if workspace_bytes:
             name = f"workspace of {op.name}"
-            self._blocks.append((position, position + 1, workspace_bytes, name, Mobility.TEMPORARY))
+            begin, end = during or (position, position + 1)
+            self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY))
 
     def free(self, position: int, tensor: int) -> None:
         """A tensor leaves the device."""

@@ -27,6 +27,11 @@ def convolution(
     return run(program)
 
 
+def backward(y: Tensor) -> None:
+    """Without a loss, whose sum might take something itself."""
+    y.backward(torch.empty_like(y))
+
+
 CONVOLUTIONS: dict[str, Any] = {
     "1d": (nn.Conv1d, (8, 16, 3), (2, 8, 9)),
     "2d": (nn.Conv2d, (8, 16, 3), (2, 8, 9, 9)),
@@ -118,7 +123,7 @@ def test_an_embeddings_backward_sorts_many_indices_and_sums_runs_of_them() -> No
     def program(indices: int, rows: int = 100, **options: Any) -> list[int]:
         def step() -> None:
             table = nn.Embedding(rows, 64, **options).cuda()
-            table(torch.zeros(indices, dtype=torch.int64, device="cuda")).sum().backward()
+            backward(table(torch.zeros(indices, dtype=torch.int64, device="cuda")))
 
         return taken(run(step))
 
@@ -191,7 +196,7 @@ def test_a_layer_norms_weights_are_summed_in_two_passes_where_rows_are_many_and_
     """layer_norm_kernel.cu: more than 64 Ki rows, and less than half as many blocks of 32 columns as processors."""
 
     def step(rows: int, width: int, **options: Any) -> list[int]:
-        return taken(run(lambda: nn.LayerNorm(width, **options).cuda()(cuda(rows, width, grad=True)).sum().backward()))
+        return taken(run(lambda: backward(nn.LayerNorm(width, **options).cuda()(cuda(rows, width, grad=True)))))
 
     assert step(65536, 32) == []
     assert step(70000, 32) == [2 * 4 * 32 * -(-70000 // 32)]
@@ -227,6 +232,27 @@ def test_a_loss_with_logits_has_its_parts() -> None:
     assert taken(run(lambda: loss(cuda(10, 100), cuda(10, 100)))) == [2 * 4000]
     assert taken(run(lambda: loss(cuda(10, 100), cuda(10, 100), reduction="none"))) == [4000]
     assert taken(run(lambda: loss(cuda(10, 100), cuda(10, 100), pos_weight=cuda(100)))) == [3 * 4000]
+
+
+SUMS: list[tuple[tuple[int, ...], Any, list[int]]] = [
+    ((4096, 768), [0], [4 * 768 * 64 * 128, 4 * 6]),  # the bias of a linear layer: 64 blocks a sum, 128 sums a block
+    ((4096, 3072), [0], [4 * 3072 * 64 * 128, 4 * 24]),
+    ((4096, 3072), [1], []),
+    ((8, 512, 768), [0], []),
+    ((1 << 20,), [0], [4 * 128, 4]),
+    ((30000, 3), [0], []),
+]
+"""Shape, dimensions, and what PyTorch 2.11's own CUDA build asked for on 132 multiprocessors."""
+
+
+@row(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
+@pytest.mark.parametrize(("shape", "dims", "expected"), SUMS)
+def test_blocks_that_share_a_sum_have_what_each_has_added_up(
+    shape: tuple[int, ...], dims: list[int], expected: list[int]
+) -> None:
+    """Reduce.cuh, `global_memory_size` and `semaphore_size`."""
+    assert taken(run(lambda: cuda(*shape).sum(dims))) == expected
+    assert taken(run(lambda: cuda(*shape).mean(dims))) == expected
 
 
 @row(aten.logsumexp.default)

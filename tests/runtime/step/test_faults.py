@@ -181,6 +181,31 @@ def test_what_cannot_be_brought_back_stays_in_the_store(store: Flaky) -> None:
     pair.assert_same()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_step_that_is_dropped_where_nothing_works_any_more_says_so_in_one_line(
+    unfinished: bool, store: Flaky, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a GPU's error that stays: every transfer fails, and so does the end of the store."""
+    pair = Pair(Mlp)
+    pair.train(2)
+    broken = RuntimeError("CUDA error: an illegal memory access\nCompile with TORCH_USE_CUDA_DSA")
+
+    def close() -> None:
+        raise broken
+
+    store.fail(20 if unfinished else 1, failures=1 << 30, error=broken)
+    monkeypatch.setattr(store, "close", close)
+    if unfinished:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            pair.step(*pair.inputs)
+    del pair.step
+    gc.collect()
+    (record,) = (r for r in caplog.records if r.name == "overspill")
+    assert record.getMessage().endswith("what is lost reads as NaN: CUDA error: an illegal memory access")
+    assert type(pair.model.last._parameters) is dict
+
+
 def test_an_op_that_fails_before_any_update_undoes_the_step() -> None:
     pair = Pair(Lm, gradients={"accumulate": 2})
     pair.train(2)

@@ -81,6 +81,50 @@ def test_a_write_that_failed_keeps_no_slot(make: Callable[[Store], TransferEngin
         assert (engine.stored_count, engine.store.used_bytes) == (0, 0)
 
 
+class Broken(HostStore):
+    """A host store on a device that fails at some time, after which nothing works any more."""
+
+    works = True
+
+    def read(self, slot: Slot, target: Tensor) -> None:
+        if not self.works:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        super().read(slot, target)
+
+
+def test_what_is_given_up_may_fail_and_so_may_what_is_awaited_once_more() -> None:
+    store = Broken()
+    with closing(with_threads(store)) as engine:
+        handle = send(engine, numbers(10))
+        store.works = False
+        given_up, wanted = engine.prefetch(handle), engine.prefetch(handle)
+        engine.cancel(given_up)
+        engine.settle()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.await_prefetch(wanted)
+        store.works = True
+        assert torch.equal(engine.await_prefetch(wanted), numbers(10))
+
+
+def test_an_end_that_fails_gives_all_back_nevertheless(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    for end in (TransferEngine.close, TransferEngine.close_dropped):
+        engine = with_threads(HostStore())
+        handle = send(engine, numbers(10))
+        monkeypatch.setattr(engine._outward, "close", fails)
+        with pytest.raises(RuntimeError) if end is TransferEngine.close else contextlib.nullcontext():
+            end(engine)
+        assert engine.stored_count == len(engine.store._chunks) == 0
+        assert not transfer_threads(engine)[1:]
+        del handle
+    (record,) = (r for r in caplog.records if r.name == "overspill")
+    assert record.getMessage().endswith("in order: CUDA error: an illegal memory access")
+
+
 class Held(HostStore):
     """A host store that does not read until it is let go."""
 

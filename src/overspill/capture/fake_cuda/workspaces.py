@@ -7,7 +7,7 @@ position 9 stands for after all of them.
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -200,6 +200,65 @@ def loss_with_logits(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     weighted = (len(args) > 3 and args[3] is not None) or kwargs.get("pos_weight") is not None
     parts = 1 + int(weighted) + int(result.dim() == 0 < args[0].dim())
     return _bytes(0, parts * args[0].numel() * args[0].element_size())
+
+
+_LARGE_GPU_THREADS = 132 * 2048
+"""The threads that a large GPU has at once; a smaller one splits fewer sums."""
+
+
+def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
+    """aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`: what blocks have for one another that
+    share a sum, and a count of them. Of a matrix's columns that is more than the matrix.
+    """
+    x, count = args[0], max(result.numel(), 1)
+    if x.numel() <= count:
+        return []
+    item = 8 if x.dtype in (torch.float64, torch.int64, torch.int32, torch.bool) else 4
+    inputs, wide = x.numel() // count, 1  # elements of a sum, and sums that a thread adds up side by side
+    reduced, kept = _strides(x, args[1] if len(args) > 1 else None)
+    along = not kept or min(reduced, default=(1, 1)) < min(kept)  # the dimension that is next in memory is summed up
+    width, height = (inputs, count) if along else (count, inputs)
+    if not along and min(kept)[0] == 1:
+        wide = gcd(4, min(kept)[1], *(stride for stride, _ in (*reduced, *sorted(kept)[1:])))
+        width //= wide
+    elif along and not kept and len(reduced) == 1 and width > 128 and reduced[0][0] == 1:
+        width //= 4
+    most = 512 // wide
+    across, down = (_power(min(n, most)) for n in (width, height))
+    down_now = min(down, most // min(across, 32))
+    across, down = min(across, most // down_now), down_now
+    step = across if along else 1
+    a_thread = -(-inputs // step)
+    if a_thread < down * 16 and a_thread < 256:
+        return []
+    a_thread = -(-inputs // (step * down))
+    grid = -(-(count // wide) // (1 if along else across))
+    room = _LARGE_GPU_THREADS // (across * down)
+    if a_thread < 256 or grid > room:
+        return []
+    blocks = max(min(-(-room // grid), -(-a_thread // 16)), -(-a_thread // 256))
+    if blocks == 1:
+        return []
+    return [*_bytes(0, item * count * blocks * (1 if along else across * wide)), *_bytes(0, 4 * grid)]
+
+
+def _strides(x: Tensor, dims: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Strides and sizes of the dimensions that are reduced, and of those that are kept; neighbours in memory are one."""
+    given = range(x.dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    gone = {d % max(x.dim(), 1) for d in given}
+    found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for stride, dim in sorted((x.stride(d), d) for d in range(x.dim()) if x.shape[d] > 1):
+        part = found[dim not in gone]
+        if part and part[-1][0] * part[-1][1] == stride:
+            part[-1] = part[-1][0], part[-1][1] * x.shape[dim]
+        else:
+            part.append((stride, x.shape[dim]))
+    return found
+
+
+def _power(n: int) -> int:
+    """The largest power of two that is not above `n`."""
+    return 1 << (max(n, 1).bit_length() - 1)
 
 
 def logsumexp(args: Any, kwargs: Any, result: Tensor) -> Wanted:

@@ -41,6 +41,7 @@ from overspill.runtime.options import (
     within_budget,
 )
 from overspill.runtime.profile import OpTimer
+from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -99,6 +100,8 @@ class Session:
         self._engine_number = 0
         self.device_name = ""
         self.watch_calls = Watch(options.on_unplanned)
+        self._reserved = ReservedWatch()
+        self._where = torch.device("cpu")
         self.arenas = Arenas()
         self.outdated = False
         """Whether plans have to be made anew, for something has come to the device that they do not know of."""
@@ -269,7 +272,7 @@ class Session:
         """The graph of `frame`, as `capture` makes it, and its plan, as `make` makes that. Raises InfeasibleBudget when the budget cannot be met."""
         where = torch_device(examples)
         device = device_for(self.options, where)
-        self.device_name = device.name
+        self.device_name, self._where = device.name, where
         trains = bool(joint.tangents)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         part = self._part(examples)
@@ -340,6 +343,7 @@ class Session:
 
     def see(self, planned: Planned, args: Sequence[Any] = (), call: weakref.ref[Node] | None = None) -> None:
         """A graph is about to run, forward on `args` or (then with its `call`) backward: look which other calls are pending."""
+        self._reserved.look(lambda: self.reserved_bytes, self._where)
         beside = self.pending.others(call)
         if beside <= planned.beside:
             return
@@ -418,7 +422,7 @@ class Session:
             suit_heap(plan.unmanaged_peak_bytes)
         if self._engine is None:
             self._engine, self._engine_number = open_engine(self.options, device)
-            weakref.finalize(self, self._engine.close)
+            weakref.finalize(self, self._engine.close_dropped)
         with _disable_current_modes():  # AOTAutograd calls us in its fake mode; the store is real
             self._engine.store.reserve(store_bytes(plan))
         return self._engine_number

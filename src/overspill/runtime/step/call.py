@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from overspill.core.errors import OverspillError
+from overspill.runtime.transfer.engine import first_line
 
 from .plans import Compiled, StepPlans
 from .run import Form, StepRun
@@ -19,6 +23,7 @@ UNFINISHED = (
     "or its resume(); its abandon() gives the step up"
 )
 LOST = "the step cannot be finished: {} was stopped half-way; call its abandon(), and load a checkpoint"
+_LOG = logging.getLogger("overspill")
 
 
 @dataclass
@@ -101,12 +106,18 @@ def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Seque
 
 
 def _dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
-    underway.abandon(state)
-    plans.clear()
     owners = weakref.ref(state.module.model), weakref.ref(state.optimizer)
-    state.disown()
     try:
-        if any(owner() is not None for owner in owners):
-            state.synchronize()
-    finally:
-        let_go(state, plans, hooks)
+        try:
+            underway.abandon(state)
+            plans.clear()
+            state.disown()
+            if any(owner() is not None for owner in owners):
+                state.synchronize()
+        finally:
+            let_go(state, plans, hooks)
+    except (OverspillError, RuntimeError) as error:  # the store's, or the device's: there is nobody to raise it to
+        _LOG.warning(
+            "a train step was dropped and could not bring everything back; what is lost reads as NaN: %s",
+            first_line(error),
+        )

@@ -12,23 +12,32 @@ from overspill.simulate import check, simulate
 
 from .updates import OptimizerUpdates
 
-Groups = tuple[tuple[int, ...], ...]
+SHARES = (1.0, 0.85, 0.7)
+"""Of the peak of live bytes, those within which updates are gathered in turn: the less, the fewer blocks come between others."""
 
 
 def gathered(
     captured: CapturedStep, plan: Plan, updates: OptimizerUpdates, measured: Callable[[Plan], Plan | None]
-) -> tuple[Plan, Groups]:
-    """`plan`, with no higher peak of live bytes, and the ops that are updates of one group each.
+) -> Plan:
+    """`plan` with the groups of updates that one call carries out, at no higher peak of live bytes.
 
-    `measured` says what else a plan takes, or None where it takes too much; then `plan` stays as it is.
+    `measured` says what else a plan takes, or None where it takes too much: then less is gathered, or nothing.
     """
     found = [op for op, node in captured.nodes.items() if (of := node.meta.get(MUTATION)) and of.op == UPDATE]
     whole = [op for op in found if _is_whole(captured, op, updates)]
-    schedule, groups = gather(plan.graph, plan.schedule, whole, plan.timeline.live_bytes)
-    assert check(plan.graph, schedule).peak_bytes <= plan.peak_bytes
-    timeline = simulate(plan.graph, schedule, plan.device, plan.op_seconds)
-    made = measured(replace(plan, schedule=schedule, timeline=timeline))
-    return (plan, ()) if made is None else (made, groups)
+    before = None
+    for share in SHARES:
+        schedule, groups = gather(plan.graph, plan.schedule, whole, plan.timeline.live_bytes, share)
+        if not groups:
+            break
+        if schedule == before:
+            continue
+        assert check(plan.graph, schedule).peak_bytes <= plan.peak_bytes
+        before, timeline = schedule, simulate(plan.graph, schedule, plan.device, plan.op_seconds)
+        made = measured(replace(plan, schedule=schedule, timeline=timeline, groups=groups))
+        if made is not None:
+            return made
+    return plan
 
 
 def _is_whole(captured: CapturedStep, op: int, updates: OptimizerUpdates) -> bool:

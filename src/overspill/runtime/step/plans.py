@@ -50,7 +50,7 @@ from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
 
 from .gate import without_collections
-from .gathered import Groups, gathered
+from .gathered import gathered
 from .programs import Step, StepPrograms, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
@@ -294,10 +294,8 @@ class StepPlans:
                 plan = agreed(error.floor_bytes)
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._state_of(captured))
-        groups: Groups = ()
-        # Each op is timed by itself; and within the size of a card, what updates take of it together is not simulated.
-        if not self.options.profile and plan.device_budget_bytes is None:
-            plan, groups = gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
+        if not self.options.profile:  # which times each op by itself
+            plan = gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -307,7 +305,7 @@ class StepPlans:
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
         if self.steps is not None:
             limit_steps(self.steps, plan)
-        module = lower_step(captured, plan.schedule, self.state.engine_number, groups, self.state.updates.together)
+        module = lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, self.state.updates.together)
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(captured.graph, self.state.where)))
             timer.instrument(module)

@@ -12,13 +12,27 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from overspill.capture.compiled.whole_step import MUTATION, UPDATE, Mutation
 from overspill.runtime.lower import HANDLE_PREFIX
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
 
+aten = torch.ops.aten
+DIRECT: dict[Any, Callable[..., Any]] = {
+    aten.view.default: Tensor.view, aten.t.default: torch.t, aten.transpose.int: torch.transpose,
+    aten.permute.default: torch.permute, aten.expand.default: Tensor.expand, aten.unsqueeze.default: torch.unsqueeze,
+    aten.squeeze.dim: torch.squeeze, aten.select.int: torch.select, aten.as_strided.default: torch.as_strided,
+    aten.mm.default: torch.mm, aten.addmm.default: torch.addmm, aten.bmm.default: torch.bmm, aten.cat.default: torch.cat,
+    aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.mul.Tensor: torch.mul, aten.div.Tensor: torch.div,
+    aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm, aten.tanh.default: torch.tanh,
+    aten.native_dropout.default: torch.native_dropout, aten.relu.default: torch.relu, aten.clone.default: torch.clone,
+}  # fmt: skip
+"""PyTorch's own bindings of ops: they call the same overload, and cost the host half of what calling it from Python does."""
+OF_TENSORS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
+"""Those whose binding may take another overload for a number."""
 TRANSFERS = (offload, await_offload, prefetch, await_prefetch)
 
 
@@ -58,7 +72,13 @@ class LoweredStep:
                 done_with.setdefault(last_user.get(node, node), []).append(node)
         self.instructions = [
             _Instruction(
-                n, n.target, n.args, dict(n.kwargs), _nested(n), tuple(done_with.get(n, ())), n.meta.get(MUTATION)
+                n,
+                DIRECT.get(n.target, n.target),
+                n.args,
+                dict(n.kwargs),
+                _nested(n),
+                tuple(done_with.get(n, ())),
+                n.meta.get(MUTATION),
             )
             for n in nodes
             if callable(n.target)
@@ -133,7 +153,7 @@ class StepRun:
 
     def op(self) -> str:
         """The name of the next instruction's op."""
-        return str(self.program.instructions[self.position].target)
+        return str(self.program.instructions[self.position].node.target)
 
     def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
         """The inputs at the positions `wanted` as they are now, as a tensor or as a handle; no transfer is under way then.
@@ -157,6 +177,12 @@ class StepRun:
         assert engine is not None
         handle = engine.sent_back(arriving)
         return Form.HANDLE, handle
+
+
+def _called(node: fx.Node) -> Any:
+    if node.target in OF_TENSORS and not all(isinstance(a, fx.Node) for a in node.args):
+        return node.target
+    return DIRECT.get(node.target, node.target)
 
 
 def _nested(node: fx.Node) -> bool:

@@ -30,6 +30,7 @@ from overspill.runtime import batches
 from overspill.runtime.live.planned_steps import planned_steps
 from overspill.runtime.options import PLANNED, Options
 from overspill.runtime.parallel import OneProcess, processes_of
+from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
@@ -73,6 +74,7 @@ class TrainStep:
         self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
         self._underway = Underway()
+        self._reserved = ReservedWatch()
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
@@ -153,6 +155,7 @@ class TrainStep:
         finally:
             self._state.arm()
         self._call = None
+        self._reserved.look(lambda: self.reserved_bytes, self._state.where)
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
         if hooks := step_post_hooks(self.optimizer):
             self._state.synchronize()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -13,6 +15,8 @@ from overspill.core.errors import RequestError, StoreError
 from .checksums import Checksums
 from .lanes import Lane, Slot, ThreadLane, Ticket
 from .stores import Store
+
+_LOG = logging.getLogger("overspill")
 
 
 class _Stored:
@@ -216,12 +220,18 @@ class TransferEngine:
         self._outward, self._inward = store.lanes(device)
 
     def close(self) -> None:
-        """Finish what is under way and give the store back."""
-        self._outward.close()
-        self._inward.close()
-        self._arriving.clear()
-        self._table.clear()
-        self.store.close()
+        """Finish what is under way and give the store back, whatever goes wrong."""
+        with ExitStack() as end:  # the last first
+            for let_go in (self.store.close, self._table.clear, self._arriving.clear, self._inward.close):
+                end.callback(let_go)
+            self._outward.close()
+
+    def close_dropped(self) -> None:
+        """Close where whoever had this is gone: the log has what goes wrong, for there is nobody to raise it to."""
+        try:
+            self.close()
+        except RuntimeError as error:
+            _LOG.warning("the store of what was dropped could not be given back in order: %s", first_line(error))
 
     def _drop(self, stored: _Stored) -> None:
         stored.dropped = True
@@ -243,9 +253,14 @@ def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -
 def _failed(ticket: Ticket) -> bool:
     try:
         ticket.wait()
-    except StoreError:
+    except (StoreError, RuntimeError):  # of the store, or of a device on which nothing works any more
         return True
     return False
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says, without what a device adds about debugging."""
+    return str(error).partition("\n")[0]
 
 
 def _when_a_handle_dies(engine: TransferEngine) -> Callable[[weakref.ref[UntypedStorage]], None]:

@@ -334,8 +334,9 @@ def _unlock(chunks: list[Tensor], pages: PageLock, streams: list[Stream], proces
     """Let go of the arena of a pinned store that is closed or gone."""
     try:
         if process == os.getpid():  # a forked child has no device
-            for stream in streams:  # of an engine that was dropped, copies may be under way
-                stream.synchronize()
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: nothing is under way on it any more
+                for stream in streams:  # of an engine that was dropped, copies may be under way
+                    stream.synchronize()
             for chunk in chunks:
                 pages.unlock(chunk)
     finally:

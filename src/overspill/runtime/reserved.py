@@ -1,0 +1,45 @@
+"""Whether PyTorch's allocator takes no more of a card than plans count on; asked now and then, while they are in force."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from overspill.core.units import format_apart
+
+from .hardware import held_bytes
+
+_LOG = logging.getLogger("overspill")
+
+
+class ReservedWatch:
+    """Compares what is reserved with what is planned, and says once where it is more."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._told = False
+
+    def look(self, planned_bytes: Callable[[], int | None], where: torch.device) -> None:
+        """After a step on `where`: after each of the first, and then ever more rarely, for to ask takes as long as some ops.
+
+        Nothing is lost by that: what the allocator has taken it keeps, until it runs out of memory.
+        """
+        if where.type == "cpu" or self._told:
+            return
+        self._steps += 1
+        if self._steps & (self._steps - 1):  # no power of two
+            return
+        planned = planned_bytes()
+        if planned is None or (held := held_bytes(where)) <= planned:
+            return
+        self._told = True
+        taken, counted_on = format_apart(held, planned)
+        _LOG.warning(
+            "PyTorch's allocator has taken %s of %s, more than the %s that the plan counts on: for tensors that are not the "
+            "step's, or cached for what ran before; torch.cuda.empty_cache() before the first step gives that back",
+            taken,
+            where,
+            counted_on,
+        )
