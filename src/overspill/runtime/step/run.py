@@ -73,7 +73,7 @@ class LoweredStep:
         self.instructions = [
             _Instruction(
                 n,
-                DIRECT.get(n.target, n.target),
+                _called(n),
                 n.args,
                 dict(n.kwargs),
                 _nested(n),
