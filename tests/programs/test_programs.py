@@ -22,7 +22,10 @@ QUICK = (
 BY_INDUCTOR = (
     "gan", "vae", "dcgan", "diffusion", "tied-autoencoder", "vit", "convnext", "unet", "segmentation",
     "super-resolution", "channels-last", "deep-supervision", "evaluation-and-partial-batches", "cumulative-batch-norm",
-    "siamese", "twins", "simclr", "triplet", "graph-attention", "message-passing",
+    "siamese", "twins", "simclr", "triplet", "graph-attention", "message-passing", "gpt", "accumulation",
+    "transformer-encoder", "seq2seq", "buckets", "layer-drop", "lora", "distillation",
+    "moving-average", "autocast", "grad-scaler", "checkpointed", "custom-function", "thawing", "experts", "routed-experts",
+    "reinforce",
 )  # fmt: skip
 """Those that are tried with Inductor's kernels too, against stock torch.compile."""
 WAYS = [
