@@ -199,6 +199,7 @@ def test_a_step_that_is_dropped_where_nothing_works_any_more_says_so_in_one_line
     if unfinished:
         with pytest.raises(RuntimeError, match="illegal memory access"):
             pair.step(*pair.inputs)
+        broken.__traceback__ = None  # whose frames hold the step
     del pair.step
     gc.collect()
     (record,) = (r for r in caplog.records if r.name == "overspill")
