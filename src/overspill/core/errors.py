@@ -80,6 +80,11 @@ class OutOfMemory(OverspillError):
         self.reserved_bytes = reserved_bytes
         self.capacity_bytes = capacity_bytes
 
+    def forgetful(self) -> OutOfMemory:
+        """The same error without the frames that it came through, and what they hold."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """As of InfeasibleBudget."""
         return _rebuilt, (type(self), str(self), _given(self))

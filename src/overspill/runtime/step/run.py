@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from overspill.capture.compiled.whole_step import MUTATION, UPDATE, Mutation
@@ -31,7 +32,10 @@ class Form(Enum):
 
 
 class _Instruction(NamedTuple):
-    """One node: what is called with what, and the values that nothing later wants."""
+    """One node: what is called with what, and the values that nothing later wants.
+
+    It `changes` what the step was given: a buffer, a sum of gradients, or what its `mutation` says.
+    """
 
     node: fx.Node
     target: Callable[..., Any]
@@ -40,6 +44,7 @@ class _Instruction(NamedTuple):
     nested: bool
     done_with: tuple[fx.Node, ...]
     mutation: Mutation | None
+    changes: bool
 
 
 class LoweredStep:
@@ -58,8 +63,15 @@ class LoweredStep:
                 done_with.setdefault(last_user.get(node, node), []).append(node)
         self.instructions = [
             _Instruction(
-                n, n.target, n.args, dict(n.kwargs), _nested(n), tuple(done_with.get(n, ())), n.meta.get(MUTATION)
-            )
+                n,
+                n.target,
+                n.args,
+                dict(n.kwargs),
+                _nested(n),
+                tuple(done_with.get(n, ())),
+                n.meta.get(MUTATION),
+                MUTATION in n.meta or n.target is torch.ops.aten.copy_.default,
+            )  # fmt: skip
             for n in nodes
             if callable(n.target)
         ]
@@ -91,6 +103,8 @@ class StepRun:
         self.position = 0
         self.changed = False
         """Whether a parameter has been updated."""
+        self.mutated = False
+        """Whether it may have changed anything that the step was given, so that it cannot be begun again."""
         self.lost = ""
         """What was stopped half-way and cannot be done again."""
 
@@ -102,7 +116,8 @@ class StepRun:
         values, instructions, is_node = self.values, self.program.instructions, fx.Node
         for position in range(self.position, len(instructions)):
             may_go_on()
-            node, target, args, kwargs, nested, done_with, mutation = instructions[position]
+            node, target, args, kwargs, nested, done_with, mutation, changes = instructions[position]
+            self.mutated |= changes
             if mutation is not None:
                 self.lost = str(mutation)
                 self.changed |= mutation.op == UPDATE
