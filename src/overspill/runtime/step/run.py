@@ -71,7 +71,7 @@ class LoweredStep:
                 tuple(done_with.get(n, ())),
                 n.meta.get(MUTATION),
                 MUTATION in n.meta or n.target is torch.ops.aten.copy_.default,
-            )  # fmt: skip
+            )
             for n in nodes
             if callable(n.target)
         ]
