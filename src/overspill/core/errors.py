@@ -80,11 +80,6 @@ class OutOfMemory(OverspillError):
         self.reserved_bytes = reserved_bytes
         self.capacity_bytes = capacity_bytes
 
-    def forgetful(self) -> OutOfMemory:
-        """The same error without the frames that it came through, and what they hold."""
-        self.__cause__ = self.__context__ = None
-        return self.with_traceback(None)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """As of InfeasibleBudget."""
         return _rebuilt, (type(self), str(self), _given(self))
@@ -109,4 +104,11 @@ _MEMORY_RAN_OUT = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is the way of Python, torch, or a library below them to say that memory ran out."""
     of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
-    return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
+    ours = isinstance(error, (MemoryError, OutOfMemory))
+    return ours or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
+
+
+def forgetful(error: Exception) -> Exception:
+    """The same error without the frames that it came through, and what they hold."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -77,14 +77,14 @@ class LiveSteps:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts a planned program runs in this thread. Raises OutOfMemory where the pool has no room for it."""
+        """While this lasts a planned program runs in this thread. Raises OutOfMemory where a pool on the CPU has no room for it."""
         ours = self.allocator.serving() if self.allocator.device == "host" else nullcontext()
         try:
             with ours, planned_blocks():
                 yield
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            if self.allocator.device == "cuda" or not is_out_of_memory(error):
+                raise  # on CUDA it is PyTorch's own error, which who trains there knows
             raise self._too_small(error) from error
 
     @contextmanager

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
-from overspill.core.errors import OutOfMemory, RequestError, StoreError, UnsupportedError, is_out_of_memory
+from overspill.core.errors import OutOfMemory, RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
@@ -192,7 +192,8 @@ class TrainStep:
             what = self._moved(call)
             if isinstance(error, StoreError):
                 raise StoreError(f"{what}{error}; {UNFINISHED}") from error
-            if is_short and self._state.where.type == "cpu" and not (run and run.lost):
+            of_pool = isinstance(error, OutOfMemory)
+            if is_short and not of_pool and self._state.where.type == "cpu" and not (run and run.lost):
                 raise StoreError(f"out of host memory{self._at(call)}; {UNFINISHED}") from error
             error.add_note(f"overspill: {call.advice}")
         else:
@@ -314,7 +315,8 @@ class TrainStep:
         found: list[int] = []
         present = self._state.gate.alone(self._state.present_bytes)
         with allocations() as allocated:
-            renewed = self._state.gate.alone(self._state.renew)
+            with self._plans.running():
+                renewed = self._state.gate.alone(self._state.renew)
             yield found
         found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
 
@@ -369,8 +371,10 @@ class TrainStep:
             return self._run_part(call)
         try:
             return self._run_part(call)
-        except OutOfMemory as error:
-            failure = error.forgetful()  # what its frames hold would stay in the pool
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = forgetful(error)  # what its frames hold would stay in the pool
         if not self._underway.has_more_room(call, self._state, steps):
             raise failure
         return None
