@@ -164,6 +164,7 @@ def test_sentences_of_varied_lengths_are_trained_on_with_planned_addresses() -> 
 
 @every_placement
 def test_inductors_kernels_run_from_the_pool(placement: str) -> None:
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         training = Training(lambda: load("gpt2", small=True), batch=4, steps=3)
@@ -171,7 +172,7 @@ def test_inductors_kernels_run_from_the_pool(placement: str) -> None:
         managed = train(training, options)
         assert managed.identical_to(train_plain(training, options, partition=1))
     finally:
-        torch.set_num_threads(torch.get_num_threads())
+        torch.set_num_threads(before)
     if placement == "planned":  # the program's own arena
         assert managed.pool is None
     else:

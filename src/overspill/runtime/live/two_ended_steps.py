@@ -15,7 +15,7 @@ from overspill.plans.plan import Plan
 
 from .allocator import LiveAllocator, Statistics
 from .groups import UNPLANNED
-from .need import TWO_ENDED, need_of
+from .need import TWO_ENDED, need_of, outside_bytes
 from .recorded import ALIGNMENT_BYTES
 from .steps import LiveSteps, PoolReport
 
@@ -56,7 +56,7 @@ class TwoEndedSteps(LiveSteps):
         """As for any pool; the first plan makes the main space of the first step."""
         super().limit_for(plan)
         need = need_of(plan, TWO_ENDED, None)
-        self._beside_bytes = max(self._beside_bytes, need.beside_bytes)
+        self._beside_bytes = max(self._beside_bytes, need.beside_bytes + self._unplanned_bytes(plan))
         if not self._seen_step and self._limit is not None:
             few, many = FIRST_POOL_SHARE
             self._resize(max(self._main_bytes, self._limit * few // many, need.main_bytes))
@@ -93,6 +93,13 @@ class TwoEndedSteps(LiveSteps):
         """What became of the pool so far."""
         now = self.allocator.statistics()
         return replace(super().report(), main_bytes=self._main_bytes, overflows=now.overflows, **self._counts)
+
+    def _unplanned_bytes(self, plan: Plan) -> int:
+        """On CUDA what no planned graph allocates lies beside the main space too, in segments."""
+        if self.allocator.device != "cuda":
+            return 0
+        now = self.allocator.statistics()
+        return max(outside_bytes(plan.graph), now.reserved_bytes - now.main_bytes)
 
     def _provision(self, overflows: int) -> None:
         """β more, after a step that found no room and went on beside."""
