@@ -62,8 +62,8 @@ def _allocator(placement: str, device: str, index: int, budget_bytes: int | None
     if placement == TWO_ENDED:
         allocator = LiveAllocator(device, TWO_ENDED, index=index, main_bytes=FIRST_MAIN_BYTES)
     elif placement == VIRTUAL or device == "host":  # until addresses are planned, chunks fit into any budget
-        chunk = chunk_bytes(budget_bytes) if device == "host" else None
-        allocator = LiveAllocator(device, VIRTUAL, index=index, **({} if chunk is None else {"chunk_bytes": chunk}))
+        chunk = chunk_bytes(budget_bytes if device == "host" else None)  # on CUDA as the simulation has it
+        allocator = LiveAllocator(device, VIRTUAL, index=index, chunk_bytes=chunk)
     else:
         allocator = LiveAllocator(device, index=index)
     if device == "cuda":
