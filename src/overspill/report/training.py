@@ -40,7 +40,7 @@ class Trained:
     @cached_property
     def placed(self) -> Placed:
         """How the plan's blocks lie under the placement that was asked for, or under PyTorch's caching allocator."""
-        return placed(self.options, self.plan)
+        return placed(self.options, self.plan.budget_bytes, self.plan)
 
     @cached_property
     def identical(self) -> bool | None:

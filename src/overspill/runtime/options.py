@@ -101,11 +101,6 @@ class Options:
         """The allocator or solver that plans are placed by, in place of a placement with real addresses."""
         return None if self.placement is None else SIMULATED_BY.get(self.placement, self.placement)
 
-    @property
-    def size_bytes(self) -> int | None:
-        """The budget, if it is a size."""
-        return None if self.limit.is_relative else self.limit.nbytes
-
 
 def device_for(options: Options, where: torch.device) -> Device:
     """The device to plan for: the one that was asked for, or the one that tensors are on."""
@@ -173,18 +168,18 @@ def measured_again(options: Options, plan: Plan) -> Plan | None:
     """`plan`, whose updates were gathered after it was made, with what it takes now; None where that is over its budget."""
     if _knows_card(options, plan.device):
         return card_for(options, plan.device).measured(plan)
-    if options.placer is not None and placed(options, plan).peak_bytes > plan.budget_bytes:
+    if options.placer is not None and placed(options, plan.budget_bytes, plan).peak_bytes > plan.budget_bytes:
         return None
     return plan
 
 
-def placed(options: Options, plan: Plan) -> Placed:
-    """How the blocks of `plan` lie where it runs: in the pool, or under the allocator or solver, that was asked for.
+def placed(options: Options, budget_bytes: int, plan: Plan) -> Placed:
+    """How the blocks of `plan` lie where it runs: in the pool for a budget, or under the allocator or solver, that was asked for.
 
     Without either it is PyTorch's caching allocator.
     """
     if options.placement in LIVE_PLACEMENTS and plan.device.kind == "cpu" and not options.has_arena:
-        return placed_live(plan, options.placement, options.size_bytes)
+        return placed_live(plan, options.placement, budget_bytes)
     return place_plan(plan, options.placer)
 
 
@@ -207,7 +202,7 @@ def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int)
     """The plan of `graph` whose live bytes, or those where it is placed, are within a budget. Raises InfeasibleBudget."""
     if options.placer is None or is_of_card(options, device):
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
-    where, name = partial(placed, options), options.placement or options.placer
+    where, name = partial(placed, options, budget_bytes), options.placement or options.placer
     return plan_within(graph, device, options.policy, budget_bytes, name, options.times, where).plan
 
 

@@ -176,7 +176,7 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
     has_pool = check_live(options.placement, options.backend, where)
     if training.whole_step:
         if has_pool and where.type == "cuda":  # before the model is on the GPU
-            live_steps(str(options.placement), where, options.size_bytes)
+            live_steps(str(options.placement), where)
         return _train_whole(training, options, on_step)
     session = Session(options)
     if where.type == "cuda":

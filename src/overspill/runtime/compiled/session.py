@@ -160,17 +160,18 @@ class Session:
         own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
         return steps + own + (optimizer_needs(optimizers).state_bytes if parameters else 0)
 
-    def place_live(self, where: str | torch.device = "cuda") -> None:
+    def place_live(self, where: str | torch.device = "cuda", budget_bytes: int = 0) -> None:
         """From now on, give the blocks of each step real addresses as the session's placement asks for.
 
         On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already, and for a
-        placement that cannot work there. Without a placement of that kind nothing happens.
+        placement that cannot work there. Without a placement of that kind nothing happens. On the CPU the first plan does it,
+        for its budget.
         """
         device, options = torch.device(where), self.options
         if not check_live(options.placement, options.backend, device):
             return
         if self.steps is None or (self.steps.allocator.device == "cuda") != (device.type == "cuda"):
-            self.steps = live_steps(str(options.placement), device, options.size_bytes)
+            self.steps = live_steps(str(options.placement), device, budget_bytes)
             if device.type == "cpu":  # found in the middle of the first step
                 self.steps.begin_step()
 
@@ -289,8 +290,6 @@ class Session:
     ) -> tuple[C, Planned]:
         """The graph of `frame`, as `capture` makes it, and its plan, as `make` makes that. Raises InfeasibleBudget when the budget cannot be met."""
         where = torch_device(examples)
-        if where.type == "cpu":
-            self.place_live(where)
         device = device_for(self.options, where)
         self.device_name = device.name
         trains = bool(joint.tangents)
@@ -322,8 +321,10 @@ class Session:
                 else:
                     raise
                 captured, plan = self._within(problem, room if trains else ALONE, budget)
+        if where.type == "cpu":
+            self.place_live(where, budget)
         if self.steps is not None:
-            self.steps.limit_for(plan)
+            self.steps.limit_for(plan, budget)
         planned = Planned(
             frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,

@@ -24,8 +24,6 @@ LIVE_PLACEMENTS = (PLANNED, TWO_ENDED, VIRTUAL)
 CHUNKS = 400
 """The paper's chunk of 40 MiB is this part of its card of 16 GB."""
 PAGE_BYTES = 4096
-UNKNOWN_CHUNK_BYTES = 2 << 20
-"""Where the budget is not yet known, a chunk is a page of the driver."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,8 @@ class Need:
         return self.main_bytes + self.beside_bytes
 
 
-def chunk_bytes(budget_bytes: int | None) -> int:
+def chunk_bytes(budget_bytes: int) -> int:
     """The size of a physical chunk on the CPU for a budget: the paper's share of it."""
-    if budget_bytes is None:
-        return UNKNOWN_CHUNK_BYTES
     return min(CHUNK_BYTES, max(PAGE_BYTES, budget_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES))
 
 
@@ -65,7 +61,7 @@ def outside_bytes(graph: Graph) -> int:
     return sum(t.nbytes for t in graph.tensors if lies_outside(graph, t))
 
 
-def need_of(plan: Plan, placement: str, budget_bytes: int | None) -> Need:
+def need_of(plan: Plan, placement: str, budget_bytes: int) -> Need:
     """What `plan` takes of the pool called `placement`, made for a budget. Raises RequestError."""
     trace = _inside(plan)
     if placement == TWO_ENDED:
@@ -114,7 +110,7 @@ def _run(pool: LiveAllocator, trace: Trace) -> Statistics:
     return pool.statistics()
 
 
-def placed_live(plan: Plan, placement: str, budget_bytes: int | None) -> Placed:
+def placed_live(plan: Plan, placement: str, budget_bytes: int) -> Placed:
     """How the blocks of `plan` lie with a live placement on the CPU: in its pool, and outside as they are."""
     began = time.perf_counter()
     need = need_of(plan, placement, budget_bytes).total_bytes + outside_bytes(plan.graph)

@@ -6,6 +6,7 @@ import torch
 
 from overspill.core.errors import RequestError
 from overspill.placement.packing import solver_named
+from overspill.placement.simulated_device import PAGE_BYTES
 
 from .allocator import LiveAllocator, serving
 from .need import LIVE_PLACEMENTS, PLANNED, TWO_ENDED, VIRTUAL, chunk_bytes
@@ -35,16 +36,16 @@ def check_live(placement: str | None, backend: str, where: torch.device) -> bool
     return True
 
 
-def live_steps(
-    placement: str, where: torch.device, budget_bytes: int | None = None, *, restarts: bool = False
-) -> LiveSteps:
+def live_steps(placement: str, where: torch.device, budget_bytes: int = 0, *, restarts: bool = False) -> LiveSteps:
     """The steps of a pool for `placement` there; on CUDA it gives PyTorch all its memory, for good.
 
-    `budget_bytes` is the budget, if it is a size; `restarts` is that of TwoEndedSteps. Raises RequestError where PyTorch has
-    begun to use the GPU, unless a pool of ours for the same placement serves it.
+    `budget_bytes` is the budget that a pool on the CPU is made for; `restarts` is that of TwoEndedSteps. Raises RequestError
+    where PyTorch has begun to use the GPU, unless a pool of ours for the same placement serves it.
     """
-    device = "host" if where.type == "cpu" else where.type
-    allocator = _allocator(placement, device, where.index or 0, budget_bytes)
+    if where.type == "cpu":
+        allocator = _on_host(placement, budget_bytes)
+    else:
+        allocator = _on_cuda(placement, where.index or 0)
     if placement == PLANNED:
         return PlannedSteps(allocator, solver_named())
     if placement == TWO_ENDED:
@@ -52,21 +53,22 @@ def live_steps(
     return LiveSteps(allocator)
 
 
-def _allocator(placement: str, device: str, index: int, budget_bytes: int | None) -> LiveAllocator:
-    if device == "cuda" and (found := serving()) is not None:
+def _on_host(placement: str, budget_bytes: int) -> LiveAllocator:
+    if placement == TWO_ENDED:
+        return LiveAllocator("host", TWO_ENDED, main_bytes=FIRST_MAIN_BYTES)
+    # Until addresses are planned, chunks fit into any budget.
+    return LiveAllocator("host", VIRTUAL, chunk_bytes=chunk_bytes(budget_bytes))
+
+
+def _on_cuda(placement: str, index: int) -> LiveAllocator:
+    if (found := serving()) is not None:
         if (other := _LEADING.get(id(found), placement)) != placement:
             raise RequestError(
                 f"PyTorch has its memory from the pool of placement={other!r} in this process, for good; {placement!r} needs another process"
             )
         return found
-    if placement == TWO_ENDED:
-        allocator = LiveAllocator(device, TWO_ENDED, index=index, main_bytes=FIRST_MAIN_BYTES)
-    elif placement == VIRTUAL or device == "host":  # until addresses are planned, chunks fit into any budget
-        chunk = chunk_bytes(budget_bytes if device == "host" else None)  # on CUDA as the simulation has it
-        allocator = LiveAllocator(device, VIRTUAL, index=index, chunk_bytes=chunk)
-    else:
-        allocator = LiveAllocator(device, index=index)
-    if device == "cuda":
-        allocator.serve_pytorch()
-        _LEADING[id(allocator)] = placement
+    pool = placement if placement in (TWO_ENDED, VIRTUAL) else "best-fit"
+    allocator = LiveAllocator("cuda", pool, index=index, main_bytes=FIRST_MAIN_BYTES, chunk_bytes=PAGE_BYTES)
+    allocator.serve_pytorch()
+    _LEADING[id(allocator)] = placement
     return allocator

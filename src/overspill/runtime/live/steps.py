@@ -58,10 +58,10 @@ class LiveSteps:
         self._limit = max(self._limit or 0, capacity_bytes)
         self.allocator.limit(self._limit)
 
-    def limit_for(self, plan: Plan) -> None:
-        """From now on take no more than `plan` has: of a card what its context leaves, of the CPU what is not elsewhere."""
+    def limit_for(self, plan: Plan, budget_bytes: int) -> None:
+        """From now on take no more than `plan` has: of a card what its context leaves, of a budget on the CPU what is not elsewhere."""
         if self.allocator.device != "cuda":
-            self.limit(max(plan.budget_bytes - outside_bytes(plan.graph), 1))
+            self.limit(max(budget_bytes - outside_bytes(plan.graph), 1))
         elif plan.device_budget_bytes is not None:
             self.limit(plan.device_budget_bytes - plan.device.context_bytes)
         elif plan.reserved_bytes is not None:

@@ -52,10 +52,10 @@ class TwoEndedSteps(LiveSteps):
         share = (self._limit or BETA_CARD_BYTES) * BETA_BYTES // BETA_CARD_BYTES
         return max(ALIGNMENT_BYTES, min(BETA_BYTES, round_up(share, ALIGNMENT_BYTES)))
 
-    def limit_for(self, plan: Plan) -> None:
+    def limit_for(self, plan: Plan, budget_bytes: int) -> None:
         """As for any pool; the first plan makes the main space of the first step."""
-        super().limit_for(plan)
-        need = need_of(plan, TWO_ENDED, None)
+        super().limit_for(plan, budget_bytes)
+        need = need_of(plan, TWO_ENDED, budget_bytes)
         self._beside_bytes = max(self._beside_bytes, need.beside_bytes + self._unplanned_bytes(plan))
         if not self._seen_step and self._limit is not None:
             few, many = FIRST_POOL_SHARE

@@ -31,6 +31,7 @@ from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.live.pools import check_live, live_steps
 from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.lower import lower_step
 from overspill.runtime.lower_groups import made_by
@@ -164,6 +165,18 @@ class StepPlans:
     def partitions(self) -> list[float | None]:
         """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
         return [compiled.partition for found in self._compiled.values() for compiled in found]
+
+    def place_live(self, budget_bytes: int = 0) -> None:
+        """Let a live pool serve the steps, if the placement asks for one; on the CPU it is made for a budget, by the first plan.
+
+        Raises RequestError where there cannot be one.
+        """
+        options, where = self.options, self.state.where
+        if self.steps is None and check_live(options.placement, options.backend, where):
+            alone = self.processes.size == 1  # of several ranks one cannot begin a step again by itself
+            self.steps = live_steps(str(options.placement), where, budget_bytes, restarts=alone)
+            if where.type == "cpu":  # made in the middle of the first step
+                self.steps.begin_step()
 
     def running(self) -> AbstractContextManager[None]:
         """While this lasts a planned step runs. Raises OutOfMemory where a live pool has no room for it."""
@@ -310,8 +323,9 @@ class StepPlans:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
+        self.place_live(budget)
         if self.steps is not None:
-            self.steps.limit_for(plan)
+            self.steps.limit_for(plan, budget)
         made = made_by(captured, plan.schedule, self.steps)
         together = self.state.updates.together
         module = lower_step(captured, plan.schedule, self.state.engine_number, groups, together, made)

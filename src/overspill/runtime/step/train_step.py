@@ -27,9 +27,9 @@ from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan, most_known
 from overspill.runtime import batches
-from overspill.runtime.live.pools import check_live, live_steps
+from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
 from overspill.runtime.live.steps import PoolReport
-from overspill.runtime.options import LIVE_PLACEMENTS, Options
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -78,11 +78,8 @@ class TrainStep:
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
         self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._underway.add_up)
-        if check_live(options.placement, options.backend, self._state.where):
-            alone = self.processes.size == 1  # of several ranks one cannot begin a step again by itself
-            self._plans.steps = live_steps(
-                str(options.placement), self._state.where, options.size_bytes, restarts=alone
-            )
+        if self._state.where.type == "cuda":
+            self._plans.place_live()
         self._state.advice = self._underway.advice
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
@@ -112,8 +109,8 @@ class TrainStep:
         prepared = self._prepared(inputs)
         if (steps := self._plans.steps) is not None:
             steps.begin_step()
-            if steps.restarts:
-                prepared.remember_random(self._state.where)
+        if self.options.placement == TWO_ENDED:
+            prepared.remember_random(self._state.where)
         return self._go_on(prepared)
 
     def _prepared(self, inputs: tuple[Any, ...]) -> Call:
