@@ -42,10 +42,7 @@ def live_steps(placement: str, where: torch.device, budget_bytes: int = 0, *, re
     `budget_bytes` is the budget that a pool on the CPU is made for; `restarts` is that of TwoEndedSteps. Raises RequestError
     where PyTorch has begun to use the GPU, unless a pool of ours for the same placement serves it.
     """
-    if where.type == "cpu":
-        allocator = _on_host(placement, budget_bytes)
-    else:
-        allocator = _on_cuda(placement, where.index or 0)
+    allocator = _on_host(placement, budget_bytes) if where.type == "cpu" else _on_cuda(placement, where.index or 0)
     if placement == PLANNED:
         return PlannedSteps(allocator, solver_named())
     if placement == TWO_ENDED:

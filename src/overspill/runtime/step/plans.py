@@ -308,8 +308,8 @@ class StepPlans:
             except InfeasibleBudget as error:
                 if not may_grow:
                     raise
-                self._fixed_budget = error.floor_bytes
-                plan = agreed(error.floor_bytes)
+                self._fixed_budget = budget = error.floor_bytes
+                plan = agreed(budget)
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._state_of(captured))
         groups: Groups = ()
