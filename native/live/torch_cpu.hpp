@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -12,8 +13,10 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -35,7 +38,10 @@ struct Device {
 
 class DataPtr {
   public:
-    DataPtr(void* data, void* context, Deleter deleter) : data_(data), context_(context, deleter) {}
+    // The data is its own context.
+    DataPtr(void* data, Deleter deleter) : data_(data), context_(data, deleter) {}
+
+    bool is_simple() const { return data_ == context_.get(); }
 
   private:
     void* data_;
@@ -67,6 +73,46 @@ Function symbol(const char* name) {
 // The allocators that the programs of this thread have their memory from, the innermost last.
 inline thread_local std::vector<std::shared_ptr<LiveAllocator>> serving_thread;
 
+// Which live allocator a block is from. Many threads ask, so there are many tables, each with a lock of its own.
+class Owners {
+  public:
+    void add(void* block, std::shared_ptr<LiveAllocator> allocator) {
+        Table& table = of(block);
+        const std::lock_guard lock(table.mutex);
+        table.owners.emplace(block, std::move(allocator));
+    }
+
+    // The owner of a block that is given back; nothing for a block of PyTorch's own.
+    std::shared_ptr<LiveAllocator> take(void* block) {
+        Table& table = of(block);
+        const std::lock_guard lock(table.mutex);
+        const auto found = table.owners.find(block);
+        if (found == table.owners.end()) return nullptr;
+        auto owner = std::move(found->second);
+        table.owners.erase(found);
+        return owner;
+    }
+
+    void lock_all() {
+        for (Table& table : tables_) table.mutex.lock();
+    }
+
+    void unlock_all() {
+        for (Table& table : tables_) table.mutex.unlock();
+    }
+
+  private:
+    struct Table {
+        std::mutex mutex;
+        std::unordered_map<void*, std::shared_ptr<LiveAllocator>> owners;
+    };
+
+    Table& of(void* block) { return tables_[reinterpret_cast<std::uintptr_t>(block) / kBlockBytes % tables_.size()]; }
+
+    static constexpr std::uintptr_t kBlockBytes = 512;
+    std::array<Table, 64> tables_;
+};
+
 class TorchCpuAllocator final : public torch_abi::Allocator {
   public:
     // Bytes that were asked for so far: of live allocators, and of PyTorch's own.
@@ -93,45 +139,52 @@ class TorchCpuAllocator final : public torch_abi::Allocator {
                                           " bytes; it holds " + std::to_string(allocator->statistics().reserved));
         asked_.ours += static_cast<std::int64_t>(nbytes);
         void* const data = reinterpret_cast<void*>(*address);
+        owners_.add(data, allocator);
         report_new_(reporter_, data, nbytes);
-        return {data, new Owned{allocator, *address}, &release};
+        return {data, &release};
     }
 
-    // Data and context differ, so that nobody takes the one for the other.
-    bool is_simple_data_ptr(const torch_abi::DataPtr&) const override { return false; }
-    torch_abi::Deleter raw_deleter() const override { return nullptr; }
-
+    bool is_simple_data_ptr(const torch_abi::DataPtr& data) const override { return data.is_simple(); }
+    torch_abi::Deleter raw_deleter() const override { return &release; }
     void copy_data(void* to, const void* from, std::size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 
     const Asked& asked() const { return asked_; }
 
   private:
-    // A block, which keeps its allocator.
-    struct Owned {
-        std::shared_ptr<LiveAllocator> allocator;
-        Address address;
-    };
-
     static constexpr Stream kStream = 0;  // the CPU has done its work when a block is freed
+    static constexpr std::uint8_t kPriority = 255;
 
     TorchCpuAllocator()
         : torchs_own_(*torch_abi::symbol<torch_abi::Allocator* (*)()>("_ZN3c1015GetCPUAllocatorEv")()),
+          free_torchs_own_(torchs_own_.raw_deleter()),
           reporter_(torch_abi::symbol<void* (*)()>("_ZN3c1025profiledCPUMemoryReporterEv")()),
           report_new_(torch_abi::symbol<ReportNew>("_ZN3c1025ProfiledCPUMemoryReporter3NewEPvm")),
           report_deleted_(torch_abi::symbol<ReportDeleted>("_ZN3c1025ProfiledCPUMemoryReporter6DeleteEPv")) {
+        if (free_torchs_own_ == nullptr) throw std::runtime_error("PyTorch's CPU allocator has been replaced");
         const auto set = torch_abi::symbol<void (*)(torch_abi::Allocator*, std::uint8_t)>(
             "_ZN3c1015SetCPUAllocatorEPNS_9AllocatorEh");
-        // A fork may find locks taken that nobody will give back, and memory that is its parent's to give back.
-        pthread_atfork(nullptr, nullptr, [] { forked_ = true; });
+        // A forked child may find an allocator's lock taken for good, and what it has is a copy: it gives nothing back.
+        pthread_atfork([] { installed().owners_.lock_all(); }, [] { installed().owners_.unlock_all(); },
+                       [] {
+                           installed().owners_.unlock_all();
+                           forked_ = true;
+                       });
         set(this, kPriority);
     }
 
-    static void release(void* context) noexcept {
-        if (forked_) return;
-        const std::unique_ptr<Owned> owned(static_cast<Owned*>(context));
+    // Also of blocks that PyTorch allocates raw, which may be its own.
+    static void release(void* block) noexcept {
+        TorchCpuAllocator& self = installed();
         try {
-            installed().report_deleted_(installed().reporter_, reinterpret_cast<void*>(owned->address));
-            owned->allocator->free(owned->address);
+            const auto owner = self.owners_.take(block);
+            if (owner == nullptr) {
+                self.free_torchs_own_(block);
+            } else if (!forked_) {
+                self.report_deleted_(self.reporter_, block);
+                owner->free(reinterpret_cast<Address>(block));
+            } else {
+                new std::shared_ptr<LiveAllocator>(owner);  // nor may the last block take the allocator with it
+            }
         } catch (const std::exception& error) {
             static std::atomic<bool> told{false};
             if (!told.exchange(true)) std::fprintf(stderr, "overspill: a block could not be freed: %s\n", error.what());
@@ -142,13 +195,14 @@ class TorchCpuAllocator final : public torch_abi::Allocator {
     using ReportNew = void (*)(void*, void*, std::size_t);
     using ReportDeleted = void (*)(void*, void*);
 
-    static constexpr std::uint8_t kPriority = 255;
     inline static bool forked_ = false;
 
     torch_abi::Allocator& torchs_own_;
+    torch_abi::Deleter free_torchs_own_;
     void* reporter_;
     ReportNew report_new_;
     ReportDeleted report_deleted_;
+    Owners owners_;
     Asked asked_;
 };
 
