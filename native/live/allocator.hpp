@@ -32,6 +32,7 @@ struct Statistics {
     Bytes allocated = 0, peak_allocated = 0;
     Bytes reserved = 0, peak_reserved = 0;
     MainSpace main;
+    Bytes spilled = 0, peak_spilled = 0;  // that found no room and lie elsewhere
     bool needs_reoptimisation = false;
 };
 
@@ -159,6 +160,26 @@ class LiveAllocator {
     void group_untold(Mobility mobility) {
         const std::lock_guard lock(mutex_);
         untold_ = mobility;
+    }
+
+    // Whether what finds no room may lie elsewhere.
+    void let_spill(bool spills) {
+        const std::lock_guard lock(mutex_);
+        spills_ = spills;
+    }
+
+    // Whether these bytes, which found no room, may lie elsewhere; they count until they are taken back.
+    bool spill(Bytes nbytes) {
+        const std::lock_guard lock(mutex_);
+        if (!spills_) return false;
+        statistics_.spilled += nbytes;
+        statistics_.peak_spilled = std::max(statistics_.peak_spilled, statistics_.spilled);
+        return true;
+    }
+
+    void take_back(Bytes nbytes) {
+        const std::lock_guard lock(mutex_);
+        statistics_.spilled -= nbytes;
     }
 
     // Let the pool's main space be of that size, if all that was freed is out of use and no block lies there.
@@ -392,6 +413,7 @@ class LiveAllocator {
     std::size_t last_stream_ = 0;
     int interruptions_ = 0;
     Mobility untold_ = Mobility::kMovable;
+    bool spills_ = false;
     bool recording_ = false;
     std::vector<Record> log_;
     std::unordered_map<Address, std::int64_t> recorded_;

@@ -91,6 +91,7 @@ class Core {
     void interrupt() { allocator_->interrupt(); }
     void resume() { allocator_->resume(); }
     void group_untold(int mobility) { allocator_->group_untold(static_cast<Mobility>(mobility)); }
+    void let_spill(bool spills) { allocator_->let_spill(spills); }
     bool resize(Bytes main_bytes, bool grows) { return allocator_->resize(main_bytes, grows); }
     void start_recording() { allocator_->start_recording(); }
     void forget_plan() { allocator_->forget_plan(); }
@@ -171,6 +172,7 @@ class Core {
         result["main_bytes"] = now.main.nbytes;
         result["least_gap_bytes"] = now.main.least_gap;
         result["overflows"] = now.main.overflows;
+        result["peak_spilled_bytes"] = now.peak_spilled;
         result["needs_reoptimisation"] = now.needs_reoptimisation;
         return result;
     }
@@ -279,6 +281,7 @@ NB_MODULE(_live, module) {
         .def("interrupt", &Core::interrupt, Unlocked())
         .def("resume", &Core::resume, Unlocked())
         .def("group_untold", &Core::group_untold, nb::arg("mobility"), Unlocked())
+        .def("let_spill", &Core::let_spill, nb::arg("spills"), Unlocked())
         .def("resize", &Core::resize, nb::arg("main_bytes"), nb::arg("grows"), Unlocked())
         .def("enter", &Core::enter)
         .def("leave", &Core::leave)

@@ -43,6 +43,9 @@ class DataPtr {
 
     bool is_simple() const { return data_ == context_.get(); }
 
+    // The data, which nobody gives back now.
+    void* taken() { return context_.release(); }
+
   private:
     void* data_;
     std::unique_ptr<void, Deleter> context_;
@@ -73,24 +76,30 @@ Function symbol(const char* name) {
 // The allocators that the programs of this thread have their memory from, the innermost last.
 inline thread_local std::vector<std::shared_ptr<LiveAllocator>> serving_thread;
 
-// Which live allocator a block is from. Many threads ask, so there are many tables, each with a lock of its own.
+// Whose a block is: of a live allocator's memory, or `spilled` bytes of PyTorch's own that it had no room for.
+struct Owned {
+    std::shared_ptr<LiveAllocator> allocator;
+    Bytes spilled = 0;
+};
+
+// The blocks by their addresses. Many threads ask, so there are many tables, each with a lock of its own.
 class Owners {
   public:
-    void add(void* block, std::shared_ptr<LiveAllocator> allocator) {
+    void add(void* block, Owned owned) {
         Table& table = of(block);
         const std::lock_guard lock(table.mutex);
-        table.owners.emplace(block, std::move(allocator));
+        table.owners.emplace(block, std::move(owned));
     }
 
-    // The owner of a block that is given back; nothing for a block of PyTorch's own.
-    std::shared_ptr<LiveAllocator> take(void* block) {
+    // Of a block that is given back; without an allocator where it is PyTorch's alone.
+    Owned take(void* block) {
         Table& table = of(block);
         const std::lock_guard lock(table.mutex);
         const auto found = table.owners.find(block);
-        if (found == table.owners.end()) return nullptr;
-        auto owner = std::move(found->second);
+        if (found == table.owners.end()) return {};
+        Owned owned = std::move(found->second);
         table.owners.erase(found);
-        return owner;
+        return owned;
     }
 
     void lock_all() {
@@ -104,7 +113,7 @@ class Owners {
   private:
     struct Table {
         std::mutex mutex;
-        std::unordered_map<void*, std::shared_ptr<LiveAllocator>> owners;
+        std::unordered_map<void*, Owned> owners;
     };
 
     Table& of(void* block) { return tables_[reinterpret_cast<std::uintptr_t>(block) / kBlockBytes % tables_.size()]; }
@@ -133,13 +142,20 @@ class TorchCpuAllocator final : public torch_abi::Allocator {
             return torchs_own_.allocate(nbytes);
         }
         const auto& allocator = serving_thread.back();
-        const auto address = allocator->allocate(static_cast<Bytes>(nbytes), kStream);
+        const auto size = static_cast<Bytes>(nbytes);
+        const auto address = allocator->allocate(size, kStream);
+        if (!address && allocator->spill(size)) {
+            asked_.elsewhere += size;
+            void* const data = torchs_own_.allocate(nbytes).taken();
+            owners_.add(data, {allocator, size});
+            return {data, &release};
+        }
         if (!address)
             TorchOutOfMemory::get().raise("Overspill's pool finds no room for " + std::to_string(nbytes) +
                                           " bytes; it holds " + std::to_string(allocator->statistics().reserved));
-        asked_.ours += static_cast<std::int64_t>(nbytes);
+        asked_.ours += size;
         void* const data = reinterpret_cast<void*>(*address);
-        owners_.add(data, allocator);
+        owners_.add(data, {allocator});
         report_new_(reporter_, data, nbytes);
         return {data, &release};
     }
@@ -176,14 +192,16 @@ class TorchCpuAllocator final : public torch_abi::Allocator {
     static void release(void* block) noexcept {
         TorchCpuAllocator& self = installed();
         try {
-            const auto owner = self.owners_.take(block);
-            if (owner == nullptr) {
-                self.free_torchs_own_(block);
-            } else if (!forked_) {
-                self.report_deleted_(self.reporter_, block);
-                owner->free(reinterpret_cast<Address>(block));
+            const Owned owned = self.owners_.take(block);
+            if (owned.allocator == nullptr || owned.spilled != 0) self.free_torchs_own_(block);
+            if (owned.allocator == nullptr) return;
+            if (forked_) {
+                new Owned(owned);  // nor may the last block take the allocator with it
+            } else if (owned.spilled != 0) {
+                owned.allocator->take_back(owned.spilled);
             } else {
-                new std::shared_ptr<LiveAllocator>(owner);  // nor may the last block take the allocator with it
+                self.report_deleted_(self.reporter_, block);
+                owned.allocator->free(reinterpret_cast<Address>(block));
             }
         } catch (const std::exception& error) {
             static std::atomic<bool> told{false};

@@ -104,8 +104,7 @@ _MEMORY_RAN_OUT = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is the way of Python, torch, or a library below them to say that memory ran out."""
     of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
-    ours = isinstance(error, (MemoryError, OutOfMemory))
-    return ours or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
+    return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
 
 
 def forgetful(error: Exception) -> Exception:

@@ -155,6 +155,8 @@ def _pool(pool: PoolReport | None) -> list[str]:
     parts = [f"the {pool.name} pool{size} held {format_bytes(pool.peak_bytes)} at most"]
     if pool.served_share is not None:
         parts.append(f"it gave {100 * pool.served_share:.1f} % of the bytes that the last step allocated")
+    if pool.spilled_peak_bytes:
+        parts.append(f"{format_bytes(pool.spilled_peak_bytes)} of scratch at most had no room there")
     if pool.main_bytes is not None:
         parts.append(
             f"main space {format_bytes(pool.main_bytes)} in the end, squeezed {_times_of(pool.squeezes)}; steps begun again "

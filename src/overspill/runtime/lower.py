@@ -38,7 +38,7 @@ from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
 from .halves import crossing, split
-from .live.groups import NOTHING_TOLD, Made, MadeBy, tell_groups
+from .live.groups import NOTHING_TOLD, SCRATCH_ONLY, Made, MadeBy, tell_groups
 from .transfer import ops
 
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -240,7 +240,7 @@ class _Emitter:
 
     def _tell(self, position: int, verb: Verb) -> None:
         """Tell a live pool of what the instruction makes, where it makes other blocks than the one before."""
-        made = self.made.get(position, ())
+        made = self.made.get(position, SCRATCH_ONLY)
         if self.made and verb in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH) and made != self._told:
             self._told = made
             self._call(tell_groups, (made,), "groups")

@@ -30,7 +30,7 @@ from overspill.core.errors import InvalidSchedule, UnsupportedError
 
 from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
-from .live.groups import NOTHING_TOLD, Made, MadeBy, tell_groups
+from .live.groups import NOTHING_TOLD, SCRATCH_ONLY, Made, MadeBy, tell_groups
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
@@ -206,7 +206,7 @@ class _Text(Text):
 
     def _tell(self, position: int, verb: Verb) -> None:
         """Tell a live pool of what the instruction makes, where it makes other blocks than the one before."""
-        made = self._made.get(position, ())
+        made = self._made.get(position, SCRATCH_ONLY)
         if self._made and verb in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH) and made != self._told:
             self._told = made
             self.line(f"tell_groups({made!r})")

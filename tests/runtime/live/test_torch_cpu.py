@@ -103,6 +103,24 @@ def test_out_of_memory_is_pytorchs_own_error() -> None:
         torch.empty(MIB, dtype=torch.uint8)
 
 
+def test_what_finds_no_room_may_lie_in_pytorchs_own_memory() -> None:
+    allocator = LiveAllocator("host", capacity_bytes=4 * MIB)
+    allocator.let_spill(True)
+    with allocator.serving():
+        spilled = torch.full((2 * MIB,), 1.0)
+        more = torch.ones(4 * MIB)
+        del more
+        within = torch.ones(100)
+    assert allocator.statistics().peak_spilled_bytes == 24 * MIB
+    assert held(allocator) == within.nbytes
+    assert float(spilled.sum()) == 2 * MIB
+    del spilled
+    with allocator.serving():
+        again = torch.ones(5 * MIB)
+    assert allocator.statistics().peak_spilled_bytes == 24 * MIB
+    assert float(again[-1]) == 1
+
+
 def test_what_is_served_and_what_is_not_is_counted() -> None:
     allocator = LiveAllocator("host")
     begin = cpu_bytes()

@@ -67,12 +67,14 @@ def test_a_step_that_fails_is_begun_again_with_beta_more_until_it_fits() -> None
     assert loop.allocator.statistics().main_bytes == 60 * KIB
 
 
-def test_a_pool_that_may_not_be_larger_says_so() -> None:
+def test_a_pool_that_may_not_be_larger_lets_scratch_lie_elsewhere_once() -> None:
     loop = Loop(restarts=True, capacity=52 * KIB)
     loop.steps._resize(52 * KIB)
     loop.steps.begin_step()
     with pytest.raises(OutOfMemory):
         loop.carry_out(20 * KIB)
+    assert loop.steps.enlarge()
+    assert loop.steps.report().restarts == 0
     assert not loop.steps.enlarge()
 
 

@@ -36,7 +36,8 @@ class Statistics:
     was still in the place, `mismatches` because they were not what was planned (which sets `needs_reoptimisation`), the
     rest because no plan was for them. `deferred` frees had to wait for events. `allocated_bytes` is what live blocks
     asked for, `reserved_bytes` what the device gave. Of the main space of a pool with two ends, `least_gap_bytes` were
-    never used in this step, and `overflows` blocks found no room there and got memory of their own.
+    never used in this step, and `overflows` blocks found no room there and got memory of their own. At most
+    `peak_spilled_bytes` at once found no room at all and are of PyTorch's own memory (`let_spill`).
     """
 
     requests: int
@@ -51,6 +52,7 @@ class Statistics:
     main_bytes: int
     least_gap_bytes: int
     overflows: int
+    peak_spilled_bytes: int
     needs_reoptimisation: bool
 
     @property
@@ -187,6 +189,10 @@ class LiveAllocator:
         `grows`, in any case: what has no room there gets memory of its own from now on.
         """
         return self._core.resize(main_bytes, grows)
+
+    def let_spill(self, spills: bool) -> None:
+        """Whether CPU tensors for which there is no room get PyTorch's own memory; else that is an error."""
+        self._core.let_spill(spills)
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from torch.fx.node import has_side_effect
 
-from overspill.core import Graph, Mobility, Schedule, TensorKind
+from overspill.core import Graph, Mobility, Phase, Schedule, TensorKind, Verb
 from overspill.simulate import trace_of
 
 with suppress(ImportError):  # where the native code is not there, nothing here is called
@@ -18,8 +18,10 @@ with suppress(ImportError):  # where the native code is not there, nothing here 
 UNPLANNED = 3
 """The group, beside those of Mobility, of a block that no plan has: it stays out of the way of those that one has."""
 
-Made = tuple[tuple[int, int], ...]
-"""What an instruction makes: the bytes and the group of each block."""
+Made = tuple[tuple[tuple[int, int], ...], int]
+"""What an instruction makes: the bytes and the group of each block, and the group of what no plan knows."""
+SCRATCH_ONLY: Made = ((), int(Mobility.TEMPORARY))
+"""Of an instruction that makes nothing. Scratch goes when the op is done."""
 MadeBy = Mapping[int, Made]
 """The same by the instruction's position in the schedule."""
 NOTHING_TOLD: MadeBy = MappingProxyType({})
@@ -38,18 +40,23 @@ def groups_of(graph: Graph, schedule: Schedule, leaving: Collection[int] = ()) -
     outlives can be made anew in another size. Of two blocks of one size the one that stays longer counts.
     """
     stays = staying(graph) | {graph.tensors[tensor].name for tensor in leaving}
-    made: dict[int, dict[int, int]] = defaultdict(dict)
+    blocks: dict[int, dict[int, int]] = defaultdict(dict)
     for block in trace_of(graph, schedule).blocks:
         if block.nbytes:
             group = Mobility.RECLAIMED if block.name in stays else block.mobility
-            of_size = made[block.start]
+            of_size = blocks[block.start]
             of_size[block.nbytes] = max(of_size.get(block.nbytes, 0), int(group))
-    return {position: tuple(found.items()) for position, found in made.items()}
+    made = {position: (tuple(found.items()), int(Mobility.TEMPORARY)) for position, found in blocks.items()}
+    for position, instruction in enumerate(schedule.instructions):
+        if instruction.verb is Verb.RUN and graph.ops[instruction.target].phase is Phase.UPDATE:
+            # An optimizer makes small things, as its count of steps, that stay and that no plan knows.
+            made[position] = (made.get(position, SCRATCH_ONLY)[0], UNPLANNED)
+    return made
 
 
 def tell_groups(made: Made) -> None:
     """Lowered programs call this before an instruction that makes other blocks than the one before."""
-    _live.tell_groups(made, Mobility.TEMPORARY)  # scratch that no plan knows goes when the op is done
+    _live.tell_groups(*made)
 
 
 has_side_effect(tell_groups)

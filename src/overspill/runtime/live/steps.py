@@ -7,8 +7,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from overspill.core.errors import OutOfMemory, is_out_of_memory
-from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 
 from .allocator import LiveAllocator, check_benchmark
@@ -20,8 +18,9 @@ from .need import VIRTUAL, outside_bytes
 class PoolReport:
     """What a live pool did: `capacity_bytes` it may hold, `peak_bytes` it held at most.
 
-    `served_share` is the share of the bytes that the last step's tensors asked for which came from the pool, known on the
-    CPU. Of the pool with two ends: `main_bytes` in the end, and how often it was squeezed, steps were begun again
+    On the CPU, `served_share` is the share of the bytes that the last step's tensors asked for which came from the pool, and
+    `spilled_peak_bytes` the most at once that found no room there and came from PyTorch's allocator: scratch of kernels, of which
+    a budget on the CPU does not know. Of the pool with two ends: `main_bytes` in the end, and how often it was squeezed, steps were begun again
     or went on with more memory, and blocks overflowed. Of planned addresses: how often they were solved anew, and the share of
     requests that got theirs.
     """
@@ -30,6 +29,7 @@ class PoolReport:
     capacity_bytes: int | None
     peak_bytes: int
     served_share: float | None = None
+    spilled_peak_bytes: int = 0
     main_bytes: int | None = None
     squeezes: int = 0
     restarts: int = 0
@@ -50,6 +50,7 @@ class LiveSteps:
         self.allocator = allocator
         self.holds_model = False
         """Whether the weights and state of a whole step have been taken into the pool."""
+        allocator.let_spill(not self.restarts)
         self._limit: int | None = None
         self._begun: tuple[int, int] | None = None
 
@@ -77,15 +78,10 @@ class LiveSteps:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts a planned program runs in this thread. Raises OutOfMemory where a pool on the CPU has no room for it."""
+        """While this lasts a planned program runs in this thread."""
         ours = self.allocator.serving() if self.allocator.device == "host" else nullcontext()
-        try:
-            with ours, planned_blocks():
-                yield
-        except Exception as error:
-            if self.allocator.device == "cuda" or not is_out_of_memory(error):
-                raise  # on CUDA it is PyTorch's own error, which who trains there knows
-            raise self._too_small(error) from error
+        with ours, planned_blocks():
+            yield
 
     @contextmanager
     def outside_a_step(self) -> Iterator[None]:
@@ -104,20 +100,10 @@ class LiveSteps:
     def report(self) -> PoolReport:
         """What became of the pool so far."""
         now = self.allocator.statistics()
-        report = PoolReport(self.name, self.allocator.capacity_bytes, now.peak_reserved_bytes)
+        report = PoolReport(
+            self.name, self.allocator.capacity_bytes, now.peak_reserved_bytes, spilled_peak_bytes=now.peak_spilled_bytes
+        )
         if self._begun is None:
             return report
         ours, elsewhere = (end - begin for begin, end in zip(self._begun, cpu_bytes(), strict=True))
         return replace(report, served_share=ours / (ours + elsewhere) if ours + elsewhere else None)
-
-    def _too_small(self, error: Exception) -> OutOfMemory:
-        now, capacity = self.allocator.statistics(), self.allocator.capacity_bytes
-        size = "" if capacity is None else f" of {format_bytes(capacity)}"
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        return OutOfMemory(
-            f"the {self.name} pool{size} has no room for what a step allocates ({said}); raise the budget, or take another "
-            "placement",
-            requested_bytes=now.allocated_bytes,
-            reserved_bytes=now.reserved_bytes,
-            capacity_bytes=capacity,
-        )

@@ -33,14 +33,16 @@ class TwoEndedSteps(LiveSteps):
     name: ClassVar = TWO_ENDED
 
     def __init__(self, allocator: LiveAllocator, *, restarts: bool = False, beta_bytes: int | None = None) -> None:
-        super().__init__(allocator)
         self.restarts = restarts
+        super().__init__(allocator)
         self._beta_bytes = beta_bytes
         self._main_bytes = 0
         self._beside_bytes = 0
         self._overflows = 0
         self._seen_step = False
         self._squeezed = False
+        self._beside = False  # what has no room in the main space lies beside it in this step
+        self._spills = False
         self._counts = {"squeezes": 0, "restarts": 0, "resumptions": 0}
         allocator.group_untold(UNPLANNED if allocator.device == "cuda" else Mobility.MOVABLE)
 
@@ -70,13 +72,16 @@ class TwoEndedSteps(LiveSteps):
                 self._provision(now.overflows)
             elif not self._squeezed:
                 self._squeeze(now)
+        self._beside = False
         super().begin_step()
 
     def enlarge(self) -> bool:
-        """β more for the step that is begun again; whether there is."""
+        """β more for the step that is begun again, or where the budget has no more, room elsewhere for scratch; whether there is."""
         before = self._main_bytes
-        if not self.restarts or not self._resize(before + self.beta_bytes) or self._main_bytes == before:
+        if not self.restarts or not self._resize(before + self.beta_bytes):
             return False
+        if self._main_bytes == before:
+            return self._spill()
         self._squeezed = True  # what failed is not squeezed
         self._counts["restarts"] += 1
         return True
@@ -85,6 +90,9 @@ class TwoEndedSteps(LiveSteps):
         """What has no room in the main space gets memory beside it until the next step; whether that is new."""
         if not self.restarts:
             return False
+        if self._beside:
+            return self._spill()
+        self._beside = True
         self.allocator.resize(self._main_bytes, grows=True)
         self._counts["resumptions"] += 1
         return True
@@ -100,6 +108,12 @@ class TwoEndedSteps(LiveSteps):
             return 0
         now = self.allocator.statistics()
         return max(outside_bytes(plan.graph), now.reserved_bytes - now.main_bytes)
+
+    def _spill(self) -> bool:
+        """Let what the budget has no room for lie in PyTorch's own memory from now on; whether that is new."""
+        is_new, self._spills = not self._spills, self.allocator.device == "host"
+        self.allocator.let_spill(self._spills)
+        return is_new and self._spills
 
     def _provision(self, overflows: int) -> None:
         """β more, after a step that found no room and went on beside."""

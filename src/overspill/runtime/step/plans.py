@@ -179,7 +179,7 @@ class StepPlans:
                 self.steps.begin_step()
 
     def running(self) -> AbstractContextManager[None]:
-        """While this lasts a planned step runs. Raises OutOfMemory where a live pool has no room for it."""
+        """While this lasts a planned step runs."""
         return nullcontext() if self.steps is None else self.steps.running()
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
-from overspill.core.errors import OutOfMemory, RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
+from overspill.core.errors import RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
@@ -189,8 +189,7 @@ class TrainStep:
             what = self._moved(call)
             if isinstance(error, StoreError):
                 raise StoreError(f"{what}{error}; {UNFINISHED}") from error
-            of_pool = isinstance(error, OutOfMemory)
-            if is_short and not of_pool and self._state.where.type == "cpu" and not (run and run.lost):
+            if is_short and self._state.where.type == "cpu" and not (run and run.lost):
                 raise StoreError(f"out of host memory{self._at(call)}; {UNFINISHED}") from error
             error.add_note(f"overspill: {call.advice}")
         else:
