@@ -37,7 +37,8 @@ class PlannedSteps(LiveSteps):
     step asks for something else than planned, steps are recorded and solved anew (profile-guided placement, section
     4.3); meanwhile the old plan places what it can. Its arena goes before the new one comes: for a step the pool serves
     all. A program that is different all the time would be solved all the time, so each time twice as many steps must
-    have passed since the last. Where the allocator's limit leaves no room for an arena, the pool goes on serving.
+    have passed since the last. Where the allocator's limit leaves no room for an arena, or an arena leaves less room to
+    what is not in it, so that more lies elsewhere than before, the pool goes on serving all.
     """
 
     name: ClassVar = PLANNED
@@ -50,6 +51,7 @@ class PlannedSteps(LiveSteps):
         self.trace: Trace | None = None
         self.layout: Layout | None = None
         self.plans = 0
+        self._spilled_bytes = 0
         self._phase = Phase.WARM_UP
         self._steps_left = warm_up_steps
 
@@ -72,6 +74,8 @@ class PlannedSteps(LiveSteps):
                 self._solve()
             elif self._phase is Phase.DRAINING:
                 self._replay()
+            elif self.allocator.statistics().peak_spilled_bytes > self._spilled_bytes:
+                self._give_up()
             elif self.allocator.statistics().needs_reoptimisation:
                 self._record()
         self._steps_left = max(self._steps_left - 1, 0)
@@ -104,7 +108,16 @@ class PlannedSteps(LiveSteps):
         assert self.layout is not None
         self._phase, self._steps_left = Phase.PLANNED, 2**self.plans
         self.plans += 1
+        self._spilled_bytes = self.allocator.statistics().peak_spilled_bytes
         try:
             self.allocator.replay(self.trace, self.layout)
         except OutOfMemory as error:
             warnings.warn(f"steps keep the addresses that the pool gives, within the same limit: {error}", stacklevel=4)
+
+    def _give_up(self) -> None:
+        """The arena goes, which left too little room to other blocks."""
+        self.allocator.forget_plan()
+        self._spilled_bytes = self.allocator.statistics().peak_spilled_bytes
+        warnings.warn(
+            "steps keep the addresses that the pool gives: beside an arena it has too little room", stacklevel=4
+        )
