@@ -22,7 +22,8 @@ from paired import json_record
 
 from overspill.core.units import format_bytes, format_seconds
 from overspill.models import load
-from overspill.runtime.options import LIVE_PLACEMENTS, Options
+from overspill.runtime.live.need import LIVE_PLACEMENTS
+from overspill.runtime.options import Options
 from overspill.runtime.training import Training, train
 
 RESULTS = Path(__file__).parent / "results" / "pool_share.json"

@@ -43,7 +43,7 @@ class TwoEndedSteps(LiveSteps):
         self._squeezed = False
         self._beside = False  # what has no room in the main space lies beside it in this step
         self._spills = False
-        self._counts = {"squeezes": 0, "restarts": 0, "resumptions": 0}
+        self._squeezes = self._restarted = self._resumed = 0
         allocator.group_untold(UNPLANNED if allocator.device == "cuda" else Mobility.MOVABLE)
 
     @property
@@ -83,7 +83,7 @@ class TwoEndedSteps(LiveSteps):
         if self._main_bytes == before:
             return self._spill()
         self._squeezed = True  # what failed is not squeezed
-        self._counts["restarts"] += 1
+        self._restarted += 1
         return True
 
     def go_on_beside(self) -> bool:
@@ -94,13 +94,16 @@ class TwoEndedSteps(LiveSteps):
             return self._spill()
         self._beside = True
         self.allocator.resize(self._main_bytes, grows=True)
-        self._counts["resumptions"] += 1
+        self._resumed += 1
         return True
 
     def report(self) -> PoolReport:
         """What became of the pool so far."""
         now = self.allocator.statistics()
-        return replace(super().report(), main_bytes=self._main_bytes, overflows=now.overflows, **self._counts)
+        return replace(
+            super().report(), main_bytes=self._main_bytes, overflows=now.overflows, squeezes=self._squeezes,
+            restarts=self._restarted, resumptions=self._resumed,
+        )  # fmt: skip
 
     def _unplanned_bytes(self, plan: Plan) -> int:
         """On CUDA what no planned graph allocates lies beside the main space too, in segments."""
@@ -126,7 +129,7 @@ class TwoEndedSteps(LiveSteps):
         if smaller >= now.main_bytes:
             self._squeezed = True
         elif self._resize(smaller):
-            self._counts["squeezes"] += 1
+            self._squeezes += 1
             self._squeezed = True
 
     def _resize(self, main_bytes: int) -> bool:
