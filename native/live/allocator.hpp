@@ -31,6 +31,8 @@ struct Statistics {
     std::int64_t deferred = 0;    // frees that had to wait for events
     Bytes allocated = 0, peak_allocated = 0;
     Bytes reserved = 0, peak_reserved = 0;
+    MainSpace main;
+    Bytes spilled = 0, peak_spilled = 0;  // that found no room and lie elsewhere
     bool needs_reoptimisation = false;
 };
 
@@ -137,6 +139,7 @@ class LiveAllocator {
         const std::lock_guard lock(mutex_);
         if (!pending_.empty()) settle(false);
         if (arena_) arena_->begin_step();
+        pool_->begin_step();
         if (recording_) log_.push_back({static_cast<std::int64_t>(Recorded::kStep), 0, 0, 0});
     }
 
@@ -153,10 +156,37 @@ class LiveAllocator {
         --interruptions_;
     }
 
-    // Blocks that are allocated from now on live only for a short time, or no longer.
-    void set_temporary(bool temporary) {
+    // How blocks are grouped that a thread asks for which has not said it.
+    void group_untold(Mobility mobility) {
         const std::lock_guard lock(mutex_);
-        temporary_ = temporary;
+        untold_ = mobility;
+    }
+
+    // Whether what finds no room may lie elsewhere.
+    void let_spill(bool spills) {
+        const std::lock_guard lock(mutex_);
+        spills_ = spills;
+    }
+
+    // Whether these bytes, which found no room, may lie elsewhere; they count until they are taken back.
+    bool spill(Bytes nbytes) {
+        const std::lock_guard lock(mutex_);
+        if (!spills_) return false;
+        statistics_.spilled += nbytes;
+        statistics_.peak_spilled = std::max(statistics_.peak_spilled, statistics_.spilled);
+        return true;
+    }
+
+    void take_back(Bytes nbytes) {
+        const std::lock_guard lock(mutex_);
+        statistics_.spilled -= nbytes;
+    }
+
+    // Let the pool's main space be of that size, if all that was freed is out of use and no block lies there.
+    bool resize(Bytes main_bytes, bool grows) {
+        const std::lock_guard lock(mutex_);
+        settle(true);
+        return pool_->resize(main_bytes, grows);
     }
 
     void start_recording() {
@@ -221,6 +251,7 @@ class LiveAllocator {
     Statistics statistics() {
         const std::lock_guard lock(mutex_);
         note_reserved();
+        statistics_.main = pool_->main_space();
         return statistics_;
     }
 
@@ -266,14 +297,15 @@ class LiveAllocator {
     }
 
     std::optional<Address> from_pool(Bytes nbytes, NumberedStream stream) {
-        auto address = pool_->allocate(nbytes, stream, temporary_);
+        const Mobility mobility = groups_of_thread ? groups_of_thread->of(nbytes) : untold_;
+        auto address = pool_->allocate(nbytes, stream, mobility);
         if (!address && !pending_.empty()) {
             settle(true);
-            address = pool_->allocate(nbytes, stream, temporary_);
+            address = pool_->allocate(nbytes, stream, mobility);
         }
         if (!address) {
             pool_->trim();
-            address = pool_->allocate(nbytes, stream, temporary_);
+            address = pool_->allocate(nbytes, stream, mobility);
         }
         note_reserved();
         return address;
@@ -380,7 +412,8 @@ class LiveAllocator {
     std::vector<Stream> streams_;
     std::size_t last_stream_ = 0;
     int interruptions_ = 0;
-    bool temporary_ = false;
+    Mobility untold_ = Mobility::kMovable;
+    bool spills_ = false;
     bool recording_ = false;
     std::vector<Record> log_;
     std::unordered_map<Address, std::int64_t> recorded_;

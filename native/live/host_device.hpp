@@ -1,10 +1,9 @@
-// Host memory as a device: its physical memory is a file without a name, whose pieces are mapped in any order behind
-// reserved addresses. Virtual addressing runs here as it does on a GPU, and what is resident can be measured.
+// Host memory as a device: the pages of its physical chunks are moved behind reserved addresses, in any order. Virtual
+// addressing runs here as it does on a GPU, and what is resident can be measured. All memory is private to the process:
+// a forked child has a copy.
 #pragma once
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,15 +23,10 @@ class HostDevice final : public LiveDevice {
     HostDevice(std::optional<Bytes> capacity_bytes, bool events_by_hand)
         : capacity_bytes_(capacity_bytes),
           events_(events_by_hand),
-          page_bytes_(sysconf(_SC_PAGESIZE)),
-          physical_(0, kAddressSpaceBytes),
-          file_(memfd_create("overspill", MFD_CLOEXEC)) {
-        if (file_ < 0) fail("memfd_create");
-    }
+          page_bytes_(sysconf(_SC_PAGESIZE)) {}
 
     ~HostDevice() override {
         for (const auto& [address, nbytes] : mappings_) munmap(pointer(address), static_cast<std::size_t>(nbytes));
-        close(file_);
     }
 
     std::optional<Address> malloc(Bytes nbytes) override {
@@ -56,27 +50,27 @@ class HostDevice final : public LiveDevice {
     std::optional<Address> reserve(Bytes nbytes) override { return new_mapping(nbytes, PROT_NONE); }
     void unreserve(Address address, Bytes nbytes) override { drop_mapping(address, nbytes); }
 
+    // A chunk is called by the address at which its pages are while they are mapped nowhere.
     std::optional<Chunk> create(Bytes nbytes) override {
         if (!fits(nbytes)) return std::nullopt;
-        const auto chunk = physical_.take(nbytes);
-        if (!chunk) return std::nullopt;
-        if (*chunk + nbytes > file_bytes_) {
-            if (ftruncate(file_, *chunk + nbytes) != 0) fail("ftruncate");
-            file_bytes_ = *chunk + nbytes;
-        }
+        const auto home = new_mapping(nbytes, PROT_READ | PROT_WRITE);
+        if (!home) return std::nullopt;
+        chunks_.emplace(*home, Pages{*home, nbytes});
         used_bytes_ += nbytes;
-        return chunk;
+        return *home;
     }
 
     void release(Chunk chunk, Bytes nbytes) override {
-        if (fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, chunk, nbytes) != 0) fail("fallocate");
-        physical_.give(chunk, nbytes);
+        chunks_.erase(chunk);
+        drop_mapping(chunk, nbytes);
         used_bytes_ -= nbytes;
     }
 
-    // As on CUDA, the memory cannot be touched before `set_access`.
+    // As on CUDA, the memory cannot be touched before `set_access`. Where the chunk was mapped before, nothing is left.
     void map(Address address, Bytes nbytes, Chunk chunk) override {
-        remap(address, nbytes, MAP_SHARED | MAP_FIXED, file_, chunk);
+        move(chunks_.at(chunk), address);
+        mapped_[address] = chunk;
+        if (mprotect(pointer(address), static_cast<std::size_t>(nbytes), PROT_NONE) != 0) fail("mprotect");
     }
 
     void set_access(Address address, Bytes nbytes) override {
@@ -84,7 +78,12 @@ class HostDevice final : public LiveDevice {
     }
 
     void unmap(Address address, Bytes nbytes) override {
-        remap(address, nbytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        const Chunk chunk = mapped_.extract(address).mapped();
+        const auto pages = chunks_.find(chunk);
+        if (pages != chunks_.end() && pages->second.at == address) move(pages->second, chunk);
+        if (mmap(pointer(address), static_cast<std::size_t>(nbytes), PROT_NONE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED)
+            fail("mmap");
     }
 
     Event record(Stream stream) override { return events_.record(stream); }
@@ -99,18 +98,19 @@ class HostDevice final : public LiveDevice {
 
     // The pages of plain memory and of chunks that the kernel holds for us now.
     Bytes resident_bytes() const {
-        struct stat status {};
-        if (fstat(file_, &status) != 0) fail("fstat");
-        Bytes total = Bytes{512} * status.st_blocks;
-        for (const auto& [address, nbytes] : plain_) {
-            std::vector<unsigned char> pages(static_cast<std::size_t>(nbytes / page_bytes_));
-            if (mincore(pointer(address), static_cast<std::size_t>(nbytes), pages.data()) != 0) fail("mincore");
-            total += page_bytes_ * std::count_if(pages.begin(), pages.end(), [](auto page) { return page & 1U; });
-        }
+        Bytes total = 0;
+        for (const auto& [address, nbytes] : plain_) total += resident_at(address, nbytes);
+        for (const auto& [chunk, pages] : chunks_) total += resident_at(pages.at, pages.nbytes);
         return total;
     }
 
   private:
+    // Where the pages of a chunk are now.
+    struct Pages {
+        Address at;
+        Bytes nbytes;
+    };
+
     static void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
     [[noreturn]] static void fail(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
@@ -131,20 +131,31 @@ class HostDevice final : public LiveDevice {
         mappings_.erase(address);
     }
 
-    static void remap(Address address, Bytes nbytes, int flags, int file, Chunk offset) {
-        if (mmap(pointer(address), static_cast<std::size_t>(nbytes), PROT_NONE, flags, file, offset) == MAP_FAILED)
-            fail("mmap");
+    Bytes resident_at(Address address, Bytes nbytes) const {
+        std::vector<unsigned char> pages(static_cast<std::size_t>(nbytes / page_bytes_));
+        if (mincore(pointer(address), static_cast<std::size_t>(nbytes), pages.data()) != 0) fail("mincore");
+        return page_bytes_ * std::count_if(pages.begin(), pages.end(), [](auto page) { return page & 1U; });
     }
+
+    // The addresses that the pages leave stay ours, and empty: else another thread might get them.
+    static void move(Pages& pages, Address to) {
+        const auto size = static_cast<std::size_t>(pages.nbytes);
+        if (mremap(pointer(pages.at), size, size, MREMAP_MAYMOVE | MREMAP_FIXED | kKeepSource, pointer(to)) ==
+            MAP_FAILED)
+            fail("mremap, which needs Linux 5.7 or later");
+        pages.at = to;
+    }
+
+    static constexpr int kKeepSource = 4;  // MREMAP_DONTUNMAP, which older headers do not have
 
     std::optional<Bytes> capacity_bytes_;
     Bytes used_bytes_ = 0;
     Events events_;
     Bytes page_bytes_;
-    Ranges physical_;
-    int file_;
-    Bytes file_bytes_ = 0;
     std::unordered_map<Address, Bytes> plain_;
     std::unordered_map<Address, Bytes> mappings_;
+    std::unordered_map<Chunk, Pages> chunks_;
+    std::unordered_map<Address, Chunk> mapped_;
 };
 
 }  // namespace overspill::live

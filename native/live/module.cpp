@@ -2,7 +2,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include <sys/types.h>
 #include <time.h>
 
@@ -21,6 +23,7 @@
 
 #include "allocator.hpp"
 #include "by_name.hpp"
+#include "torch_cpu.hpp"
 #include "torch_error.hpp"
 
 namespace nb = nanobind;
@@ -87,7 +90,9 @@ class Core {
     void begin_step() { allocator_->begin_step(); }
     void interrupt() { allocator_->interrupt(); }
     void resume() { allocator_->resume(); }
-    void set_temporary(bool temporary) { allocator_->set_temporary(temporary); }
+    void group_untold(int mobility) { allocator_->group_untold(static_cast<Mobility>(mobility)); }
+    void let_spill(bool spills) { allocator_->let_spill(spills); }
+    bool resize(Bytes main_bytes, bool grows) { return allocator_->resize(main_bytes, grows); }
     void start_recording() { allocator_->start_recording(); }
     void forget_plan() { allocator_->forget_plan(); }
     void trim() { allocator_->trim(); }
@@ -164,9 +169,21 @@ class Core {
         result["peak_allocated_bytes"] = now.peak_allocated;
         result["reserved_bytes"] = now.reserved;
         result["peak_reserved_bytes"] = now.peak_reserved;
+        result["main_bytes"] = now.main.nbytes;
+        result["least_gap_bytes"] = now.main.least_gap;
+        result["overflows"] = now.main.overflows;
+        result["peak_spilled_bytes"] = now.peak_spilled;
         result["needs_reoptimisation"] = now.needs_reoptimisation;
         return result;
     }
+
+    // From now on PyTorch's CPU tensors that this thread makes have their memory from here, until `leave`.
+    void enter() {
+        TorchCpuAllocator::installed();
+        serving_thread.push_back(allocator_);
+    }
+
+    void leave() { serving_thread.pop_back(); }
 
     // Let the C functions below serve this CUDA device from here, for good. Whether nothing else did so before.
     bool install(int device) {
@@ -184,6 +201,14 @@ class Core {
     std::shared_ptr<LiveAllocator> allocator_;
     std::function<std::unique_ptr<LiveAllocator>(int)> make_alike_;
 };
+
+// What this thread says from now on of the blocks that it asks for, until `forget_groups`.
+void tell_groups(const std::vector<std::pair<Bytes, int>>& by_size, int otherwise) {
+    Groups groups;
+    groups.otherwise = static_cast<Mobility>(otherwise);
+    for (const auto& [nbytes, mobility] : by_size) groups.by_size.emplace_back(nbytes, static_cast<Mobility>(mobility));
+    groups_of_thread = std::move(groups);
+}
 
 }  // namespace
 }  // namespace overspill::live
@@ -255,7 +280,11 @@ NB_MODULE(_live, module) {
         .def("begin_step", &Core::begin_step, Unlocked())
         .def("interrupt", &Core::interrupt, Unlocked())
         .def("resume", &Core::resume, Unlocked())
-        .def("set_temporary", &Core::set_temporary, nb::arg("temporary"), Unlocked())
+        .def("group_untold", &Core::group_untold, nb::arg("mobility"), Unlocked())
+        .def("let_spill", &Core::let_spill, nb::arg("spills"), Unlocked())
+        .def("resize", &Core::resize, nb::arg("main_bytes"), nb::arg("grows"), Unlocked())
+        .def("enter", &Core::enter)
+        .def("leave", &Core::leave)
         .def("start_recording", &Core::start_recording, Unlocked())
         .def("stop_recording", &Core::stop_recording)
         .def("plan", &Core::plan, nb::arg("nbytes"), nb::arg("offset"), nb::arg("size"), nb::arg("stream"),
@@ -270,4 +299,10 @@ NB_MODULE(_live, module) {
         .def("resident_bytes", &Core::resident_bytes)
         .def("statistics", &Core::statistics)
         .def("install", &Core::install, nb::arg("device"));
+    module.def("tell_groups", &overspill::live::tell_groups, nb::arg("by_size"), nb::arg("otherwise"));
+    module.def("forget_groups", [] { overspill::live::groups_of_thread.reset(); });
+    module.def("cpu_bytes", [] {
+        const auto& asked = overspill::live::TorchCpuAllocator::installed().asked();
+        return std::pair(asked.ours.load(), asked.elsewhere.load());
+    });
 }

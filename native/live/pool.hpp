@@ -6,6 +6,7 @@
 
 #include "../allocators/caching.hpp"
 #include "device.hpp"
+#include "groups.hpp"
 
 namespace overspill::live {
 
@@ -13,6 +14,14 @@ namespace overspill::live {
 struct NumberedStream {
     std::int32_t number = 0;
     Stream handle = 0;
+};
+
+// `nbytes` that are taken as a whole, of which `least_gap` were never used in this step; `overflows` blocks that belonged
+// there had no room.
+struct MainSpace {
+    Bytes nbytes = 0;
+    Bytes least_gap = 0;
+    std::int64_t overflows = 0;
 };
 
 // What a stream frees, it may be given again at once: its work runs in order. Another stream may not, see
@@ -24,8 +33,8 @@ class MemoryPool {
     MemoryPool(const MemoryPool&) = delete;
     MemoryPool& operator=(const MemoryPool&) = delete;
 
-    // Nothing when there is no room. `temporary`: it is known to live only for a short time.
-    virtual std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, bool temporary) = 0;
+    // Nothing when there is no room.
+    virtual std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, Mobility mobility) = 0;
     virtual void free(Address address) = 0;
 
     // Give all memory without live blocks back to the device.
@@ -33,6 +42,33 @@ class MemoryPool {
 
     // Whether what one stream freed may go to another without further ado: its free has to wait for the stream then.
     virtual bool mixes_streams() const { return false; }
+
+    // The space that the pool takes as a whole, if it takes one.
+    virtual MainSpace main_space() const { return {}; }
+
+    // From now on the gap is the least that it is from now on.
+    virtual void begin_step() {}
+
+    // Let the main space be of that size; whether it is, for it has to be empty. `grows`, in any case from now on: what
+    // has no room there gets memory of its own.
+    virtual bool resize(Bytes, bool) { return false; }
+};
+
+// The plain memory of a live device, for allocators that take segments of it.
+class Segments final : public Device {
+  public:
+    explicit Segments(LiveDevice& device) : device_(device) {}
+    std::optional<Address> malloc(Bytes nbytes) override { return device_.malloc(nbytes); }
+    void free(Address address) override { device_.free(address); }
+    std::optional<Address> reserve(Bytes) override { return std::nullopt; }
+    void unreserve(Address, Bytes) override {}
+    bool map(Address, Bytes) override { return false; }
+    void unmap(Address, Bytes) override {}
+    std::optional<Bytes> capacity_bytes() const override { return device_.capacity_bytes(); }
+    Bytes used_bytes() const override { return device_.used_bytes(); }
+
+  private:
+    LiveDevice& device_;
 };
 
 // PyTorch's caching allocator over live memory.
@@ -45,7 +81,7 @@ class BestFitPool final : public MemoryPool {
         allocator_.release_cached();
     }
 
-    std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, bool) override {
+    std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, Mobility) override {
         PoolBlock* block = allocator_.allocate_block(nbytes, stream.number, Mobility::kMovable);
         if (block == nullptr) return std::nullopt;
         live_.emplace(block->address, block);
@@ -59,23 +95,6 @@ class BestFitPool final : public MemoryPool {
     bool owns(Address address) const { return live_.contains(address); }
 
   private:
-    // The plain memory of a live device.
-    class Segments final : public Device {
-      public:
-        explicit Segments(LiveDevice& device) : device_(device) {}
-        std::optional<Address> malloc(Bytes nbytes) override { return device_.malloc(nbytes); }
-        void free(Address address) override { device_.free(address); }
-        std::optional<Address> reserve(Bytes) override { return std::nullopt; }
-        void unreserve(Address, Bytes) override {}
-        bool map(Address, Bytes) override { return false; }
-        void unmap(Address, Bytes) override {}
-        std::optional<Bytes> capacity_bytes() const override { return device_.capacity_bytes(); }
-        Bytes used_bytes() const override { return device_.used_bytes(); }
-
-      private:
-        LiveDevice& device_;
-    };
-
     Segments segments_;
     CachingAllocator allocator_;
     std::unordered_map<Address, PoolBlock*> live_;

@@ -1,12 +1,12 @@
-// The pool with two ends of Dymem (HPDC 2020, section 3.3.3): blocks from the low end by best fit, temporary ones from
-// the high end, so that they do not cut up one another's space; what has no room there gets memory of its own.
+// The pool with two ends of Dymem (HPDC 2020, section 3.3): the allocator of the simulations over live memory. What no
+// plan has lies beside it, so that the main space is empty between two steps and can be made anew in another size.
 #pragma once
 
 #include <algorithm>
-#include <map>
 #include <optional>
 #include <unordered_map>
 
+#include "../allocators/two_ended.hpp"
 #include "pool.hpp"
 
 namespace overspill::live {
@@ -14,95 +14,64 @@ namespace overspill::live {
 class TwoEndedPool final : public MemoryPool {
   public:
     TwoEndedPool(LiveDevice& device, Bytes main_bytes)
-        : device_(device), main_bytes_(round_up(main_bytes, kMinBlockBytes)) {}
+        : segments_(device), allocator_(segments_, {main_bytes, true}), unplanned_(device), main_bytes_(main_bytes) {}
 
     ~TwoEndedPool() override {
-        for (const auto& [address, nbytes] : live_)
-            if (!in_main(address)) device_.free(address);
-        if (main_) device_.free(*main_);
+        for (const auto& entry : live_) allocator_.free_block(entry.second);
+        allocator_.reopen({});
     }
 
-    std::optional<Address> allocate(Bytes nbytes, NumberedStream, bool temporary) override {
-        const Bytes size = round_up(nbytes, kMinBlockBytes);
-        if (!main_) acquire_main();
-        auto address = temporary ? take_high(size) : take_low(size);
-        if (!address) address = device_.malloc(size);  // the incremental space
-        if (address) live_.emplace(*address, size);
-        return address;
+    std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, Mobility mobility) override {
+        if (mobility == kUnplanned) return unplanned_.allocate(nbytes, stream, mobility);
+        PoolBlock* block = allocator_.allocate_block(nbytes, stream.number, mobility);
+        allocator_.segment_log.clear();
+        if (block == nullptr) return std::nullopt;
+        overflows_ += mobility != Mobility::kReclaimed && TwoEndedAllocator::is_outside(block);
+        least_gap_ = std::min(least_gap_.value_or(allocator_.main_bytes()), allocator_.gap_bytes());
+        live_.emplace(block->address, block);
+        return block->address;
     }
 
     void free(Address address) override {
-        const Bytes size = live_.extract(address).mapped();
-        if (!in_main(address)) {
-            device_.free(address);
+        if (unplanned_.owns(address)) {
+            unplanned_.free(address);
             return;
         }
-        give(address, size);
+        allocator_.free_block(live_.extract(address).mapped());
+        allocator_.segment_log.clear();
     }
 
     void trim() override {
-        if (!main_ || free_.empty() || free_.begin()->second != main_bytes_) return;
-        device_.free(*main_);
-        main_.reset();
-        free_.clear();
+        unplanned_.trim();
+        resize(main_bytes_, grows_);
     }
 
     bool mixes_streams() const override { return true; }
 
+    MainSpace main_space() const override {
+        const Bytes nbytes = allocator_.main_bytes();
+        return {nbytes, least_gap_.value_or(nbytes), overflows_};
+    }
+
+    void begin_step() override { least_gap_.reset(); }
+
+    bool resize(Bytes main_bytes, bool grows) override {
+        grows_ = grows;
+        allocator_.let_grow(grows);
+        if (!allocator_.reopen({main_bytes, grows})) return false;
+        main_bytes_ = main_bytes;
+        return true;
+    }
+
   private:
-    void acquire_main() {
-        main_ = device_.malloc(main_bytes_);
-        if (main_) free_.emplace(*main_, main_bytes_);
-    }
-
-    bool in_main(Address address) const {
-        return main_ && address >= *main_ && address < *main_ + main_bytes_;
-    }
-
-    // The smallest hole that fits, the lowest among equals.
-    std::optional<Address> take_low(Bytes size) {
-        auto best = free_.end();
-        for (auto it = free_.begin(); it != free_.end(); ++it)
-            if (it->second >= size && (best == free_.end() || it->second < best->second)) best = it;
-        if (best == free_.end()) return std::nullopt;
-        const auto [start, bytes] = *best;
-        free_.erase(best);
-        if (bytes > size) free_.emplace(start + size, bytes - size);
-        return start;
-    }
-
-    // The highest hole that fits.
-    std::optional<Address> take_high(Bytes size) {
-        const auto fits = [size](const auto& hole) { return hole.second >= size; };
-        const auto hole = std::find_if(free_.rbegin(), free_.rend(), fits);
-        if (hole == free_.rend()) return std::nullopt;
-        const Address start = hole->first + hole->second - size;
-        hole->second -= size;
-        if (hole->second == 0) free_.erase(hole->first);
-        return start;
-    }
-
-    void give(Address start, Bytes size) {
-        auto next = free_.lower_bound(start);
-        if (next != free_.end() && next->first == start + size) {
-            size += next->second;
-            next = free_.erase(next);
-        }
-        if (next != free_.begin()) {
-            const auto before = std::prev(next);
-            if (before->first + before->second == start) {
-                before->second += size;
-                return;
-            }
-        }
-        free_.emplace_hint(next, start, size);
-    }
-
-    LiveDevice& device_;
-    Bytes main_bytes_;
-    std::optional<Address> main_;
-    std::map<Address, Bytes> free_;
-    std::unordered_map<Address, Bytes> live_;
+    Segments segments_;
+    TwoEndedAllocator allocator_;
+    BestFitPool unplanned_;
+    std::unordered_map<Address, PoolBlock*> live_;
+    Bytes main_bytes_;  // asked for; on a device with less it is what there is
+    bool grows_ = true;
+    std::optional<Bytes> least_gap_;  // in this step, if it has had a block
+    std::int64_t overflows_ = 0;
 };
 
 }  // namespace overspill::live

@@ -24,8 +24,8 @@ class VirtualPool final : public MemoryPool {
         trim();
     }
 
-    std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, bool temporary) override {
-        if (nbytes <= chunk_bytes_ / 2) return small_.allocate(nbytes, stream, temporary);
+    std::optional<Address> allocate(Bytes nbytes, NumberedStream stream, Mobility mobility) override {
+        if (nbytes <= chunk_bytes_ / 2) return small_.allocate(nbytes, stream, mobility);
         unmap_retired(false);
         const auto count = static_cast<std::size_t>(round_up(nbytes, chunk_bytes_) / chunk_bytes_);
         const auto cached = cached_.find({stream.number, count});

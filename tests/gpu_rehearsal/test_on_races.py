@@ -122,22 +122,26 @@ def test_single_waits_are_missed(logs: list[Any], record: Any) -> None:
             assert np.mean(noticed) > 0.2, name  # the others only repeat what another wait ensures
 
 
-@pytest.fixture(scope="module")
-def planned() -> Any:
-    return on_card("planned")
+@pytest.fixture(scope="module", params=["planned", "two-ended", "virtual"])
+def pooled(request: pytest.FixtureRequest) -> Any:
+    return on_card("live_pools", request.param)
 
 
-def test_no_races_at_planned_addresses(planned: Any, record: Any) -> None:
-    assert planned.returncode == 0, planned.stderr
-    found = json.loads(planned.stdout)
-    record.rows("planned_addresses").append(found)
-    assert found["planned"] > 0
+def test_no_races_in_live_pools(pooled: Any, record: Any) -> None:
+    assert pooled.returncode == 0, pooled.stderr
+    found = json.loads(pooled.stdout)
+    record.rows("live_pools").append(found)
+    if found["placement"] == "planned":
+        assert found["planned"] > 0
+    if found["placement"] == "two-ended":
+        assert found["pool"]["squeezes"] == 1
+    assert found["peak_reserved_bytes"] <= found["pool"]["capacity_bytes"]
     assert found["offloaded_bytes"] > 0
     assert found["races"] == 0
 
 
-def test_a_process_with_planned_addresses_ends_without_a_word(planned: Any) -> None:
-    assert "leaked" not in planned.stderr
+def test_a_process_with_a_live_pool_ends_without_a_word(pooled: Any) -> None:
+    assert "leaked" not in pooled.stderr
 
 
 @pytest.mark.parametrize("door", DOORS)

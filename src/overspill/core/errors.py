@@ -105,3 +105,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is the way of Python, torch, or a library below them to say that memory ran out."""
     of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
     return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
+
+
+def forgetful(error: Exception) -> Exception:
+    """The same error without the frames that it came through, and what they hold."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -16,13 +16,14 @@ if TYPE_CHECKING:  # `overspill models` lists the names without paying for torch
 class Job:
     """One training job: `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
 
-    `make_batch` draws CPU tensors from torch's global generator, so a seed fixes the data.
+    `make_batch` draws CPU tensors from torch's global generator, so a seed fixes the data. `varied`: of other sizes each time.
     """
 
     name: str
     module: nn.Module
     make_batch: Callable[[int], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
+    varied: bool = False
 
 
 def checked_size(

@@ -112,6 +112,10 @@ _ENTRIES = (
     _tokens(
         "Seq2seq", "seq2seq:build", "seq2seq", "translation by 4 + 4 LSTM layers with attention, 221.1 M parameters", size=50
     ),
+    _tokens(
+        "Seq2seq", "seq2seq:build_varied", "seq2seq-varied",
+        "seq2seq on sentences of varied lengths, each batch padded to its longest; seq_len is the most", size=50
+    ),
     _tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
     _tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
 )  # fmt: skip

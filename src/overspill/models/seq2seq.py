@@ -1,16 +1,20 @@
 """Translation by LSTMs with attention: Luong et al., arXiv:1508.04025, global attention of form "general" (§3.1).
 
 Decoding feeds the attentional vector on to the next step (§3.3) and reads the right words (teacher forcing). All
-sentences of a batch have the same length, so nothing is masked.
+sentences have the same length, so nothing is masked; or in the varied job lengths as in running text, and each batch is
+padded to its longest sentences, whose padding is neither attended to nor part of the loss.
 """
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from .gpt2 import next_token_batches
@@ -19,6 +23,13 @@ from .lstm import LstmStack, uniform_init
 
 _DROPOUT = 0.2  # §4.1
 _INITIAL = 0.1  # §4.1: parameters are uniform in [-0.1, 0.1]
+_PADDING = 0  # the word that stands behind the end of a sentence
+_IGNORED = -100  # as a word to predict: torch's own number for what is no part of the loss
+_MEAN_SHARE, _DEVIATION_SHARE = 0.5, 0.28
+"""Lengths are log-normal, as those of sentences are (Williams, Biometrika 31, 1940). That their mean and deviation are these
+shares of the longest (25 and 14 words of 50, where §4.1 cuts) is an assumption."""
+_TARGET_DEVIATION = 0.15
+"""How far, as a share of its length, a translation is from as long as its source: an assumption too."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +46,9 @@ _SMALL = _Shape(vocabulary=61, width=16, layers=2)
 class Translator(nn.Module):
     """An encoder, a decoder that attends to its top layer's states, and logits of the target's words."""
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: _Shape, *, masked: bool = False) -> None:
         super().__init__()
+        self.masked = masked
         width = shape.width
         self.source = nn.Embedding(shape.vocabulary, width)
         self.target = nn.Embedding(shape.vocabulary, width)
@@ -56,25 +68,27 @@ class Translator(nn.Module):
             states = self.encoder(word, states)
             tops.append(states[-1][0])
         memory = torch.stack(tops, 1)
+        padding = (source == _PADDING).unsqueeze(2) if self.masked else None
         keys = self.score(memory)
         attentional = torch.zeros_like(memory[:, 0])
         outputs = []
         for word in self.target(target).unbind(1):
             states = self.decoder(torch.cat([word, attentional], 1), states)
-            attentional = self._attentional(states[-1][0], keys, memory)
+            attentional = self._attentional(states[-1][0], keys, memory, padding)
             outputs.append(attentional)
         return self.head(self.dropout(torch.stack(outputs, 1)))
 
-    def _attentional(self, query: Tensor, keys: Tensor, memory: Tensor) -> Tensor:
+    def _attentional(self, query: Tensor, keys: Tensor, memory: Tensor, padding: Tensor | None) -> Tensor:
         """tanh(W_c [context; query]), the context being the memory weighed by how its keys match the query."""
-        weights = (keys @ query.unsqueeze(2)).softmax(1)
+        scores = keys @ query.unsqueeze(2)
+        weights = (scores if padding is None else scores.masked_fill(padding, float("-inf"))).softmax(1)
         context = (weights.transpose(1, 2) @ memory).squeeze(1)
         return torch.tanh(self.attend(torch.cat([context, query], 1)))
 
 
 def translation_loss(module: nn.Module, source: Tensor, target: Tensor, following: Tensor) -> Tensor:
-    """Returns the mean cross entropy of each target word's successor."""
-    return F.cross_entropy(module(source, target).flatten(0, 1), following.flatten())
+    """Returns the mean cross entropy of each target word's successor; padding has none."""
+    return F.cross_entropy(module(source, target).flatten(0, 1), following.flatten(), ignore_index=_IGNORED)
 
 
 def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
@@ -93,3 +107,41 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     module = Translator(shape)
     uniform_init(module, _INITIAL)
     return Job(name, module, _batches(shape.vocabulary, seq_len), translation_loss)
+
+
+def build_varied(name: str, *, small: bool, size: int | None) -> Job:
+    """Returns the same on sentences of varied lengths, `size` words at most: of the small one 8 words."""
+    longest = checked_size(name, "seq_len", size, default=8 if small else 50)
+    shape = _SMALL if small else _FULL
+    module = Translator(shape, masked=True)
+    uniform_init(module, _INITIAL)
+    return Job(name, module, _varied_batches(shape.vocabulary, longest), translation_loss, varied=True)
+
+
+def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
+    """A maker of batches that are as long as their longest sentences."""
+    mean, deviation = _MEAN_SHARE * longest, _DEVIATION_SHARE * longest
+    sigma = math.sqrt(math.log1p((deviation / mean) ** 2))
+    mu = math.log(mean) - sigma**2 / 2
+
+    def length(words: float) -> int:
+        return min(max(round(words), 1), longest)
+
+    def sentences(lengths: list[int], padding: int) -> Tensor:
+        drawn = torch.randint(1, vocabulary, (len(lengths), max(lengths)), device="cpu")
+        behind = torch.arange(max(lengths), device="cpu") >= torch.tensor(lengths, device="cpu").unsqueeze(1)
+        return drawn.masked_fill(behind, padding)
+
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        draw = random.Random(_seed())  # noqa: S311 - lengths are no secret
+        sources = [length(draw.lognormvariate(mu, sigma)) for _ in range(batch_size)]
+        targets = [length(words * draw.gauss(1, _TARGET_DEVIATION)) for words in sources]
+        return sentences(sources, _PADDING), sentences(targets, _PADDING), sentences(targets, _IGNORED)
+
+    return make_batch
+
+
+def _seed() -> int:
+    """A number drawn from torch's generator; where tensors are fake and have no numbers, the seed of that."""
+    drawn = torch.randint(2**62, (), device="cpu")
+    return torch.initial_seed() if isinstance(drawn, FakeTensor) else int(drawn)

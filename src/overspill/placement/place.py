@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,11 +101,12 @@ def plan_within(
     budget_bytes: int,
     placer: str,
     times: MeasuredTimes | None = None,
+    where: Callable[[Plan], Placed] | None = None,
 ) -> PlacedPlan:
     """A plan of `policy` that lies within `budget_bytes` where `placer` puts it, not only with its live bytes.
 
-    A plan whose blocks reach above the budget is made again for as much less as it is over. Raises InfeasibleBudget
-    when there is none, with the least that was placed.
+    `where` says how a plan lies there, if it is no allocator or solver. A plan whose blocks reach above the budget is made
+    again for as much less as it is over. Raises InfeasibleBudget when there is none, with the least that was placed.
     """
     asked, least = budget_bytes, None
     for _ in range(REPLANS):
@@ -114,7 +116,7 @@ def plan_within(
             if least is None:
                 raise
             raise _does_not_fit(policy, placer, budget_bytes, least, error.cause) from None
-        placed = place_plan(plan, placer)
+        placed = place_plan(plan, placer) if where is None else where(plan)
         over = placed.peak_bytes - budget_bytes
         if over <= 0:
             return PlacedPlan(plan, placed)

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
-from overspill.placement.place import Placed, place_plan
+from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
-from overspill.runtime.options import Options
+from overspill.runtime.live.steps import PoolReport
+from overspill.runtime.options import Options, placed
 from overspill.runtime.training import Run, Training, same_bits
 
 from .listing import format_flops, listing, percent
@@ -39,7 +40,7 @@ class Trained:
     @cached_property
     def placed(self) -> Placed:
         """How the plan's blocks lie under the placement that was asked for, or under PyTorch's caching allocator."""
-        return place_plan(self.plan, self.options.placer)
+        return placed(self.options, self.plan.budget_bytes, self.plan)
 
     @cached_property
     def identical(self) -> bool | None:
@@ -79,7 +80,8 @@ class Trained:
 
 def training_report(trained: Trained, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of the run; what is simulated says so."""
-    lines = [_headline(trained), _moved(trained), *_whole_step(trained), _losses(trained), _times(trained)]
+    lines = [_headline(trained), _moved(trained), *_pool(trained.managed.pool), *_whole_step(trained)]
+    lines += [_losses(trained), _times(trained)]
     if trained.identical:
         tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
         lines.append(f"identical: losses and {tensors} are equal to {_plain(trained)} to the last bit")
@@ -143,6 +145,33 @@ def _moved(trained: Trained) -> str:
         else "recomputed nothing"
     )
     return f"each step moved {format_bytes(trained.managed.offloaded_bytes)} to the {trained.options.store} store and {again}"
+
+
+def _pool(pool: PoolReport | None) -> list[str]:
+    """Which live pool was in force, and what became of it."""
+    if pool is None:
+        return []
+    size = "" if pool.capacity_bytes is None else f" of {format_bytes(pool.capacity_bytes)}"
+    parts = [f"the {pool.name} pool{size} held {format_bytes(pool.peak_bytes)} at most"]
+    if pool.served_share is not None:
+        parts.append(f"it gave {100 * pool.served_share:.1f} % of the bytes that the last step allocated")
+    if pool.spilled_peak_bytes:
+        parts.append(f"{format_bytes(pool.spilled_peak_bytes)} of scratch at most had no room there")
+    if pool.main_bytes is not None:
+        parts.append(
+            f"main space {format_bytes(pool.main_bytes)} in the end, squeezed {_times_of(pool.squeezes)}; steps begun again "
+            f"{_times_of(pool.restarts)}, gone on beside it {_times_of(pool.resumptions)}; {pool.overflows} blocks had no room there"
+        )
+    if pool.planned_share is not None:
+        share = 100 * pool.planned_share
+        parts.append(
+            f"{share:.1f} % of all requests got planned addresses, solved anew {_times_of(pool.reoptimisations)}"
+        )
+    return ["; ".join(parts)]
+
+
+def _times_of(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _whole_step(trained: Trained) -> list[str]:

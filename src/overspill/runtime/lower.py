@@ -38,6 +38,7 @@ from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
 from .halves import crossing, split
+from .live.groups import NOTHING_TOLD, SCRATCH_ONLY, Made, MadeBy, tell_groups
 from .transfer import ops
 
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -47,26 +48,31 @@ OP_ID = "overspill_op"
 """Key in an emitted node's meta: the op that it runs."""
 
 
-def lower(captured: Captured, schedule: Schedule, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`."""
+def lower(
+    captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`.
+
+    They tell a live pool what each instruction makes, as `made` has it.
+    """
     forward_part, backward_part = split(captured.graph, schedule)
-    forward = _Emitter(captured, engine, backward=False)
+    forward = _Emitter(captured, engine, backward=False, made=made)
     for node in captured.joint.primals:
         forward.add_placeholder(node)
     forward.emit(forward_part)
     saved, handles = _crossing(captured, backward_part, forward)
     forward_module = forward.finish_forward(saved, handles)
-    backward = _Emitter(captured, engine, backward=True)
+    backward = _Emitter(captured, engine, backward=True, made=made)
     backward.add_saved(saved, handles, forward)
     for node in captured.joint.tangents:
         backward.add_placeholder(node)
-    backward.emit(backward_part)
+    backward.emit(backward_part, len(forward_part))
     return forward_module, backward.finish_backward()
 
 
-def lower_inference(captured: Captured, schedule: Schedule, engine: int) -> fx.GraphModule:
-    """The one graph module of a step that has no backward."""
-    emitter = _Emitter(captured, engine, backward=False)
+def lower_inference(captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD) -> fx.GraphModule:
+    """The one graph module of a step that has no backward; `made` as for `lower`."""
+    emitter = _Emitter(captured, engine, backward=False, made=made)
     for node in captured.joint.primals:
         emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
@@ -78,14 +84,20 @@ Together = Callable[[Sequence[Callable[..., None]]], Callable[..., None]]
 
 
 def lower_step(
-    captured: CapturedStep, schedule: Schedule, engine: int, groups: Iterable[tuple[int, ...]], together: Together
+    captured: CapturedStep,
+    schedule: Schedule,
+    engine: int,
+    groups: Iterable[tuple[int, ...]],
+    together: Together,
+    made: MadeBy = NOTHING_TOLD,
 ) -> fx.GraphModule:
     """The one graph module of a whole step; the updates of each of `groups`, which follow one another, are one call.
 
     It takes the captured primals, and returns the loss, what the step returns besides, and the persistent tensors that may
     move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
+    `made` as for `lower`.
     """
-    emitter = _Emitter(captured, engine, backward=False)
+    emitter = _Emitter(captured, engine, backward=False, made=made)
     emitter.groups = {group[0]: group for group in groups}
     emitter.together = together
     stored = frozenset(schedule.stored)
@@ -120,7 +132,7 @@ def _crossing(
 class _Emitter:
     """Emits one of the two graphs. `values` maps a captured root to the variable that holds it now."""
 
-    def __init__(self, captured: Captured, engine: int, *, backward: bool) -> None:
+    def __init__(self, captured: Captured, engine: int, *, backward: bool, made: MadeBy) -> None:
         self.captured = captured
         self.joint: JointGraph = captured.joint
         self.engine = engine
@@ -132,6 +144,8 @@ class _Emitter:
         self.arriving: dict[int, fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}
         self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
+        self.made = made
+        self._told: Made | None = None
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
         self.last_touch: dict[int, int] = {}
@@ -208,18 +222,28 @@ class _Emitter:
 
     # -- instructions
 
-    def emit(self, instructions: Sequence[Instruction]) -> None:
-        """Emit what belongs to this graph; gradients are read when they are returned, so what follows is dropped."""
-        remaining = iter(instructions)
-        for instruction in remaining:
+    def emit(self, instructions: Sequence[Instruction], first: int = 0) -> None:
+        """Emit what belongs to this graph, from position `first` of the schedule on; gradients are read when they are
+        returned, so what follows is dropped.
+        """
+        remaining = enumerate(instructions, first)
+        for position, instruction in remaining:
             if self._is_end(instruction):
                 return
+            self._tell(position, instruction.verb)
             if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
-                others = [next(remaining) for _ in group[1:]]
+                others = [next(remaining)[1] for _ in group[1:]]
                 assert group[1:] == tuple(other.target for other in others)
                 self._run_together([self.captured.graph.ops[op] for op in group])
             else:
                 self._emit(instruction.verb, instruction.target)
+
+    def _tell(self, position: int, verb: Verb) -> None:
+        """Tell a live pool of what the instruction makes, where it makes other blocks than the one before."""
+        made = self.made.get(position, SCRATCH_ONLY)
+        if self.made and verb in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH) and made != self._told:
+            self._told = made
+            self._call(tell_groups, (made,), "groups")
 
     def _is_end(self, instruction: Instruction) -> bool:
         ops_ = self.captured.graph.ops

@@ -30,26 +30,31 @@ from overspill.core.errors import InvalidSchedule, UnsupportedError
 
 from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
+from .live.groups import NOTHING_TOLD, SCRATCH_ONLY, Made, MadeBy, tell_groups
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
 
 
 class PlannedPrograms(NamedTuple):
-    """Programs with their plan: the schedule, the `places` of buffers in an arena of `arenas`, and the number of the `engine`."""
+    """Programs with their plan: the schedule, the `places` of buffers in an arena of `arenas`, and the number of the `engine`.
+
+    `made` is what each instruction makes, for a live pool that wants to know it.
+    """
 
     captured: CapturedPrograms
     schedule: Schedule
     places: Places
     arenas: Arenas
     engine: int
+    made: MadeBy = NOTHING_TOLD
 
 
 def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, Lowered | None]:
     """The forward and the backward that carry out what is `planned`. The last `unchecked` of what is saved may be changed."""
     captured, schedule, places = planned.captured, planned.schedule, planned.places
     programs = captured.programs
-    text = _Text(captured, places)
+    text = _Text(captured, places, planned.made)
     text.line(f"{_unpacked(programs.forward.inputs)} = args" if programs.forward.inputs else "pass")
     text.line("args.clear()")
     text.bound.update(programs.forward.inputs)
@@ -105,6 +110,7 @@ def _namespace(planned: PlannedPrograms) -> dict[str, Any]:
         "take_arena": take_arena,
         "storage_at": storage_at,
         "tensor_at": tensor_at,
+        "tell_groups": tell_groups,
         "refuse_to_run_again": _refuse_to_run_again,
     }
 
@@ -164,10 +170,12 @@ def _handle(tensor: int) -> str:
 class _Text(Text):
     """Writes one of the two functions."""
 
-    def __init__(self, captured: CapturedPrograms, places: Places) -> None:
+    def __init__(self, captured: CapturedPrograms, places: Places, made: MadeBy) -> None:
         super().__init__(captured.programs)
         self.captured = captured
         self.places = places
+        self._made = made
+        self._told: Made | None = None
         self.returned: dict[int, str] = {}
         self.gradients: dict[int, str] = {}
         self._tensor_of = {key: tensor for tensor, key in captured.key_of.items()}
@@ -177,6 +185,7 @@ class _Text(Text):
         kept = {n for n in self.bound if n.startswith("handle_")}
         self.bound = {*bound, *kept}
         self.lines = []
+        self._told = None
 
     def emit(self, instructions: Iterable[Instruction], first: int) -> None:
         """Emit what belongs to this function, from position `first` of the schedule on; gradients are handed out when they are complete, so what follows is dropped."""
@@ -185,6 +194,7 @@ class _Text(Text):
             verb, target = instruction.verb, instruction.target
             if verb is Verb.RUN and ops[target].phase is Phase.UPDATE:
                 return
+            self._tell(position, verb)
             if verb is Verb.RUN and target not in self.captured.calls:
                 self._hand_out(ops[target].name)
             elif verb in (Verb.RUN, Verb.RECOMPUTE):
@@ -193,6 +203,13 @@ class _Text(Text):
                 self._free(target)
             else:
                 self._transfer(verb, target, position)
+
+    def _tell(self, position: int, verb: Verb) -> None:
+        """Tell a live pool of what the instruction makes, where it makes other blocks than the one before."""
+        made = self._made.get(position, SCRATCH_ONLY)
+        if self._made and verb in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH) and made != self._told:
+            self._told = made
+            self.line(f"tell_groups({made!r})")
 
     def _hand_out(self, op: str) -> None:
         """What is handed out here may be freed by the schedule next: take it while it is there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +21,13 @@ from overspill.costs import MeasuredTimes
 from overspill.devices import load_device
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
-from overspill.placement.place import check_placer, place_plan, plan_within
+from overspill.placement.place import Placed, check_placer, place_plan, plan_within
 from overspill.plans.comparison import Row, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
 from overspill.policies import policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
-from .live.planned_steps import PlannedSteps
+from .live.need import LIVE_PLACEMENTS, PLANNED, TWO_ENDED, VIRTUAL, placed_live
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import make_store, whole_pages
@@ -35,8 +36,8 @@ T = TypeVar("T")
 BACKENDS = ("eager", "inductor")
 ON_UNPLANNED = ("error", "warn")
 """What is done where a call runs without a plan."""
-PLANNED = "planned"
-"""The placement by a solver, whose addresses are the real ones on CUDA."""
+SIMULATED_BY = {PLANNED: DEFAULT, TWO_ENDED: "gtbm", VIRTUAL: "chunked"}
+"""By a placement with real addresses, the allocator or solver that says what it takes of a card."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Options:
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `times` are op times measured before,
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
-    plan has to stay, or is `planned`; without it live bytes count. `on_unplanned` says whether a call that runs without a
+    plan has to stay, or is one of LIVE_PLACEMENTS; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
     backward are parted; None: the best of several. `limit` is the budget, parsed.
     """
@@ -98,8 +99,8 @@ class Options:
 
     @property
     def placer(self) -> str | None:
-        """The allocator or solver that plans are placed by: for `planned` the solver that is the default."""
-        return DEFAULT if self.placement == PLANNED else self.placement
+        """The allocator or solver that plans are placed by, in place of a placement with real addresses."""
+        return None if self.placement is None else SIMULATED_BY.get(self.placement, self.placement)
 
 
 def device_for(options: Options, where: torch.device) -> Device:
@@ -142,7 +143,7 @@ def is_of_card(options: Options, device: Device) -> bool:
 
 
 def _knows_card(options: Options, device: Device) -> bool:
-    live = options.placement == PLANNED and options.backend == "eager"
+    live = options.placement in LIVE_PLACEMENTS and options.backend == "eager"
     return device.index is not None and (options.placement is None or live)
 
 
@@ -171,9 +172,19 @@ def measured_again(options: Options, plan: Plan) -> Plan | None:
         assert made.device_bytes is not None
         most = made.device_budget_bytes
         return made if most is None or made.device_bytes <= most else None
-    if options.placer is not None and place_plan(plan, options.placer).peak_bytes > plan.budget_bytes:
+    if options.placer is not None and placed(options, plan.budget_bytes, plan).peak_bytes > plan.budget_bytes:
         return None
     return plan
+
+
+def placed(options: Options, budget_bytes: int, plan: Plan) -> Placed:
+    """How the blocks of `plan` lie where it runs: in the pool for a budget, or under the allocator or solver, that was asked for.
+
+    Without either it is PyTorch's caching allocator.
+    """
+    if options.placement in LIVE_PLACEMENTS and plan.device.kind == "cpu" and not options.has_arena:
+        return placed_live(plan, options.placement, budget_bytes)
+    return place_plan(plan, options.placer)
 
 
 def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, int]:
@@ -184,12 +195,6 @@ def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, 
     store = make_store(options.store, where, options.store_dir)
     engine = make_engine(store, where, checksum=options.checksum)
     return engine, register_engine(engine)
-
-
-def limit_steps(steps: PlannedSteps, plan: Plan) -> None:
-    """From now on the live allocator takes no more of the card than `plan` has of it; more than one plan share the largest."""
-    if plan.device_budget_bytes is not None:
-        steps.limit(plan.device_budget_bytes - plan.device.context_bytes)
 
 
 def plan_graph(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:
@@ -215,7 +220,8 @@ def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int)
     """The plan of `graph` whose live bytes, or those where it is placed, are within a budget. Raises InfeasibleBudget."""
     if options.placer is None or is_of_card(options, device):
         return make_plan(graph, device, options.policy, budget_bytes, options.times)
-    return plan_within(graph, device, options.policy, budget_bytes, options.placer, options.times).plan
+    where, name = partial(placed, options, budget_bytes), options.placement or options.placer
+    return plan_within(graph, device, options.policy, budget_bytes, name, options.times, where).plan
 
 
 @contextmanager

@@ -30,8 +30,9 @@ from .compiled.compile import compile_in
 from .compiled.session import Session
 from .hardware import elsewhere
 from .live.allocator import serving
-from .live.planned_steps import planned_steps
-from .options import PLANNED, Options, budget_for, device_for, plan_graph
+from .live.pools import check_live, live_steps
+from .live.steps import PoolReport
+from .options import Options, budget_for, device_for, plan_graph
 from .step.train_step import GradientOptions, TrainStep
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
@@ -105,6 +106,7 @@ class Run:
     partition: float | None = None
     offloaded_bytes: int = 0
     times: MeasuredTimes | None = None
+    pool: PoolReport | None = None
 
     def identical_to(self, other: Run) -> bool:
         """Whether losses and final state are equal to the last bit."""
@@ -128,7 +130,7 @@ def preview(training: Training, options: Options) -> Plan:
         from .compiled.unrun import plan_unrun  # noqa: PLC0415
 
         with FakeTensorMode(allow_non_fake_inputs=True):
-            step, batch = _prepare(training, "cpu")
+            step, (batch, *_) = _prepare(training, "cpu")
             optimizer = optimizer_named(training.optimizer)(step.parameters())
             if not training.whole_step:
                 return plan_unrun(step, batch, optimizer, options)
@@ -159,7 +161,7 @@ def step_graph(training: Training) -> Graph:
 
 def _captured(training: Training, reserve: str | float | None = None) -> Graph:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        step, batch = _prepare(training, "cpu")
+        step, (batch, *_) = _prepare(training, "cpu")
         optimizer = optimizer_named(training.optimizer)(step.parameters())
         if not training.whole_step:
             return trace(
@@ -172,11 +174,15 @@ def _captured(training: Training, reserve: str | float | None = None) -> Graph:
 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
     """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory."""
+    where = torch.device(training.device)
+    has_pool = check_live(options.placement, options.backend, where)
     if training.whole_step:
+        if has_pool and where.type == "cuda":  # before the model is on the GPU
+            live_steps(str(options.placement), where)
         return _train_whole(training, options, on_step)
     session = Session(options)
-    if _places(training, options):
-        session.place_live(index=torch.device(training.device).index or 0)
+    if where.type == "cuda":
+        session.place_live(where)
     try:
         run = _train(training, session, on_step, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
@@ -185,16 +191,11 @@ def train(training: Training, options: Options, on_step: Callable[[int, float], 
         run.partition = session.partitions[0] if session.plans else None
         run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
         run.times = session.measured_times
+        run.pool = session.pool
         return run
     finally:
         session.close()
         torch._dynamo.reset()  # Dynamo keeps what it compiled, and refuses the same class after some sessions
-
-
-def _places(training: Training, options: Options) -> bool:
-    """Whether the live allocator gives the run its memory."""
-    on_cuda = torch.device(training.device).type == "cuda"
-    return on_cuda and options.placement == PLANNED and options.backend == "eager"
 
 
 def train_plain(
@@ -219,7 +220,7 @@ def _train(
     training: Training, session: Session | None, on_step: Callable[[int, float], None] | None, *, compiled: bool
 ) -> Run:
     _leave_nothing(training.device)
-    step, batch = _prepare(training, training.device)
+    step, given = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     model: Callable[..., Tensor] = step
     if session is not None:
@@ -228,15 +229,15 @@ def _train(
     elif compiled:
         model = torch.compile(step, fullgraph=True, dynamic=False)
     run = Run()
-    there = [*step.parameters(), *step.buffers(), *batch]
+    there = [*step.parameters(), *step.buffers(), *given[0]]
     # What compiled kernels allocate no dispatch mode sees: it is counted in the last step, after all that compiling takes.
     counts = compiled and torch.device(training.device).type == "cpu"
     with nullcontext(nullcontext) if counts else _measured(training, session, there, run) as watching:
 
-        def one_step() -> Tensor:
+        def one_step(index: int) -> Tensor:
             optimizer.zero_grad(set_to_none=True)
             total, share = None, training.gradients.accumulate
-            for part in batches.split(batch, share):
+            for part in batches.split(given[index % len(given)], share):
                 with watching() if session is None else nullcontext():
                     loss = model(*part)
                 with watching():
@@ -265,24 +266,22 @@ def _train(
 
 def _train_whole(training: Training, options: Options, on_step: Callable[[int, float], None] | None) -> Run:
     _leave_nothing(training.device)
-    if _places(training, options):
-        planned_steps(index=torch.device(training.device).index or 0)  # before the model is on the GPU
-    step, batch = _prepare(training, training.device)
+    step, given = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
     whole = TrainStep(step.model, step.loss, optimizer, options, training.gradients)
     run, offloaded = Run(), [0]
     try:
         counts = options.backend == "inductor" and training.device == "cpu"
-        with nullcontext() if counts else _measured(training, whole, [*step.buffers(), *batch], run):
+        with nullcontext() if counts else _measured(training, whole, [*step.buffers(), *given[0]], run):
 
-            def one_step() -> Tensor:
-                loss = whole(*batch)
+            def one_step(index: int) -> Tensor:
+                loss = whole(*given[index % len(given)])
                 offloaded.append(whole.engine.offloaded_bytes if whole.engine else 0)
                 return loss
 
             @contextmanager
             def counted() -> Iterator[None]:
-                with whole.counted(batch) as found:
+                with whole.counted(given[(training.steps - 1) % len(given)]) as found:
                     yield
                 (run.measured_peak_bytes,) = found
 
@@ -293,6 +292,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
         run.planned_reserved_bytes, run.planned_device_bytes = whole.reserved_bytes, whole.device_bytes
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]
         run.times = whole.measured_times
+        run.pool = whole.pool
         run.state = _final_state(step) if training.keep_state else {}
         return run
     finally:
@@ -301,7 +301,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
 
 def _run_steps(
     training: Training,
-    one_step: Callable[[], Tensor],
+    one_step: Callable[[int], Tensor],
     run: Run,
     on_step: Callable[[int, float], None] | None,
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -310,7 +310,7 @@ def _run_steps(
     for index in range(training.steps):
         with around_last() if index == training.steps - 1 else nullcontext():
             begun = time.perf_counter()
-            run.losses.append(one_step().item())
+            run.losses.append(one_step(index).item())
             run.step_seconds.append(time.perf_counter() - begun)
         if on_step is not None:
             on_step(index, run.losses[-1])
@@ -361,19 +361,21 @@ def _measured(
     run.measured_peak_bytes = tracker.peak_bytes
 
 
-def _prepare(training: Training, device: str) -> tuple[TrainingStep, tuple[Tensor, ...]]:
+def _prepare(training: Training, device: str) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
+    """The model with its loss, and a batch for all steps, or where they vary one for each."""
     torch.manual_seed(SEED)
     try:
         job = training.build()
-        step, batch = TrainingStep(job), job.make_batch(training.batch)
+        step = TrainingStep(job)
+        given = [job.make_batch(training.batch) for _ in range(training.steps if job.varied else 1)]
         if device != "cpu":
-            step, batch = step.to(device), tuple(t.to(device) for t in batch)
+            step, given = step.to(device), [tuple(t.to(device) for t in batch) for batch in given]
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             what = next(iter(str(error).splitlines()), type(error).__name__)
             raise StoreError(f"the model and its batch alone do not fit in memory: {what}") from None
         raise
-    return step, batch
+    return step, given
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -8,9 +8,10 @@ from torch import nn
 
 import overspill
 from overspill.core.errors import RequestError
-from overspill.placement.place import place
-from overspill.runtime.live.planned_steps import Phase
-from overspill.simulate import trace_of
+from overspill.placement.packing import solver_named
+from overspill.runtime.live.allocator import LiveAllocator
+from overspill.runtime.live.need import placed_live
+from overspill.runtime.live.planned_steps import Phase, PlannedSteps
 
 
 def net() -> nn.Module:
@@ -18,14 +19,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
 
 
-def test_a_plan_stays_within_the_budget_where_the_solver_places_it() -> None:
+def test_a_plan_stays_within_the_budget_where_it_is_placed() -> None:
     model = net()
     managed = overspill.compile(model, budget=0.9, placement="planned", store="host")
     torch.optim.SGD(model.parameters(), lr=0.1)
     managed(torch.randn(4096, 64)).sum().backward()
     (plan,) = managed.overspill.plans
-    placed = place(trace_of(plan.graph, plan.schedule), "portfolio")
-    assert plan.peak_bytes <= placed.peak_bytes <= plan.budget_bytes
+    budget = int(0.9 * plan.unmanaged_peak_bytes)
+    assert plan.peak_bytes <= placed_live(plan, "planned", budget).peak_bytes <= budget
     torch._dynamo.reset()
 
 
@@ -33,8 +34,7 @@ def test_every_training_step_is_told_to_the_live_allocator_and_evaluation_is_not
     model = net()
     managed = overspill.compile(model, store="host")
     session = managed.overspill
-    session.place_live("simulated")
-    assert session.steps is not None
+    session.steps = PlannedSteps(LiveAllocator("simulated"), solver_named())
     phases = []
     for _ in range(5):
         managed(torch.randn(32, 64)).sum().backward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +16,7 @@ from overspill.placement import ALLOCATE, FREE, Events
 from overspill.placement.packing.base import Limits, Packing, Solver
 from overspill.placement.packing.problem import Problem
 from overspill.runtime.live.allocator import LiveAllocator
+from overspill.runtime.live.groups import forget_groups, tell_group
 
 KIB = 1 << 10
 POOLS = {
@@ -209,25 +212,14 @@ class Replayed:
         del self.live[offset]
 
 
-class TwoEnded:
-    """Where the two-ended pool must put blocks in its main space, found anew each time from the live ones."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.live: dict[int, int] = {}
-
-    def allocate(self, nbytes: int, temporary: bool) -> int | None:
-        edges = [0, *(edge for start in sorted(self.live) for edge in (start, start + self.live[start])), self.nbytes]
-        holes = [(high - low, low) for low, high in zip(edges[::2], edges[1::2], strict=True) if high - low >= nbytes]
-        if not holes:
-            return None
-        if temporary:
-            size, low = max(holes, key=lambda hole: hole[1])
-            at = low + size - nbytes
-        else:
-            at = min(holes)[1]
-        self.live[at] = nbytes
-        return at
+@contextmanager
+def grouped(group: int) -> Iterator[None]:
+    """While this lasts, blocks that this thread asks for are of the group."""
+    tell_group(group)
+    try:
+        yield
+    finally:
+        forget_groups()
 
 
 __all__ = [
@@ -239,6 +231,7 @@ __all__ = [
     "Replayed",
     "Witness",
     "first_fit",
+    "grouped",
     "memory_at",
     "random_trace",
 ]

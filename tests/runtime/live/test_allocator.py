@@ -10,17 +10,29 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.runtime.live.live import ALLOCATE, KIB, POOLS, Replayed, TwoEnded, Witness, first_fit, random_trace
+from tests.runtime.live.live import (
+    ALLOCATE,
+    KIB,
+    POOLS,
+    Replayed,
+    Witness,
+    first_fit,
+    grouped,
+    random_trace,
+)
 from tests.simulate.graphs import DEVICE, Layer, network
 
-from overspill.core import Block, Graph, Layout, Trace
+from overspill.core import Block, Graph, Layout, Mobility, Trace
 from overspill.core.errors import InfeasibleBudget, InvalidLayout, OutOfMemory, RequestError
 from overspill.devices import load_device
 from overspill.models import load
 from overspill.placement import Events, replay
+from overspill.placement.allocators.registry import allocator_named
+from overspill.placement.allocators.two_ended import TwoEndedConfig
 from overspill.placement.replay import layout_of
 from overspill.policies import POLICIES
 from overspill.runtime.live.allocator import LiveAllocator
+from overspill.runtime.live.groups import UNPLANNED
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate.trace import trace_of
 
@@ -113,7 +125,7 @@ def test_no_live_byte_is_overwritten_whatever_is_requested(pool: str, seed: int,
             kind = r.random()
             blocks = list(witness.live)
             if kind < 0.5 or not blocks:
-                with witness.allocator.temporaries() if kind < 0.1 else nullcontext():
+                with grouped(r.choice([0, 1, 2, 3])) if kind < 0.3 else nullcontext():
                     witness.allocate(r.choice([1, 700, 512 * r.randrange(1, 80)]), r.randrange(streams))
             elif kind < 0.8:
                 witness.free(r.choice(blocks))
@@ -324,35 +336,54 @@ def test_a_plan_is_given_up_with_its_last_block() -> None:
 def test_the_two_ended_pool_keeps_temporary_blocks_apart() -> None:
     allocator = LiveAllocator("host", "two-ended", main_bytes=64 * KIB)
     low = allocator.allocate(4096)
-    with allocator.temporaries():
+    with grouped(Mobility.TEMPORARY):
         high = allocator.allocate(4096)
     assert high - low == 60 * KIB
     assert allocator.allocate(4096) == low + 4096
-    outside = allocator.allocate(60 * KIB)  # has no room in the main space
-    assert not low <= outside < low + 64 * KIB
+    outside = [allocator.allocate(60 * KIB)]  # has no room in the main space
+    for group in (Mobility.RECLAIMED, UNPLANNED):
+        with grouped(group):
+            outside.append(allocator.allocate(512))
+    assert not any(low <= address < low + 64 * KIB for address in outside)
+    assert allocator.statistics().overflows == 1
+    assert allocator.statistics().least_gap_bytes == 64 * KIB - 3 * 4096
 
 
 @given(seed=st.integers(0, 2**32))
 @EXAMPLES
-def test_the_two_ended_pool_puts_blocks_where_it_is_defined_to(seed: int) -> None:
+def test_the_two_ended_pool_is_the_one_of_the_simulations(seed: int) -> None:
     r = random.Random(seed)
-    allocator, expected = LiveAllocator("simulated", "two-ended", main_bytes=64 * KIB), TwoEnded(64 * KIB)
-    base: int | None = None
-    live: list[tuple[int, int | None]] = []
+    allocator = LiveAllocator("simulated", "two-ended", main_bytes=64 * KIB)
+    expected = allocator_named("gtbm", TwoEndedConfig(64 * KIB))
+    live: list[tuple[int, int]] = []
     for _ in range(80):
         if live and r.random() < 0.45:
-            address, offset = live.pop(r.randrange(len(live)))
+            address, simulated = live.pop(r.randrange(len(live)))
             allocator.free(address)
-            expected.live.pop(offset, None)
+            expected.free(simulated)
             continue
-        nbytes, temporary = 512 * r.choice([1, 2, r.randrange(1, 40)]), r.random() < 0.3
-        with allocator.temporaries() if temporary else nullcontext():
-            address = allocator.allocate(nbytes)
-        offset = expected.allocate(nbytes, temporary)
-        if base is None:
-            base = address - offset
-        assert (address - base == offset) if offset is not None else not 0 <= address - base < 64 * KIB
-        live.append((address, offset))
+        nbytes, group = 512 * r.choice([1, 2, r.randrange(1, 40)]), r.choice(list(Mobility))
+        with grouped(group):
+            live.append((allocator.allocate(nbytes), expected.allocate(nbytes, mobility=group)))
+        assert live[-1][0] == live[-1][1]
+
+
+def test_a_main_space_is_made_anew_when_nothing_lies_there() -> None:
+    allocator = LiveAllocator("host", "two-ended", main_bytes=64 * KIB)
+    block = allocator.allocate(4096)
+    with grouped(Mobility.RECLAIMED):
+        staying = allocator.allocate(4096)
+    assert not allocator.resize(16 * KIB, grows=False)
+    allocator.free(block)
+    assert allocator.resize(16 * KIB, grows=False)
+    allocator.free(allocator.allocate(16 * KIB))
+    assert allocator.statistics().main_bytes == 16 * KIB
+    assert allocator.statistics().reserved_bytes == 16 * KIB + 4096
+    with pytest.raises(OutOfMemory):
+        allocator.allocate(16 * KIB + 1)
+    allocator.resize(16 * KIB, grows=True)
+    allocator.free(allocator.allocate(16 * KIB + 1))
+    allocator.free(staying)
 
 
 @given(seed=st.integers(0, 2**32))

@@ -120,9 +120,10 @@ class TwoEndedAllocator(PythonAllocator):
             few, many = FIRST_POOL_SHARE
             wanted = FIRST_POOL_BYTES if capacity is None else capacity * few // many
         size = round_up(wanted, STEP_BYTES)
-        if capacity is not None:
-            size = min(size, (capacity - self.device.used_bytes) // PAGE_BYTES * PAGE_BYTES)
         pool = self._segment_malloc(size, stream) if size else None
+        if pool is None and capacity is not None:
+            left = (capacity - self.device.used_bytes) // PAGE_BYTES * PAGE_BYTES
+            pool = self._segment_malloc(left, stream) if left else None
         if pool is not None:
             self._put(pool)
 

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from overspill.plans.plan import Plan
 from overspill.runtime.arena import NOWHERE, Places, plan_in_arena
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
+from overspill.runtime.lower_groups import made_by
 from overspill.runtime.lower_programs import PlannedPrograms
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
@@ -217,10 +218,10 @@ class _GraphCompiler:
                 'which says where it breaks, or leave placement="planned" out'
             )
         partition = self.session.options.partition
-        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._ran, partition)
+        return compile_with_inductor(self.module, self.examples, self._plan_programs, self._running, partition)
 
-    def _ran(self) -> None:
-        self.session.watch_calls.graphs_run += 1
+    def _running(self) -> AbstractContextManager[None]:
+        return self.session.running()
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[CapturedPrograms]]) -> PlannedPrograms:
         """What `compile_with_inductor` asks for once it knows forward and backward."""
@@ -252,7 +253,8 @@ class _GraphCompiler:
         engine = self.session.engine_for(plan, torch_device(self.examples))
         places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
         self.has_arena = bool(places.offsets)
-        return PlannedPrograms(captured, plan.schedule, places, self.session.arenas, engine)
+        made = made_by(captured, plan.schedule, self.session.steps)
+        return PlannedPrograms(captured, plan.schedule, places, self.session.arenas, engine, made)
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -263,7 +265,7 @@ class _GraphCompiler:
         plan = self.planned.plan
         device = torch_device(self.examples)
         engine = self.session.engine_for(plan, device)
-        lowered = lower(captured, plan.schedule, engine)
+        lowered = lower(captured, plan.schedule, engine, made_by(captured, plan.schedule, self.session.steps))
         if self.session.options.profile:
             self.session.timer = OpTimer(captured.graph, device)
             for module in lowered:
@@ -276,7 +278,8 @@ class _GraphCompiler:
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
-        return self._boxed(lower_inference(captured, plan.schedule, engine), _inputs)
+        made = made_by(captured, plan.schedule, self.session.steps)
+        return self._boxed(lower_inference(captured, plan.schedule, engine, made), _inputs)
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
@@ -286,12 +289,11 @@ class _GraphCompiler:
 
         def run(args: list[Any]) -> Any:
             session = session_now()
-            session.watch_calls.graphs_run += 1
             tracker = session.tracker
             if tracker is not None:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
-            with torch._C._DisableAutocast(), tracker or nullcontext():
+            with session.running(), torch._C._DisableAutocast(), tracker or nullcontext():
                 return module.forward(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]

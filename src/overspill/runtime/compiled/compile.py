@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ from overspill.core import Device
 from overspill.costs import MeasuredTimes
 from overspill.runtime import accelerator
 from overspill.runtime.optimizers import unwrapped
-from overspill.runtime.options import PLANNED, Options
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import whole_models
 
 from .backend import backend_of
@@ -54,8 +55,9 @@ def compile(  # noqa: A001 - named as torch.compile is
     `overspill policies` lists; `store` is `disk` or `host` on the CPU, `pinned` on CUDA. `optimizer` need only be
     given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
     between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for
-    their bytes: the name of an allocator or solver. `planned` is the default solver, and on CUDA every step from the
-    fourth on gets the addresses that it finds; call it before the model is on the GPU. With `checksum` what comes
+    their bytes: the name of an allocator or solver. Three are real pools of ours, on the CPU for what planned graphs allocate, on
+    CUDA for all that PyTorch does, so that `compile` comes before the model is on the GPU: `planned` (from the fourth step on
+    the addresses that the default solver finds), `two-ended` and `virtual` (docs/placement.md). With `checksum` what comes
     back from the store is compared with what went there; a difference is a StoreError. The plan is made at the first call
     with each input shape; a share of what the step needs is that of the first step that trains, for all that follow. A
     call that runs without a plan is an UnplannedError, or with `on_unplanned="warn"` a warning. `backend="inductor"` runs
@@ -78,7 +80,7 @@ def compile(  # noqa: A001 - named as torch.compile is
         session.add(parameters, optimizers)
         return compile_in(session, model, fullgraph=fullgraph)
     session = Session(options, parameters, optimizers)
-    if options.placement == PLANNED and backend == "eager" and accelerator.is_available() and device != "cpu":
+    if accelerator.is_available() and device != "cpu":
         session.place_live()
     return compile_in(session, model, fullgraph=fullgraph)
 
@@ -161,12 +163,14 @@ class _Call:
             of = getattr(self._recipe.model, "__self__", None)
             self.overspill.follow(of.parameters() if isinstance(of, nn.Module) else ())
         self._notice_kept_gradients()
-        if self.overspill.steps is not None and torch.is_grad_enabled():
-            self.overspill.steps.begin_step()
+        steps = self.overspill.steps
+        if steps is not None and torch.is_grad_enabled():
+            steps.begin_step()
         self.overspill.begin_call(id(self))
         watch = self.overspill.watch_calls
         before = watch.graphs_run
-        with whole_models(), plans_needed():
+        evaluates = steps is not None and not torch.is_grad_enabled()
+        with whole_models(), plans_needed(), steps.outside_a_step() if steps and evaluates else nullcontext():
             result = self._call(*args, **kwargs)
         watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)
         return result

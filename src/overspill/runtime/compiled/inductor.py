@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ from overspill.runtime.lower_programs import Lowered, PlannedPrograms, lower_pro
 
 from .partitions import PARTITIONS, Partitioned
 
+Running = Callable[[], AbstractContextManager[None]]
+"""Makes what a graph runs in."""
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[CapturedPrograms]]
 Plan = Callable[[JointGraph, Capture], PlannedPrograms]
 """Given a joint graph, and how to make a Graph of it: the programs with their plan."""
@@ -46,14 +48,14 @@ def compile_with_inductor(
     module: fx.GraphModule,
     examples: Sequence[Any],
     plan: Plan,
-    ran: Callable[[], None],
+    running: Running,
     partition: float | None = None,
 ) -> Callable[..., Any]:
-    """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; `ran` is called by each graph that runs.
+    """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; each graph runs in what `running` gives.
 
     `partition` is that of the Options.
     """
-    by_partition = _ByPartition(module, examples, ran, partition)
+    by_partition = _ByPartition(module, examples, running, partition)
     usual = by_partition.usual
     if usual.joint is None:  # no ops
         return by_partition.compiled[usual]
@@ -64,13 +66,13 @@ class _ByPartition:
     """Dynamo's `module` compiled by the usual partition, and by others when they are asked for."""
 
     def __init__(
-        self, module: fx.GraphModule, examples: Sequence[Any], ran: Callable[[], None], partition: float | None
+        self, module: fx.GraphModule, examples: Sequence[Any], running: Running, partition: float | None
     ) -> None:
         spare = copied(module)
         self._compile: Callable[[_Compiler], Callable[..., Any]] | None = lambda c: c.compiled(copied(spare), examples)
-        self._ran = ran
+        self._running = running
         self._tried: set[float] = set()
-        self.usual = _Compiler(ran, set(), partition)
+        self.usual = _Compiler(running, set(), partition)
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
@@ -101,7 +103,7 @@ class _ByPartition:
         if partition in self._tried:
             return None
         self._tried.add(partition)
-        compiler = _Compiler(self._ran, self.usual.seen, partition)
+        compiler = _Compiler(self._running, self.usual.seen, partition)
         with _left_out(partition):
             self.compiled[compiler] = compile_by(compiler)
             return compiler
@@ -140,7 +142,7 @@ def programs_of(
     seen: set[Any] = set()
 
     def programs(partition: float | None) -> StepPrograms:
-        compiler = _Compiler(lambda: None, seen, partition, list(lasting))
+        compiler = _Compiler(nullcontext, seen, partition, list(lasting))
         compiler.compiled(make_module(), examples)
         if compiler.joint is None or compiler.programs is None:
             raise UnsupportedError('Inductor wrote no program of the step; use backend="eager"')
@@ -204,12 +206,12 @@ class _Compiler:
 
     def __init__(
         self,
-        ran: Callable[[], None],
+        running: Running,
         seen: set[Any],
         partition: float | None,
         lasting: list[int] | None = None,
     ) -> None:
-        self._ran = ran
+        self._running = running
         self.seen = seen
         set_by_user = float(torch._functorch.config.activation_memory_budget)
         self.partition = set_by_user if partition is None else partition
@@ -263,10 +265,10 @@ class _Compiler:
         part = int(is_backward)
 
         def run(args: list[Any]) -> Any:
-            self._ran()
             lowered = self._lowered[part]
             assert lowered is not None  # both programs are planned before the first call
-            return lowered(args)
+            with self._running():
+                return lowered(args)
 
         compiled.current_callable = run
         return compiled

@@ -6,7 +6,8 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,8 @@ from overspill.plans.plan import Plan, most_known, unmanaged_peak
 from overspill.runtime import batches
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
-from overspill.runtime.live.planned_steps import PlannedSteps, planned_steps
+from overspill.runtime.live.pools import check_live, live_steps
+from overspill.runtime.live.steps import LiveSteps, PoolReport
 from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 from overspill.runtime.options import (
     Options,
@@ -34,7 +36,6 @@ from overspill.runtime.options import (
     device_for,
     fixed_budget,
     infeasible_for,
-    limit_steps,
     open_engine,
     plan_live,
     store_bytes,
@@ -91,7 +92,8 @@ class Session:
         self.accumulates = False
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
-        self.steps: PlannedSteps | None = None
+        self.steps: LiveSteps | None = None
+        """What leads the live pool, if one serves the models."""
         self._parameters: list[weakref.ref[Tensor]] = []
         self.follow(parameters)
         self._optimizers = optimizers
@@ -161,12 +163,27 @@ class Session:
         own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
         return steps + own + (optimizer_needs(optimizers).state_bytes if parameters else 0)
 
-    def place_live(self, device: str = "cuda", **settings: Any) -> None:
-        """From now on, give the blocks of each step the addresses that a solver finds for those of a recorded one.
+    def place_live(self, where: str | torch.device = "cuda", budget_bytes: int = 0) -> None:
+        """From now on, give the blocks of each step real addresses as the session's placement asks for.
 
-        On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already.
+        On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already, and for a
+        placement that cannot work there. Without a placement of that kind nothing happens. On the CPU the first plan does it,
+        for its budget.
         """
-        self.steps = planned_steps(device, **settings)
+        device, options = torch.device(where), self.options
+        if not check_live(options.placement, options.backend, device):
+            return
+        if self.steps is None or (self.steps.allocator.device == "cuda") != (device.type == "cuda"):
+            self.steps = live_steps(str(options.placement), device, budget_bytes)
+            if device.type == "cpu":  # found in the middle of the first step
+                self.steps.begin_step()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this lasts a planned graph of the models runs."""
+        self.watch_calls.graphs_run += 1
+        with nullcontext() if self.steps is None else self.steps.running():
+            yield
 
     # -- what a user may ask
 
@@ -204,6 +221,11 @@ class Session:
     def device_bytes(self) -> int | None:
         """The same with the context: what the card must have."""
         return most_known(plan.device_bytes for plan in self.plans)
+
+    @property
+    def pool(self) -> PoolReport | None:
+        """What became of the live pool, if the placement asks for one and a step has run."""
+        return None if self.steps is None else self.steps.report()
 
     def room_bytes(self) -> int:
         """What the budget has room for beside every plan: what was set aside, and what the plans leave."""
@@ -302,8 +324,10 @@ class Session:
                 else:
                     raise
                 captured, plan = self._within(problem, room if trains else ALONE, budget)
+        if where.type == "cpu":
+            self.place_live(where, budget)
         if self.steps is not None:
-            limit_steps(self.steps, plan)
+            self.steps.limit_for(plan, budget)
         planned = Planned(
             frame, kind, plan, plan.retained_bytes - room.pending_bytes, room,
             tuple(id(p) for p in here), tuple(given), beside, surroundings.reserved_bytes,

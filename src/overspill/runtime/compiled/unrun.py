@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -64,7 +65,7 @@ def of_unrun(
             raise Written
 
         with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
-            return compile_with_inductor(module, examples, plan, lambda: None, options.partition)
+            return compile_with_inductor(module, examples, plan, nullcontext, options.partition)
 
     write(step, batch, backend)
     (made,) = found

@@ -35,7 +35,9 @@ class Statistics:
     Of all `requests`, `planned` got their places; the others got memory of the pool: `occupied` because an earlier block
     was still in the place, `mismatches` because they were not what was planned (which sets `needs_reoptimisation`), the
     rest because no plan was for them. `deferred` frees had to wait for events. `allocated_bytes` is what live blocks
-    asked for, `reserved_bytes` what the device gave.
+    asked for, `reserved_bytes` what the device gave. Of the main space of a pool with two ends, `least_gap_bytes` were
+    never used in this step, and `overflows` blocks found no room there and got memory of their own. At most
+    `peak_spilled_bytes` at once found no room at all and are of PyTorch's own memory (`let_spill`).
     """
 
     requests: int
@@ -47,6 +49,10 @@ class Statistics:
     peak_allocated_bytes: int
     reserved_bytes: int
     peak_reserved_bytes: int
+    main_bytes: int
+    least_gap_bytes: int
+    overflows: int
+    peak_spilled_bytes: int
     needs_reoptimisation: bool
 
     @property
@@ -66,8 +72,8 @@ def serving() -> LiveAllocator | None:
 class LiveAllocator:
     """Memory for blocks on streams: from the arena of a plan, or from a pool.
 
-    The pool is `best-fit` (PyTorch's caching allocator), `two-ended` (Dymem, section 3.3.3: `main_bytes` of which blocks
-    take the low end and temporary ones the high end) or `virtual` (window paper, section 4: physical chunks of
+    The pool is `best-fit` (PyTorch's caching allocator), `two-ended` (Dymem, section 3.3: `main_bytes` of which movable
+    blocks take the low end and temporary ones the high end) or `virtual` (window paper, section 4: physical chunks of
     `chunk_bytes` behind contiguous addresses). With a plan, the i-th request of a step gets the i-th place
     (profile-guided placement, section 4.2), and the pool serves what does not follow it (section 4.3).
 
@@ -173,14 +179,29 @@ class LiveAllocator:
         finally:
             self._core.resume()
 
+    def group_untold(self, group: int) -> None:
+        """Let blocks be of this group whose thread has said nothing of them (`groups.py`)."""
+        self._core.group_untold(group)
+
+    def resize(self, main_bytes: int, *, grows: bool) -> bool:
+        """Make the main space of a pool with two ends anew; whether it is empty, so that this could be done.
+
+        `grows`, in any case: what has no room there gets memory of its own from now on.
+        """
+        return self._core.resize(main_bytes, grows)
+
+    def let_spill(self, spills: bool) -> None:
+        """Whether CPU tensors for which there is no room get PyTorch's own memory; else that is an error."""
+        self._core.let_spill(spills)
+
     @contextmanager
-    def temporaries(self) -> Iterator[None]:
-        """A part of the step whose blocks live for a short time: the two-ended pool puts them at its high end."""
-        self._core.set_temporary(True)
+    def serving(self) -> Iterator[None]:
+        """While this lasts, CPU tensors that this thread makes have their memory from here, for as long as they live."""
+        self._core.enter()
         try:
             yield
         finally:
-            self._core.set_temporary(False)
+            self._core.leave()
 
     def limit(self, capacity_bytes: int) -> None:
         """Take no more of the device than this from now on; what is over is given back as far as no block uses it."""

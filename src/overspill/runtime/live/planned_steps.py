@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import ClassVar
 
 from overspill.core import Layout, Trace
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement.packing import solver_named
 from overspill.placement.packing.base import Solver
 
-from .allocator import LiveAllocator, check_benchmark, serving
+from .allocator import LiveAllocator
+from .need import PLANNED
+from .steps import LiveSteps, PoolReport
 
 RECORDED_STEPS = 2
 """The second one tells when the next step frees what a step leaves."""
@@ -28,25 +30,28 @@ class Phase(Enum):
     PLANNED = "planned"
 
 
-class PlannedSteps:
+class PlannedSteps(LiveSteps):
     """Leads an allocator through a training loop; `begin_step` is all that the loop calls.
 
     The first `warm_up_steps` are not recorded: they make what lives for good, such as the state of an optimizer. When a
     step asks for something else than planned, steps are recorded and solved anew (profile-guided placement, section
     4.3); meanwhile the old plan places what it can. Its arena goes before the new one comes: for a step the pool serves
     all. A program that is different all the time would be solved all the time, so each time twice as many steps must
-    have passed since the last. Where the allocator's limit leaves no room for an arena, the pool goes on serving.
+    have passed since the last. Where the allocator's limit leaves no room for an arena, or an arena leaves less room to
+    what is not in it, so that more lies elsewhere than before, the pool goes on serving all.
     """
+
+    name: ClassVar = PLANNED
 
     def __init__(self, allocator: LiveAllocator, solver: Solver, *, warm_up_steps: int = 1) -> None:
         if warm_up_steps < 0:
             raise RequestError(f"there cannot be {warm_up_steps} steps of warm-up")
-        self.allocator = allocator
+        super().__init__(allocator)
         self.solver = solver
         self.trace: Trace | None = None
         self.layout: Layout | None = None
         self.plans = 0
-        self._limit: int | None = None
+        self._spilled_bytes = 0
         self._phase = Phase.WARM_UP
         self._steps_left = warm_up_steps
 
@@ -55,17 +60,11 @@ class PlannedSteps:
         """What is done with the step that runs."""
         return self._phase
 
-    def limit(self, capacity_bytes: int) -> None:
-        """Take no more of the device than this, or what an earlier plan has of it, whichever is more."""
-        self._limit = max(self._limit or 0, capacity_bytes)
-        self.allocator.limit(self._limit)
-
     def begin_step(self) -> None:
         """Begin a step, after what has to be done between it and the one before.
 
         Raises RequestError where PyTorch has been told since to do what does not work with the allocator.
         """
-        check_benchmark()
         if self._phase is Phase.DRAINING and not self.allocator.drains:
             self._steps_left = 0
         if self._steps_left == 0:
@@ -75,10 +74,18 @@ class PlannedSteps:
                 self._solve()
             elif self._phase is Phase.DRAINING:
                 self._replay()
+            elif self.allocator.statistics().peak_spilled_bytes > self._spilled_bytes:
+                self._give_up()
             elif self.allocator.statistics().needs_reoptimisation:
                 self._record()
         self._steps_left = max(self._steps_left - 1, 0)
-        self.allocator.begin_step()
+        super().begin_step()
+
+    def report(self) -> PoolReport:
+        """What became of the pool so far; of planned addresses, over all steps."""
+        now = self.allocator.statistics()
+        share = now.planned / now.requests if now.requests else None
+        return replace(super().report(), reoptimisations=max(self.plans - 1, 0), planned_share=share)
 
     def _record(self) -> None:
         self.allocator.record()
@@ -101,20 +108,16 @@ class PlannedSteps:
         assert self.layout is not None
         self._phase, self._steps_left = Phase.PLANNED, 2**self.plans
         self.plans += 1
+        self._spilled_bytes = self.allocator.statistics().peak_spilled_bytes
         try:
             self.allocator.replay(self.trace, self.layout)
         except OutOfMemory as error:
             warnings.warn(f"steps keep the addresses that the pool gives, within the same limit: {error}", stacklevel=4)
 
-
-def planned_steps(device: str = "cuda", **settings: Any) -> PlannedSteps:
-    """Steps of a live allocator for `device`; on CUDA one that gives PyTorch all its memory, for good.
-
-    Raises RequestError where PyTorch has begun to use the GPU, unless one of ours serves it.
-    """
-    if device == "cuda" and (found := serving()) is not None:
-        return PlannedSteps(found, solver_named())
-    allocator = LiveAllocator(device, **settings)
-    if device == "cuda":
-        allocator.serve_pytorch()
-    return PlannedSteps(allocator, solver_named())
+    def _give_up(self) -> None:
+        """The arena goes, which left too little room to other blocks."""
+        self.allocator.forget_plan()
+        self._spilled_bytes = self.allocator.statistics().peak_spilled_bytes
+        warnings.warn(
+            "steps keep the addresses that the pool gives: beside an arena it has too little room", stacklevel=4
+        )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from overspill.core.errors import OverspillError
+from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.transfer.engine import first_line
 
 from .plans import Compiled, StepPlans
@@ -40,6 +42,21 @@ class Call:
     returned: Any = None
     compiled: Compiled | None = None
     run: StepRun | None = None
+    random: list[Tensor] = field(default_factory=list)
+    """The states of the random generators when it began, if it may have to begin again."""
+
+    def remember_random(self, where: torch.device) -> None:
+        """Note the states of the random generators."""
+        self.random = [torch.get_rng_state()]
+        if where.type == "cuda":
+            self.random.append(torch.cuda.get_rng_state(where))
+
+    def begin_again(self, where: torch.device) -> None:
+        """As if it had just come."""
+        self.number, self.loss, self.returned, self.compiled, self.run = 0, None, None, None, None
+        torch.set_rng_state(self.random[0])
+        if where.type == "cuda":
+            torch.cuda.set_rng_state(self.random[1], where)
 
     @property
     def is_done(self) -> bool:
@@ -68,6 +85,19 @@ class Underway:
             total.copy_(gradient)
         else:
             total.add_(gradient)
+
+    def has_more_room(self, call: Call, state: StepState, steps: LiveSteps) -> bool:
+        """Whether a live pool can have more for a call that found no room there.
+
+        The call is begun again then, or goes on where it has changed something that it was given.
+        """
+        run = call.run
+        if call.number or (run is not None and run.mutated):
+            return not (run is not None and run.lost) and steps.go_on_beside()
+        self.abandon(state)
+        call.begin_again(state.where)
+        self.call = call
+        return steps.enlarge()
 
     def abandon(self, state: StepState) -> None:
         """Give up the call: what it holds goes back to `state` as far as it got."""

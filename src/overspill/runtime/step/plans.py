@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,14 +31,15 @@ from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
-from overspill.runtime.live.planned_steps import PlannedSteps
+from overspill.runtime.live.pools import check_live, live_steps
+from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.lower import lower_step
+from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import (
     Options,
     budget_for,
     device_for,
     infeasible_for,
-    limit_steps,
     measured_again,
     open_engine,
     plan_graph,
@@ -149,8 +151,8 @@ class StepPlans:
         """Bytes that the other models of the session have on the device."""
         self._beside_then = 0
         self._fixed_budget: int | None = None
-        self.steps: PlannedSteps | None = None
-        """What leads the live allocator, if one serves these steps."""
+        self.steps: LiveSteps | None = None
+        """What leads the live pool, if one serves these steps."""
         self._told = False
         self._timers: list[tuple[str, OpTimer]] = []
 
@@ -163,6 +165,22 @@ class StepPlans:
     def partitions(self) -> list[float | None]:
         """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
         return [compiled.partition for found in self._compiled.values() for compiled in found]
+
+    def place_live(self, budget_bytes: int = 0) -> None:
+        """Let a live pool serve the steps, if the placement asks for one; on the CPU it is made for a budget, by the first plan.
+
+        Raises RequestError where there cannot be one.
+        """
+        options, where = self.options, self.state.where
+        if self.steps is None and check_live(options.placement, options.backend, where):
+            alone = self.processes.size == 1  # of several ranks one cannot begin a step again by itself
+            self.steps = live_steps(str(options.placement), where, budget_bytes, restarts=alone)
+            if where.type == "cpu":  # made in the middle of the first step
+                self.steps.begin_step()
+
+    def running(self) -> AbstractContextManager[None]:
+        """While this lasts a planned step runs."""
+        return nullcontext() if self.steps is None else self.steps.running()
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -290,8 +308,8 @@ class StepPlans:
             except InfeasibleBudget as error:
                 if not may_grow:
                     raise
-                self._fixed_budget = error.floor_bytes
-                plan = agreed(error.floor_bytes)
+                self._fixed_budget = budget = error.floor_bytes
+                plan = agreed(budget)
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._state_of(captured))
         if not self.options.profile:  # which times each op by itself
@@ -303,9 +321,12 @@ class StepPlans:
                 self.state.engine, self.state.engine_number = open_engine(self.options, self.state.where)
             kept_bytes = sum(whole_pages(self.state.residency[name].spec.nbytes) for name in kept_in_store or ())
             self.state.engine.store.reserve(store_bytes(plan) + kept_bytes)
+        self.place_live(budget)
         if self.steps is not None:
-            limit_steps(self.steps, plan)
-        module = lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, self.state.updates.together)
+            self.steps.limit_for(plan, budget)
+        made = made_by(captured, plan.schedule, self.steps)
+        together = self.state.updates.together
+        module = lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(captured.graph, self.state.where)))
             timer.instrument(module)

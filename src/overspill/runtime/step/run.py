@@ -45,7 +45,10 @@ class Form(Enum):
 
 
 class _Instruction(NamedTuple):
-    """One node: what is called with what, and the values that nothing later wants."""
+    """One node: what is called with what, and the values that nothing later wants.
+
+    It `changes` what the step was given: a buffer, a sum of gradients, or what its `mutation` says.
+    """
 
     node: fx.Node
     target: Callable[..., Any]
@@ -54,6 +57,7 @@ class _Instruction(NamedTuple):
     nested: bool
     done_with: tuple[fx.Node, ...]
     mutation: Mutation | None
+    changes: bool
 
 
 class LoweredStep:
@@ -79,6 +83,7 @@ class LoweredStep:
                 _nested(n),
                 tuple(done_with.get(n, ())),
                 n.meta.get(MUTATION),
+                MUTATION in n.meta or n.target is aten.copy_.default,
             )
             for n in nodes
             if callable(n.target)
@@ -111,6 +116,8 @@ class StepRun:
         self.position = 0
         self.changed = False
         """Whether a parameter has been updated."""
+        self.mutated = False
+        """Whether it may have changed anything that the step was given, so that it cannot be begun again."""
         self.lost = ""
         """What was stopped half-way and cannot be done again."""
 
@@ -122,7 +129,8 @@ class StepRun:
         values, instructions, is_node = self.values, self.program.instructions, fx.Node
         for position in range(self.position, len(instructions)):
             may_go_on()
-            node, target, args, kwargs, nested, done_with, mutation = instructions[position]
+            node, target, args, kwargs, nested, done_with, mutation, changes = instructions[position]
+            self.mutated |= changes
             if mutation is not None:
                 self.lost = str(mutation)
                 self.changed |= mutation.op == UPDATE

@@ -21,14 +21,15 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph
-from overspill.core.errors import RequestError, StoreError, UnsupportedError, is_out_of_memory
+from overspill.core.errors import RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan, most_known
 from overspill.runtime import batches
-from overspill.runtime.live.planned_steps import planned_steps
-from overspill.runtime.options import PLANNED, Options
+from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
+from overspill.runtime.live.steps import PoolReport
+from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.tracker import LiveBytes
@@ -79,8 +80,8 @@ class TrainStep:
         updates = OptimizerUpdates(optimizer, clip_value=gradients.clip_value, scales=clipping is not None)
         self._state = StepState(StepLoss(model, loss_fn), optimizer, updates)
         self._plans = StepPlans(self._state, options, gradients, clipping, self.processes, self._underway.add_up)
-        if options.placement == PLANNED and options.backend == "eager" and self._state.where.type == "cuda":
-            self._plans.steps = planned_steps(index=self._state.where.index or 0)
+        if self._state.where.type == "cuda":
+            self._plans.place_live()
         self._state.advice = self._underway.advice
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
@@ -108,8 +109,10 @@ class TrainStep:
                 raise RequestError(f"these are other inputs: {self._call.advice}")
             return self._resume()
         prepared = self._prepared(inputs)
-        if self._plans.steps is not None:
-            self._plans.steps.begin_step()
+        if (steps := self._plans.steps) is not None:
+            steps.begin_step()
+        if self.options.placement == TWO_ENDED:
+            prepared.remember_random(self._state.where)
         return self._go_on(prepared)
 
     def _prepared(self, inputs: tuple[Any, ...]) -> Call:
@@ -259,6 +262,11 @@ class TrainStep:
         return most_known(plan.device_bytes for plan in self.plans)
 
     @property
+    def pool(self) -> PoolReport | None:
+        """What became of the live pool, if `placement` asks for one."""
+        return None if self._plans.steps is None else self._plans.steps.report()
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether an error has stopped a step that `resume` can finish, or `abandon` give up."""
         return self._call is not None
@@ -306,7 +314,8 @@ class TrainStep:
         found: list[int] = []
         present = self._state.gate.alone(self._state.present_bytes)
         with allocations() as allocated:
-            renewed = self._state.gate.alone(self._state.renew)
+            with self._plans.running():
+                renewed = self._state.gate.alone(self._state.renew)
             yield found
         found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
 
@@ -355,13 +364,27 @@ class TrainStep:
     # -- one graph of the step
 
     def _carry_on(self, call: Call) -> None:
-        """Run what is left of the micro-batch that is next."""
+        """Run what is left of the micro-batch that is next, or as much of it as a live pool has room for."""
+        steps = self._plans.steps
+        if steps is None or not steps.restarts:
+            return self._run_part(call)
+        try:
+            return self._run_part(call)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = forgetful(error)  # what its frames hold would stay in the pool
+        if not self._underway.has_more_room(call, self._state, steps):
+            raise failure
+        return None
+
+    def _run_part(self, call: Call) -> None:
         if call.run is None:
             self._begin(call)
         compiled, run = call.compiled, call.run
         assert compiled is not None
         assert run is not None
-        with torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
+        with self._plans.running(), torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on)
         count = len(compiled.results.places)
         others, results = results[:count], results[count:]
@@ -382,10 +405,8 @@ class TrainStep:
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         self._check_room_for_hooks(call, compiled)
         if self._state.engine is not None:
-            sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, self._state.engine)
-            if sent and self._state.where.type == "cpu":
-                give_back()  # a model may have been built where the heap keeps what it frees
-            self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), self._state.engine)
+            with self._plans.running():
+                self._move(compiled, self._state.engine)
         if call.number == 0:
             self.processes.share_buffers(self._state.buffers.values())
         given = [*self._state.buffers.values(), *(leaf for leaf in tree_flatten(part)[0] if isinstance(leaf, Tensor))]
@@ -393,6 +414,15 @@ class TrainStep:
         if self.tracker is not None:
             self.tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
         call.compiled, call.run = compiled, StepRun(compiled.program, args)
+
+    def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
+        sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, engine)
+        if sent and self._state.where.type == "cpu":
+            give_back()  # a model may have been built where the heap keeps what it frees
+        if (steps := self._plans.steps) is not None and not steps.holds_model:
+            self._state.renew()  # a live pool has all that moves from the first step on
+            steps.holds_model = True
+        self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), engine)
 
     def _taken(self, name: str, compiled: Compiled) -> Tensor:
         """The tensor or handle of a resident, for the step to have alone."""
@@ -491,6 +521,11 @@ def train_step(
     if session is None:
         return TrainStep(model, loss_fn, optimizer, options, gradients, processes_of(model, process_group))
     options.check_unset()
+    if session.options.placement in LIVE_PLACEMENTS and next(model.parameters(), torch.empty(0)).device.type == "cpu":
+        raise RequestError(
+            f"a session with placement={session.options.placement!r} is for compiled models on the CPU: give train_step the placement "
+            "and its part of the budget, without a session"
+        )
     step = TrainStep(model, loss_fn, optimizer, session.options, gradients, processes_of(model, process_group))
     session.add_step(step)
     return step

@@ -1,6 +1,9 @@
-"""POOL: races while the live allocator puts a compiled model's blocks where a plan says, as JSON."""
+"""PLACEMENT: races while a live pool gives a compiled model's blocks their addresses, as JSON."""
 
 from __future__ import annotations
+
+import sys
+from dataclasses import asdict
 
 import stand_in
 import torch
@@ -14,14 +17,17 @@ from overspill.models.step import TrainingStep
 from overspill.runtime.live.allocator import serving
 
 STEPS = 9
+BUDGETS = {"planned": "15MiB", "two-ended": "340MiB", "virtual": "2000MiB"}
+"""The simulated pools take β of 300 MiB, and a chunk of 2 MiB for each block."""
 
 
 def main() -> None:
     """Train, and look for races."""
+    placement = sys.argv[1]
     torch.manual_seed(0)
     loaded = load("resnet18", small=True)
     model = TrainingStep(loaded)
-    compiled = overspill.compile(model, budget="15MiB", placement="planned")
+    compiled = overspill.compile(model, budget=BUDGETS[placement], placement=placement)
     model.to("cuda")
     batch = tuple(t.to("cuda") for t in loaded.make_batch(64))
     optimizer = optimizer_named("momentum")(model.parameters())
@@ -38,7 +44,10 @@ def main() -> None:
     plan, allocator = compiled.overspill.plans[0], serving()
     assert allocator is not None
     statistics = allocator.statistics()
+    pool = compiled.overspill.pool
+    assert pool is not None
     tell({
+        "placement": placement, "pool": asdict(pool),
         "races": len(found.races), "accesses": found.accesses, "offloaded_bytes": plan.offloaded_bytes,
         "planned": statistics.planned, "requests": statistics.requests, "deferred": statistics.deferred,
         "peak_bytes": plan.peak_bytes, "peak_reserved_bytes": statistics.peak_reserved_bytes,

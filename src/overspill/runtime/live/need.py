@@ -1,0 +1,118 @@
+"""What a plan's blocks take of a live pool on the CPU: the pool itself is asked, with memory that nobody touches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from overspill.core import Graph, Mobility, Tensor, TensorKind, Trace
+from overspill.core.errors import RequestError
+from overspill.placement.events import FREE, Events
+from overspill.placement.packing import DEFAULT, solver_named
+from overspill.placement.place import SEARCH, Placed
+from overspill.placement.simulated_device import round_up
+from overspill.plans.plan import Plan
+from overspill.simulate import trace_of
+
+from .allocator import CHUNK_BYTES, LiveAllocator, Statistics
+from .groups import forget_groups, staying, tell_group
+from .recorded import ALIGNMENT_BYTES
+
+TWO_ENDED, VIRTUAL, PLANNED = "two-ended", "virtual", "planned"
+LIVE_PLACEMENTS = (PLANNED, TWO_ENDED, VIRTUAL)
+"""The placements whose addresses are the real ones."""
+CHUNKS = 400
+"""The paper's chunk of 40 MiB is this part of its card of 16 GB."""
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a plan's blocks take of a pool: `main_bytes` in a space with two ends, and `beside_bytes` in all else."""
+
+    main_bytes: int
+    beside_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both."""
+        return self.main_bytes + self.beside_bytes
+
+
+def chunk_bytes(budget_bytes: int) -> int:
+    """The size of a physical chunk on the CPU for a budget: the paper's share of it."""
+    return min(CHUNK_BYTES, max(PAGE_BYTES, budget_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES))
+
+
+def lies_outside(graph: Graph, tensor: Tensor) -> bool:
+    """Whether a tensor lies outside of a pool on the CPU all the while: it was there before the first planned program ran.
+
+    A whole step takes the weights and state that it moves into the pool; a compiled model has neither, but its gradients.
+    """
+    if not tensor.persistent or tensor.kind in (TensorKind.BUFFER, TensorKind.INPUT):
+        return tensor.persistent
+    if graph.whole_step:
+        return not tensor.movable
+    return tensor.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE)
+
+
+def outside_bytes(graph: Graph) -> int:
+    """Bytes that lie outside of a pool on the CPU all the while."""
+    return sum(t.nbytes for t in graph.tensors if lies_outside(graph, t))
+
+
+def need_of(plan: Plan, placement: str, budget_bytes: int) -> Need:
+    """What `plan` takes of the pool called `placement`, made for a budget. Raises RequestError."""
+    trace = _inside(plan)
+    if placement == TWO_ENDED:
+        ample = sum(round_up(block.nbytes, ALIGNMENT_BYTES) for block in trace.blocks)
+        found = _run(LiveAllocator("host", TWO_ENDED, main_bytes=max(ample, 1)), trace)
+        return Need(found.main_bytes - found.least_gap_bytes, found.peak_reserved_bytes - found.main_bytes)
+    chunk = chunk_bytes(budget_bytes)
+    first = _run(LiveAllocator("host", VIRTUAL, chunk_bytes=chunk), trace).peak_reserved_bytes
+    if placement == VIRTUAL:
+        return Need(0, first)
+    layout = solver_named(DEFAULT).solve(trace, SEARCH).layout
+    if layout is None:
+        raise RequestError(f"the solver {DEFAULT!r} found no layout within its time")
+    return Need(0, max(first, layout.peak_bytes))
+
+
+def _inside(plan: Plan) -> Trace:
+    """The blocks of a step that lie in the pool, in the groups that it is told of."""
+    away = {t.name for t in plan.graph.tensors if lies_outside(plan.graph, t)}
+    stays = staying(plan.graph)
+    blocks = [b for b in trace_of(plan.graph, plan.schedule).blocks if b.name not in away]
+    return Trace(
+        tuple(
+            replace(b, id=i, alignment=ALIGNMENT_BYTES, mobility=Mobility.RECLAIMED if b.name in stays else b.mobility)
+            for i, b in enumerate(blocks)
+        )
+    )
+
+
+def _run(pool: LiveAllocator, trace: Trace) -> Statistics:
+    """What the pool says after one step, of which no byte is touched."""
+    events = Events.of(trace)
+    columns = (events.action, events.block, events.nbytes, events.mobility)
+    addresses: dict[int, int] = {}
+    told = None
+    try:
+        for action, block, nbytes, mobility in zip(*(column.tolist() for column in columns), strict=True):
+            if action == FREE:
+                pool.free(addresses.pop(block))
+                continue
+            if mobility != told:
+                tell_group(told := mobility)
+            addresses[block] = pool.allocate(nbytes)
+    finally:
+        forget_groups()
+    return pool.statistics()
+
+
+def placed_live(plan: Plan, placement: str, budget_bytes: int) -> Placed:
+    """How the blocks of `plan` lie with a live placement on the CPU: in its pool, and outside as they are."""
+    began = time.perf_counter()
+    need = need_of(plan, placement, budget_bytes).total_bytes + outside_bytes(plan.graph)
+    bound = trace_of(plan.graph, plan.schedule).lower_bound_bytes
+    return Placed(placement, max(need, bound), bound, None, time.perf_counter() - began)

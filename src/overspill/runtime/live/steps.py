@@ -1,0 +1,109 @@
+"""The steps of a training loop over a live pool: how much it may hold, when a step begins, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from overspill.plans.plan import Plan
+
+from .allocator import LiveAllocator, check_benchmark
+from .groups import cpu_bytes, planned_blocks
+from .need import VIRTUAL, outside_bytes
+
+
+@dataclass(frozen=True)
+class PoolReport:
+    """What a live pool did: `capacity_bytes` it may hold, `peak_bytes` it held at most.
+
+    On the CPU, `served_share` is the share of the bytes that the last step's tensors asked for which came from the pool, and
+    `spilled_peak_bytes` the most at once that found no room there and came from PyTorch's allocator: scratch of kernels, of which
+    a budget on the CPU does not know. Of the pool with two ends: `main_bytes` in the end, and how often it was squeezed, steps were begun again
+    or went on with more memory, and blocks overflowed. Of planned addresses: how often they were solved anew, and the share of
+    requests that got theirs.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    peak_bytes: int
+    served_share: float | None = None
+    spilled_peak_bytes: int = 0
+    main_bytes: int | None = None
+    squeezes: int = 0
+    restarts: int = 0
+    resumptions: int = 0
+    overflows: int = 0
+    reoptimisations: int = 0
+    planned_share: float | None = None
+
+
+class LiveSteps:
+    """Leads an allocator through a training loop. This one lets its pool serve, and no more."""
+
+    name: ClassVar = VIRTUAL
+    restarts: bool = False
+    """Whether a block may fail that finds no room, for the step to be begun again."""
+
+    def __init__(self, allocator: LiveAllocator) -> None:
+        self.allocator = allocator
+        self.holds_model = False
+        """Whether the weights and state of a whole step have been taken into the pool."""
+        allocator.let_spill(not self.restarts)
+        self._limit: int | None = None
+        self._begun: tuple[int, int] | None = None
+
+    def limit(self, capacity_bytes: int) -> None:
+        """Take no more of the device than this, or what an earlier plan has of it, whichever is more."""
+        self._limit = max(self._limit or 0, capacity_bytes)
+        self.allocator.limit(self._limit)
+
+    def limit_for(self, plan: Plan, budget_bytes: int) -> None:
+        """From now on take no more than `plan` has: of a card what its context leaves, of a budget on the CPU what is not elsewhere."""
+        if self.allocator.device != "cuda":
+            self.limit(max(budget_bytes - outside_bytes(plan.graph), 1))
+        elif plan.device_budget_bytes is not None:
+            self.limit(plan.device_budget_bytes - plan.device.context_bytes)
+        elif plan.reserved_bytes is not None:
+            self.limit(plan.reserved_bytes)
+
+    def begin_step(self) -> None:
+        """Begin a step. Raises RequestError where PyTorch has been told since to do what does not work with the allocator."""
+        if self.allocator.device == "cuda":
+            check_benchmark()
+        if self.allocator.device == "host":
+            self._begun = cpu_bytes()
+        self.allocator.begin_step()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While this lasts a planned program runs in this thread."""
+        ours = self.allocator.serving() if self.allocator.device == "host" else nullcontext()
+        with ours, planned_blocks():
+            yield
+
+    @contextmanager
+    def outside_a_step(self) -> Iterator[None]:
+        """While this lasts something runs that is not part of each step, such as an evaluation."""
+        with self.allocator.interrupted():
+            yield
+
+    def enlarge(self) -> bool:
+        """Let there be more for a step that found no room and is begun again; whether there is."""
+        return False
+
+    def go_on_beside(self) -> bool:
+        """Let there be more for the rest of a step that cannot be begun again; whether there is."""
+        return False
+
+    def report(self) -> PoolReport:
+        """What became of the pool so far."""
+        now = self.allocator.statistics()
+        report = PoolReport(
+            self.name, self.allocator.capacity_bytes, now.peak_reserved_bytes, spilled_peak_bytes=now.peak_spilled_bytes
+        )
+        if self._begun is None:
+            return report
+        ours, elsewhere = (end - begin for begin, end in zip(self._begun, cpu_bytes(), strict=True))
+        return replace(report, served_share=ours / (ours + elsewhere) if ours + elsewhere else None)

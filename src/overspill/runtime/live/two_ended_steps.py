@@ -1,0 +1,148 @@
+"""The pool with two ends under a training loop: a large main space first, squeezed after a step, enlarged when one fails.
+
+Dymem, section 3.3.3: the size is init - squeeze_gap + beta; "if the training fails, an additional beta is provisioned".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from overspill.core import Mobility
+from overspill.placement.allocators.two_ended import BETA_BYTES, FIRST_POOL_SHARE
+from overspill.placement.simulated_device import round_up
+from overspill.plans.plan import Plan
+
+from .allocator import LiveAllocator, Statistics
+from .groups import UNPLANNED
+from .need import TWO_ENDED, need_of, outside_bytes
+from .recorded import ALIGNMENT_BYTES
+from .steps import LiveSteps, PoolReport
+
+BETA_CARD_BYTES = 12 << 30
+"""The card on which the paper found its β, of which a smaller budget takes the same share."""
+
+
+class TwoEndedSteps(LiveSteps):
+    """Makes the main space anew between steps, when no block lies there.
+
+    With `restarts` a block that has no room there fails, and who runs the step begins it again (`enlarge`); without, it
+    gets memory beside it, and the main space is larger from the next step on.
+    """
+
+    name: ClassVar = TWO_ENDED
+
+    def __init__(self, allocator: LiveAllocator, *, restarts: bool = False, beta_bytes: int | None = None) -> None:
+        self.restarts = restarts
+        super().__init__(allocator)
+        self._beta_bytes = beta_bytes
+        self._main_bytes = 0
+        self._beside_bytes = 0
+        self._overflows = 0
+        self._seen_step = False
+        self._squeezed = False
+        self._beside = False  # what has no room in the main space lies beside it in this step
+        self._spills = False
+        self._squeezes = self._restarted = self._resumed = 0
+        allocator.group_untold(UNPLANNED if allocator.device == "cuda" else Mobility.MOVABLE)
+
+    @property
+    def beta_bytes(self) -> int:
+        """β: what is left free for steps that take more than the first."""
+        if self._beta_bytes is not None:
+            return self._beta_bytes
+        share = (self._limit or BETA_CARD_BYTES) * BETA_BYTES // BETA_CARD_BYTES
+        return max(ALIGNMENT_BYTES, min(BETA_BYTES, round_up(share, ALIGNMENT_BYTES)))
+
+    def limit_for(self, plan: Plan, budget_bytes: int) -> None:
+        """As for any pool; the first plan makes the main space of the first step."""
+        super().limit_for(plan, budget_bytes)
+        need = need_of(plan, TWO_ENDED, budget_bytes)
+        self._beside_bytes = max(self._beside_bytes, need.beside_bytes + self._unplanned_bytes(plan))
+        if not self._seen_step and self._limit is not None:
+            few, many = FIRST_POOL_SHARE
+            self._resize(max(self._main_bytes, self._limit * few // many, need.main_bytes))
+
+    def begin_step(self) -> None:
+        """Begin a step, after the main space has become as large as the steps before have shown."""
+        now = self.allocator.statistics()
+        if now.main_bytes:
+            self._seen_step = True
+            if now.overflows > self._overflows:
+                self._provision(now.overflows)
+            elif not self._squeezed:
+                self._squeeze(now)
+        self._beside = False
+        super().begin_step()
+
+    def enlarge(self) -> bool:
+        """β more for the step that is begun again, or where the budget has no more, room elsewhere for scratch; whether there is."""
+        before = self._main_bytes
+        if not self.restarts or not self._resize(before + self.beta_bytes):
+            return False
+        if self._main_bytes == before:
+            return self._spill()
+        self._squeezed = True  # what failed is not squeezed
+        self._restarted += 1
+        return True
+
+    def go_on_beside(self) -> bool:
+        """What has no room in the main space gets memory beside it until the next step; whether that is new."""
+        if not self.restarts:
+            return False
+        if self._beside:
+            return self._spill()
+        self._beside = True
+        self.allocator.resize(self._main_bytes, grows=True)
+        self._resumed += 1
+        return True
+
+    def report(self) -> PoolReport:
+        """What became of the pool so far."""
+        now = self.allocator.statistics()
+        return replace(
+            super().report(), main_bytes=self._main_bytes, overflows=now.overflows, squeezes=self._squeezes,
+            restarts=self._restarted, resumptions=self._resumed,
+        )  # fmt: skip
+
+    def _unplanned_bytes(self, plan: Plan) -> int:
+        """On CUDA what no planned graph allocates lies beside the main space too, in segments."""
+        if self.allocator.device != "cuda":
+            return 0
+        now = self.allocator.statistics()
+        return max(outside_bytes(plan.graph), now.reserved_bytes - now.main_bytes)
+
+    def _spill(self) -> bool:
+        """Let what the budget has no room for lie in PyTorch's own memory from now on; whether that is new."""
+        is_new, self._spills = not self._spills, self.allocator.device == "host"
+        self.allocator.let_spill(self._spills)
+        return is_new and self._spills
+
+    def _provision(self, overflows: int) -> None:
+        """β more, after a step that found no room and went on beside."""
+        if self._resize(self._main_bytes + self.beta_bytes):
+            self._overflows, self._squeezed = overflows, True
+
+    def _squeeze(self, now: Statistics) -> None:
+        """The main space without the gap that the step left between its ends, but for β."""
+        smaller = now.main_bytes - now.least_gap_bytes + self.beta_bytes
+        if smaller >= now.main_bytes:
+            self._squeezed = True
+        elif self._resize(smaller):
+            self._squeezes += 1
+            self._squeezed = True
+
+    def _resize(self, main_bytes: int) -> bool:
+        self._main_bytes, before = self._within(main_bytes), self._main_bytes
+        done = self.allocator.resize(self._main_bytes, grows=not self.restarts)
+        if not done:
+            self._main_bytes = before
+        return done
+
+    def _within(self, main_bytes: int) -> int:
+        """A size that leaves room for what lies beside the main space."""
+        wanted = round_up(main_bytes, ALIGNMENT_BYTES)
+        if self._limit is None:
+            return wanted
+        most = max(self._limit - self._beside_bytes, ALIGNMENT_BYTES)
+        return min(wanted, most // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
