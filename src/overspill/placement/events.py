@@ -99,6 +99,10 @@ class Events:
         groups = np.array(mobility or [], dtype=np.int8)
         return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32), groups)
 
+    def repeated(self, times: int) -> Events:
+        """These events so many times in a row; all blocks must be free at the end."""
+        return Events(*(np.tile(getattr(self, name), times) for name in COLUMNS))
+
     def _refuse(self, wrong: NDArray[np.bool_], what: str) -> None:
         if wrong.any():
             raise RequestError(f"event {int(wrong.argmax())} {what}")
