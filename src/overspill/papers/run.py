@@ -76,8 +76,9 @@ class Run:
         return _peak_spread(self.two_ended)
 
     def reserved_bytes(self, pool: Pool) -> int:
-        """The most device memory that `pool` holds for the step when it repeats."""
-        return self._replayed(pool).peak_device_bytes
+        """The most device memory that `pool` holds for the step when it repeats: on the device if it fits there."""
+        done = self._replayed(pool, self.device.usable_bytes)
+        return (done if done.fits else self._replayed(pool)).peak_device_bytes
 
     def fits(self, pool: Pool) -> bool:
         """Whether the step and its repetition survive in `pool` on the device."""
