@@ -97,7 +97,7 @@ class Lab:
         if key not in self._runs:
             graph, device = self.graph(setting), self.device(setting)
             chosen = policy_named(policy) if isinstance(policy, str) else policy
-            self._say(f"{setting.model} ({setting.batch}): {chosen.name}")
+            self._say(f"{setting.model} ({setting.batch}): {policy if isinstance(policy, str) else chosen.name}")
             budget = device.usable_bytes if budget_bytes is None else budget_bytes
             schedule = chosen.plan(graph, device, budget if chosen.plans_for_budget else None)
             peak_bytes = check(graph, schedule).peak_bytes

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from overspill.core import Device, Graph, LayerType, Schedule, Timeline, Verb
-from overspill.placement import CnmemConfig, Events, Replay, TwoEndedConfig, replay
+from overspill.placement import ALLOCATE, CnmemConfig, Events, Replay, TwoEndedConfig, replay
 from overspill.placement.allocators.two_ended import TRIAL_POOL_BYTES
 from overspill.simulate import trace_of
 
 
 @dataclass(frozen=True)
 class Pool:
-    """An allocator by name, with its settings; of `chunk_bytes` where it maps chunks, else 0."""
+    """An allocator by name, with its settings."""
 
     allocator: str
     config: Any = None
-    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,10 @@ class Run:
         """Whether the step and its repetition survive in `pool` on the device."""
         return self._replayed(pool, self.device.usable_bytes).fits
 
-    def chunks_mapped(self, pool: Pool) -> int:
-        """Chunks that a step maps behind addresses that had others, or none, once the first step is over."""
-        done = self._replayed(pool, self.device.usable_bytes).segment_table
-        mapped = (done[:, 1] == MAP) & (done[:, 0] >= len(self.events))
-        return int(done[mapped, 3].sum()) // pool.chunk_bytes
+    def chunks_mapped(self, chunk_bytes: int, least_bytes: int) -> int:
+        """Chunks that a step maps if every block of more than `least_bytes` comes to addresses of its own."""
+        large = (self.events.action == ALLOCATE) & (self.events.nbytes > least_bytes)
+        return int(np.ceil(self.events.nbytes[large] / chunk_bytes).sum())
 
     def seconds_of(self, layer: LayerType) -> float:
         """Seconds in which ops of layers of this type ran."""
@@ -98,10 +96,6 @@ class Run:
     def _replayed(self, pool: Pool, capacity_bytes: int | None = None) -> Replay:
         twice = self.events.repeated(2)
         return replay(twice, pool.allocator, config=pool.config, capacity_bytes=capacity_bytes)
-
-
-MAP = 2
-"""The number of `segment_map` in a segment table."""
 
 
 def _peak_spread(done: Replay) -> int:

@@ -31,7 +31,8 @@ POOLS = {"Schedule": BEST_FIT, "Schedule + VA": CHUNKS}
 
 
 def _budgets(pool: Pool, lab: Lab) -> Mapping[str, Curve]:
-    budgets, used = {}, {}
+    budgets: dict[float, float] = {}
+    used: dict[float, float] = {}
     for batch in RESNET_BATCHES:
         try:
             run, budget = lab.run_within(resnet(batch), SCHEDULE, pool)

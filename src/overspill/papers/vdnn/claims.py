@@ -19,7 +19,7 @@ from .measures import (
     VGG_64,
     VGG_128,
     VGG_256,
-    average,
+    average_bytes,
     baseline_gb,
     deep_gpu_gb,
     deep_growth,
@@ -28,7 +28,7 @@ from .measures import (
     dynamic_lost_percent,
     dynamic_saved_percent,
     feature_share,
-    largest,
+    largest_bytes,
     lost_percent,
     mean_throughput,
     most_bandwidth,
@@ -84,7 +84,7 @@ def _savings(quote: str, policy: str, label: str, maximum: float, average: float
         _claim("Fig. 11", f"{label}: saved of {what} memory, six networks", quote, "V-A", value, "%",
                partial(saved_percent, SIX, policy, taken), remark)
         for what, value, taken, remark in (
-            ("maximum", maximum, largest, note), ("average", average, average, _BY_STEPS),
+            ("maximum", maximum, largest_bytes, note), ("average", average, average_bytes, _BY_STEPS),
         )
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ CLAIMS: tuple[Claim, ...] = (
            partial(reuse_ms, VGG_64), bound=">", fitted=_EFFICIENCY),
     *(
         _claim("Fig. 11", f"{name} (128), all(m): saved of average memory", _UP_TO, "abstract", value, "%",
-               partial(saved_percent, (setting,), "vdnn-all:m", average))
+               partial(saved_percent, (setting,), "vdnn-all:m", average_bytes))
         for name, setting, value in (("AlexNet", ALEXNET, 89), ("OverFeat", OVERFEAT, 91), ("GoogLeNet", GOOGLENET, 95))
     ),
     *_savings(_ALL_M, "vdnn-all:m", "all(m)", 73, 93),
@@ -169,7 +169,7 @@ CLAIMS: tuple[Claim, ...] = (
     *_savings(_CONV_P, "vdnn-conv", "conv(p)", 52, 76),
     *_savings(_DYN, DYNAMIC, "dyn", 49, 69, _RELEASED),
     _claim("Fig. 11", "VGG-16 (256), dyn: saved of average memory", _90, "VII", 90, "%",
-           partial(saved_percent, (VGG_256,), DYNAMIC, average)),
+           partial(saved_percent, (VGG_256,), DYNAMIC, average_bytes)),
     _claim("Fig. 11", "VGG-16 (256), all(m): memory, of what the GPU has free", _ENABLES, "abstract", 100, "%",
            whole_share, _POOLING_256, bound="<"),
     *(

@@ -46,12 +46,12 @@ def network_wide(setting: Setting, lab: Lab) -> int:
     return network_wide_bytes(lab.graph(replace(setting, features=False)))
 
 
-def average(run: Run) -> float:
+def average_bytes(run: Run) -> float:
     """Over the steps of the memory manager, each allocation, release and op counting once."""
     return fmean(run.timeline.live_bytes)
 
 
-def largest(run: Run) -> float:
+def largest_bytes(run: Run) -> float:
     return run.pool_bytes
 
 
@@ -135,7 +135,7 @@ def network_wide_gb(setting: Setting, lab: Lab) -> float:
 
 
 def dynamic_saved_percent(setting: Setting, lab: Lab) -> float:
-    return saved_percent((setting,), DYNAMIC, average, lab)
+    return saved_percent((setting,), DYNAMIC, average_bytes, lab)
 
 
 def dynamic_lost_percent(setting: Setting, lab: Lab) -> float:
