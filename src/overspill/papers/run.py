@@ -64,10 +64,14 @@ class Run:
         return _peak_spread(self.cnmem)
 
     @cached_property
+    def two_ended_events(self) -> Events:
+        """The same, of what is allocated at once what more layers need first."""
+        return Events.of(trace_of(self.graph, self.schedule), by_references=True)
+
+    @cached_property
     def two_ended(self) -> Replay:
         """The step in Dymem's pool (GTBM), whose main space is never full, with its curves."""
-        events = Events.of(trace_of(self.graph, self.schedule), by_references=True)
-        return replay(events, "gtbm", config=TwoEndedConfig(TRIAL_POOL_BYTES), request_bytes=0)
+        return replay(self.two_ended_events, "gtbm", config=TwoEndedConfig(TRIAL_POOL_BYTES), request_bytes=0)
 
     @property
     def two_ended_bytes(self) -> int:
