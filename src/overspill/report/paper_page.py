@@ -12,6 +12,7 @@ from overspill.papers import Paper, Result
 from overspill.papers.figures import Curve, Figure
 
 from .plot import COLOURS, check_plot
+from .reproduce import short_figure
 
 PAPERS_COLOUR, OURS_COLOUR = COLOURS[1], COLOURS[0]
 HEIGHT_PIXELS, ROW_PIXELS = 420, 34
@@ -102,4 +103,4 @@ def _bound(result: Result) -> str:
 
 
 def _said(value: float | None, result: Result) -> str:
-    return "none" if value is None else f"{value:.3g} {result.claim.unit}"
+    return "none" if value is None else f"{short_figure(value)} {result.claim.unit}"

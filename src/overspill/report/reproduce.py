@@ -78,14 +78,14 @@ def _cells(result: Result, number: int | None) -> tuple[str, ...]:
     return (
         claim.where,
         claim.what,
-        f"{bound}{_figure(claim.value)} {claim.unit}",
-        "none" if result.ours is None else f"{_figure(result.ours)} {claim.unit}",
+        f"{bound}{short_figure(claim.value)} {claim.unit}",
+        "none" if result.ours is None else f"{short_figure(result.ours)} {claim.unit}",
         "" if result.ratio is None else f"{result.ratio:.2f}",
         "fitted" if claim.fitted else "aside" if claim.aside else yes(result.agrees) or "no",
         "" if number is None else f"({number})",
     )
 
 
-def _figure(value: float) -> str:
+def short_figure(value: float) -> str:
     """Three digits, more where the number has them before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
