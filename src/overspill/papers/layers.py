@@ -32,7 +32,8 @@ def bytes_of(graph: Graph, op: Op) -> tuple[int, int, int]:
     """The bytes of maps, weights and workspace that `op` works with."""
     touched = [graph.tensors[t] for t in dict.fromkeys(op.reads + op.writes)]
     weights = sum(t.nbytes for t in touched if t.kind in (*WEIGHTS, TensorKind.GRADIENT))
-    maps = sum(t.nbytes for t in touched if not t.persistent and t.kind is not TensorKind.GRADIENT)
+    passing = (t for t in touched if not t.persistent and t.kind is not TensorKind.GRADIENT)
+    maps = sum(t.nbytes for t in passing) + sum(t.nbytes for t in touched if t.kind is TensorKind.INPUT)
     return maps, weights, op.workspace_bytes
 
 

@@ -26,7 +26,7 @@ from overspill.papers.window import (
 from . import Curve, Figure
 
 RESNET_BATCHES = (190, 256, 512, 928, 1120, 1248, 1440)
-BATCHES = {DENSENET: (256, 512, 768, 1024, 1536), PIX2PIX: (2, 4, 8, 16, 24), DEEPLAB: (6, 12, 24, 32, 48)}
+BATCHES = {DENSENET: (64, 120, 256, 512, 768, 1024, 1536), PIX2PIX: (2, 4, 8, 16, 24), DEEPLAB: (6, 12, 24, 32, 48)}
 POOLS = {"Schedule": BEST_FIT, "Schedule + VA": CHUNKS}
 
 
