@@ -118,7 +118,7 @@ class Allocator {
         blocks_.drop(block);
     }
 
-    void log_exchange(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) {
+    virtual void log_exchange(SegmentAction action, Address address, Bytes nbytes, std::int32_t stream) {
         const bool gained = action == SegmentAction::kAlloc || action == SegmentAction::kMap;
         reserved.add(gained ? nbytes : -nbytes, clock);
         segment_log.push_back({clock, action, address, nbytes, stream});

@@ -51,7 +51,7 @@ inline Bytes segment_size(Bytes size, Bytes large_segment_bytes) {
     return round_up(size, kRoundLargeBytes);
 }
 
-class CachingAllocator final : public Allocator, private PoolOwner {
+class CachingAllocator : public Allocator, private PoolOwner {
   public:
     CachingAllocator(Device& device, const CachingConfig& config)
         : Allocator(device),

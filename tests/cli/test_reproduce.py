@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.cli.commands import Overspill
 
 from overspill import papers
 from overspill.papers import Claim
+from overspill.papers.figures import Figure
 
 KEYS = {
-    "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "fitted", "note", "error",
+    "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "fitted", "aside", "note",
+    "error",
 }  # fmt: skip
 
 
@@ -19,8 +23,11 @@ def two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         Claim("vdnn", "Fig. 1", "one", "said so", "I", 28.0, "GB", lambda _: 28.0),
         Claim("vdnn", "Fig. 2", "two", "said so", "II", 2.0, "x", lambda _: 3.0, "[half] more by an experiment", ">"),
         Claim("vdnn", "Fig. 3", "three", "said so", "III", 5.0, "ms", lambda _: 5.0, fitted="the clock is set by it."),
+        Claim("vdnn", "Fig. 3", "four", "said so", "III", 5.0, "ms", lambda _: 5.0, aside="the other way."),
     )
+    drawn = (Figure("Fig. 3", "bars", "layer", "ms", lambda _: {"forward": {"a": 1.0, "b": 2.0}}),)
     monkeypatch.setattr("overspill.papers.vdnn.CLAIMS", made)
+    monkeypatch.setattr("overspill.papers.figures.vdnn.FIGURES", drawn)
 
 
 @pytest.mark.usefixtures("two_claims")
@@ -30,10 +37,10 @@ def test_the_answer_has_a_row_a_claim(overspill: Overspill) -> None:
     answer = done.answer
     assert answer["paper"] == "vdnn"
     assert answer["simulated"] is True
-    assert [set(row) for row in answer["rows"]] == [KEYS, KEYS, KEYS]
-    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5, 1.0]
-    assert [row["note"] for row in answer["rows"]] == [None, "[half] more by an experiment", None]
-    assert answer["counts"] == {"figures": 1, "agreeing": 1, "limits": 1, "limits_kept": 1, "fitted": 1}
+    assert [set(row) for row in answer["rows"]] == [KEYS] * 4
+    assert [row["ratio"] for row in answer["rows"]] == [1.0, 1.5, 1.0, 1.0]
+    assert [row["note"] for row in answer["rows"]] == [None, "[half] more by an experiment", None, None]
+    assert answer["counts"] == {"figures": 1, "agreeing": 1, "limits": 1, "limits_kept": 1, "fitted": 1, "aside": 1}
 
 
 @pytest.mark.usefixtures("two_claims")
@@ -43,6 +50,8 @@ def test_the_table_says_that_it_is_simulated_and_what_each_figure_is(overspill: 
     assert "simulated" in done.out
     assert "1 of 1 figures within 15%, 1 of 1 limits kept; 1 rows do not count" in " ".join(done.out.split())
     assert "Does not count: the clock is set by it." in done.out
+    assert "1 are other readings" in " ".join(done.out.split())
+    assert "Another reading, not counted: the other way." in done.out
     assert "28 GB" in done.out
     assert "> 2 x" in done.out
     assert "(1) [half] more by an experiment" in done.out
@@ -52,6 +61,34 @@ def test_the_table_says_that_it_is_simulated_and_what_each_figure_is(overspill: 
 def test_one_table_alone(overspill: Overspill) -> None:
     done = overspill("reproduce", "micro16", "--table", "fig 2", "--json")
     assert [row["where"] for row in done.answer["rows"]] == ["Fig. 2"]
+
+
+@pytest.mark.usefixtures("two_claims")
+def test_a_page_has_every_row_and_figure_and_needs_nothing_else(overspill: Overspill, tmp_path: Path) -> None:
+    page = tmp_path / "vdnn.html"
+    assert overspill("reproduce", "vdnn", "--plot", str(page)).code == 0
+    text = page.read_text(encoding="utf-8")
+    for said in (
+        "Fig. 1",
+        "Fig. 2",
+        "28 GB",
+        "\\u003e 2 x",
+        "three (fitted)",
+        "four (aside)",
+        "Fig. 3, ours: bars",
+        "simulated",
+    ):
+        assert said in text
+    assert "src=" not in text.split("<body>")[1].split("plotly.js v")[0]  # the library is in the page
+    assert text.count("Plotly.newPlot") >= 4
+
+
+@pytest.mark.usefixtures("two_claims")
+def test_a_page_is_html_and_goes_where_it_can(overspill: Overspill, tmp_path: Path) -> None:
+    assert "must end in .html" in overspill("reproduce", "vdnn", "--plot", "figure.png").err
+    done = overspill("reproduce", "vdnn", "--plot", str(tmp_path / "none" / "page.html"))
+    assert done.code == 2
+    assert "cannot write" in done.err
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,13 @@ def test_every_claim_is_complete_and_none_stands_twice(paper: Paper) -> None:
         (100, "=", 116, False),
         (100, "=", 84, False),
         (100, ">", 300, True),
-        (100, ">", 84, False),
+        (100, ">", 100, True),
+        (100, ">", 99, False),
         (100, "<", 10, True),
-        (100, "<", 116, False),
+        (100, "<", 101, False),
     ],
 )
-def test_a_figure_agrees_within_15_percent_or_beyond_a_limit(
+def test_a_figure_agrees_within_15_percent_and_a_limit_is_kept_or_not(
     value: float, bound: str, ours: float, agrees: bool
 ) -> None:
     result = Result(claim(value, bound), ours)
@@ -64,7 +65,7 @@ def test_a_paper_is_found_by_its_name_and_aliases(name: str) -> None:
 def test_an_unknown_paper_or_table_names_those_that_exist() -> None:
     with pytest.raises(RequestError, match=r"did you mean 'vdnn'.*vdnn, dymem, window, placement"):
         paper_named("vdn")
-    with pytest.raises(RequestError, match=r"Fig\. 12, Fig\. 13, Fig\. 14, Fig\. 15, Table 1"):
+    with pytest.raises(RequestError, match=r"Fig\. 13, Fig\. 14, Fig\. 15, §4\.3\.1, Table 1, Table 2"):
         claims_of(paper_named("dymem"), "Table 9")
 
 
@@ -76,5 +77,5 @@ def test_a_figure_may_be_spelled_in_several_ways(spelling: str) -> None:
 
 def test_what_vdnn_says_of_alexnets_memory_is_found() -> None:
     lab = Lab()
-    found = {r.claim.what: r for r in results(claims_of(paper_named("vdnn"), "Fig. 1")[2:], lab)}
+    found = {r.claim.what: r for r in results(claims_of(paper_named("vdnn"), "Fig. 1")[2:3], lab)}
     assert found["AlexNet (128), baseline"].agrees

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
+from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
-from overspill.papers.lab import Lab, Setting, between, feature_extraction, network_wide_bytes
+from overspill.papers.lab import (
+    Lab,
+    Setting,
+    between,
+    feature_extraction,
+    network_wide_bytes,
+    with_gradients_applied,
+)
+from overspill.papers.run import Pool
+from overspill.placement import ChunkedConfig
+from overspill.policies.window import Window
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check
 
 TITAN_X = load_device("titan-x")
+MIB = 1 << 20
 
 
 def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
@@ -69,3 +83,41 @@ def test_a_run_is_made_once_and_its_pool_holds_at_least_its_live_bytes() -> None
     assert run.peak_bytes == check(run.graph, run.schedule).peak_bytes
     assert run.peak_bytes <= run.pool_bytes <= run.spread_bytes
     assert 0 < run.seconds_of(LayerType.CONV) < run.seconds
+
+
+def test_gradients_that_are_applied_at_once_take_nothing() -> None:
+    graph = small("alexnet", 4)
+    applied = with_gradients_applied(graph)
+    gradients = [t for t in graph.tensors if t.kind is TensorKind.GRADIENT]
+    assert gradients
+    assert network_wide_bytes(graph) - network_wide_bytes(applied) == sum(t.nbytes for t in gradients)
+
+
+def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_more_than_chunks() -> None:
+    lab = Lab()
+    run = lab.run(Setting("resnet32-cifar", 2, batch_norm=False), "dymem:m")
+    assert run.peak_bytes <= run.two_ended_bytes
+    chunks = Pool("chunked", ChunkedConfig(2 * MIB))
+    assert run.peak_bytes <= run.reserved_bytes(chunks)
+    assert run.fits(chunks)
+    large = [n for n in run.events.nbytes.tolist() if n > 1000]
+    assert run.chunks_mapped(10_000, 1000) == sum(-(-n // 10_000) for n in large) > 0
+
+
+def test_the_largest_budget_is_one_whose_replay_fits() -> None:
+    lab = Lab()
+    setting = Setting("alexnet", 2, whole_step=True)
+    policy, pool = Window(every_step=True), Pool("pytorch")
+    run, budget = lab.run_within(setting, policy, pool)
+    assert run.fits(pool)
+    assert budget == lab.device(setting).usable_bytes
+    tight = Lab()
+    need = run.reserved_bytes(pool)
+    tight.device = lambda _: replace(lab.device(setting), memory_bytes=need, context_bytes=need // 10)  # type: ignore[method-assign]
+    run, budget = tight.run_within(setting, policy, pool)
+    assert run.fits(pool)
+    assert tight.floor_bytes(setting, policy) <= budget <= tight.device(setting).usable_bytes
+    none = Lab()
+    none.device = lambda _: replace(lab.device(setting), memory_bytes=1 << 20, context_bytes=0)  # type: ignore[method-assign]
+    with pytest.raises(InfeasibleBudget):
+        none.run_within(setting, policy, pool)

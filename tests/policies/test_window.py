@@ -132,6 +132,23 @@ def test_with_room_for_everything_nothing_moves(graph: Graph) -> None:
         assert set(Window().plan(graph, DEVICE, budget).counts) <= {Verb.RUN, Verb.FREE}
 
 
+def test_with_swaps_in_every_step_parameters_go_home_though_there_is_room() -> None:
+    graph = with_moving_state(network([Layer(10_000, weight_bytes=20_000) for _ in range(3)]))
+    made = Window(every_step=True).plan(graph, DEVICE, 2 * unmanaged_peak(graph, DEVICE))
+    check(graph, made)
+    weights = [t.id for t in graph.tensors if t.name in {"w1", "w2"}]  # w0 is needed at both ends of the step
+    assert sorted(made.stored) == weights
+    assert sorted(made.targets(Verb.PREFETCH)) == sorted(made.targets(Verb.OFFLOAD)) == weights  # and no feature map
+
+
+@given(layers().map(network).map(with_moving_state), devices(), st.sampled_from([0.0, 0.4, 1.0, 2.0]))
+@EXAMPLES
+def test_swaps_in_every_step_keep_every_budget(graph: Graph, device: Device, share: float) -> None:
+    policy = Window(every_step=True)
+    floor = floor_bytes(policy, graph, device)
+    check(graph, policy.plan(graph, device, floor + int(share * unmanaged_peak(graph, device))))
+
+
 @given(networks())
 @EXAMPLES
 def test_it_reaches_the_floor_of_all_policies_that_only_move(graph: Graph) -> None:

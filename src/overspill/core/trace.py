@@ -32,7 +32,7 @@ class Block:
     workspace of a convolution engine. `alignment`: its address is a multiple of this. `pinned`: the address that it must
     have, if any. `gaps`: half-open intervals, in order and apart, in which it is dead and others may use its place, but
     to which it returns; a block that may come back elsewhere is two blocks. `space`: which of several memories it is in.
-    `mobility`: a hint for allocators that group blocks.
+    `mobility` and `references`, how many layers need it: hints for allocators that group blocks.
     """
 
     id: int
@@ -47,6 +47,7 @@ class Block:
     gaps: tuple[tuple[int, int], ...] = ()
     space: int = 0
     mobility: Mobility = Mobility.MOVABLE
+    references: int = 0
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:

@@ -59,14 +59,14 @@ def claims_of(paper: Paper, table: str | None = None) -> tuple[Claim, ...]:
     claims: tuple[Claim, ...] = importlib.import_module(f"{__name__}.{paper.name}").CLAIMS
     if table is None:
         return claims
-    found = tuple(claim for claim in claims if _plain(claim.where) == _plain(table))
+    found = tuple(claim for claim in claims if plain_place(claim.where) == plain_place(table))
     if not found:
         places = ", ".join(dict.fromkeys(claim.where for claim in claims))
         raise RequestError(f"{paper.name} has nothing of {table!r}. Tables and figures: {places}")
     return found
 
 
-def _plain(where: str) -> str:
+def plain_place(where: str) -> str:
     """`Fig. 11`, `fig11` and `figure 11` alike."""
     letters = "".join(c for c in where.lower() if c.isalnum())
     return letters.replace("figure", "fig").replace("tab", "table").replace("tablele", "table")

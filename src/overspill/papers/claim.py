@@ -18,8 +18,9 @@ class Claim:
     """One figure of a paper: where it stands, in its own words, and how we compute ours.
 
     `bound` says what sort of figure it is: `=`, or `>` and `<` where the paper gives a limit only. `fitted` names the
-    constant of ours that was set by this very row, which then shows nothing. `note` is what one must know of ours; where
-    ours is more than 15 % off, it is the reason, as an experiment showed it.
+    constant of ours that was set by this very row, which then shows nothing. `aside` says how the row reads a figure that
+    has another row; it is shown beside that, and counts nothing either. `note` is what one must know of ours; where ours is
+    more than 15 % off, it is the reason, as an experiment showed it.
     """
 
     paper: str
@@ -33,6 +34,7 @@ class Claim:
     note: str = ""
     bound: str = "="
     fitted: str = ""
+    aside: str = ""
 
     @property
     def is_limit(self) -> bool:
@@ -58,25 +60,26 @@ class Result:
         """Whether ours is within 15 % of the paper's figure, or on the right side of its limit."""
         if self.ratio is None:
             return False
-        above = self.ratio >= 1 - TOLERANCE or self.claim.bound == "<"
-        below = self.ratio <= 1 + TOLERANCE or self.claim.bound == ">"
-        return above and below
+        if self.claim.is_limit:
+            return self.ratio >= 1 if self.claim.bound == ">" else self.ratio <= 1
+        return 1 - TOLERANCE <= self.ratio <= 1 + TOLERANCE
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many figures agree, of those that can disagree; limits by themselves; and rows that were fitted, which count nothing."""
+    """How many figures agree, of those that can disagree; limits by themselves; and rows that count nothing: fitted, aside."""
 
     figures: int
     agreeing: int
     limits: int
     limits_kept: int
     fitted: int
+    aside: int
 
     @classmethod
     def of(cls, found: Sequence[Result]) -> Counts:
         """The counts of some results."""
-        judged = [result for result in found if not result.claim.fitted]
+        judged = [result for result in found if not (result.claim.fitted or result.claim.aside)]
         limits = [result for result in judged if result.claim.is_limit]
         figures = [result for result in judged if not result.claim.is_limit]
         return cls(
@@ -84,7 +87,8 @@ class Counts:
             sum(r.agrees for r in figures),
             len(limits),
             sum(r.agrees for r in limits),
-            len(found) - len(judged),
+            sum(bool(result.claim.fitted) for result in found),
+            sum(bool(result.claim.aside) for result in found),
         )
 
 

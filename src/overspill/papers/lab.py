@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, Tensor, TensorKind, Timeline, Verb
+from overspill.core import Device, Graph, LayerType, Op, Phase, Tensor, TensorKind
+from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds, with_algorithms
 from overspill.devices import load_device
-from overspill.placement import CnmemConfig, Events, Replay, replay
-from overspill.policies import policy_named
-from overspill.simulate import check, simulate, trace_of
+from overspill.policies import Policy, policy_named
+from overspill.simulate import check, simulate
 
 from .frameworks import as_layers
+from .run import Pool, Run
 
 if TYPE_CHECKING:
     from overspill.models import Job
 
 MIB = 1 << 20
-POOL_BYTES = 1 << 40
-"""A pool that is never full: what lies highest in it tells how large a pool had to be."""
+HALVINGS = 5
+"""How often the range in which the largest budget lies is halved: to a 32nd of what is between floor and device."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Setting:
     `layers`: as the papers' frameworks run it, else as PyTorch does. `features`: without the classifier, whose memory
     and time then count nothing. `batch_norm` false leaves batch norm out of the network. `tensor_cores`: float32 goes
     through them, at the rate of float16, as cuDNN may convert. `whole_step`: parameters, gradients and optimizer state
-    may move too.
+    may move too. `gradients` false: each weight's gradient is applied, and gone, as soon as it is made. `shared_bandwidth`:
+    a transfer takes its bytes a second from the bandwidth that ops have, as if each op needed all of it (vDNN §V-B).
     """
 
     model: str
@@ -45,50 +46,8 @@ class Setting:
     batch_norm: bool = True
     tensor_cores: bool = False
     optimizer: str = "sgd"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One policy's schedule of a setting, checked and on the clock."""
-
-    graph: Graph
-    device: Device
-    schedule: Schedule
-    peak_bytes: int
-    timeline: Timeline
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.timeline.step_seconds
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that a step sends to the host."""
-        return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.OFFLOAD))
-
-    @cached_property
-    def placed(self) -> Replay:
-        """The schedule's blocks in a pool of CNMeM's that is never full."""
-        events = Events.of(trace_of(self.graph, self.schedule))
-        return replay(events, "cnmem", config=CnmemConfig(pool_bytes=POOL_BYTES, grows=False))
-
-    @property
-    def pool_bytes(self) -> int:
-        """The most bytes that CNMeM has handed out at once."""
-        return self.placed.peak_allocated_bytes
-
-    @property
-    def spread_bytes(self) -> int:
-        """From the start of CNMeM's pool to the end of the block that ever lay highest: with what fragments waste."""
-        trace = trace_of(self.graph, self.schedule)
-        base = self.placed.segment_events[0].address
-        return max(int(a) + b.nbytes for a, b in zip(self.placed.addresses, trace.blocks, strict=True)) - base
-
-    def seconds_of(self, layer: LayerType) -> float:
-        """Seconds in which ops of layers of this type ran."""
-        runs = (e for e in self.timeline.events if e.verb in (Verb.RUN, Verb.RECOMPUTE))
-        return sum(e.end_seconds - e.start_seconds for e in runs if self.graph.ops[e.target].layer_type is layer)
+    gradients: bool = True
+    shared_bandwidth: bool = False
 
 
 class Lab:
@@ -97,15 +56,18 @@ class Lab:
     def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
         self._say = say
         self._captured: dict[Setting, dict[int, Graph]] = {}
-        self._runs: dict[tuple[Setting, str, int | None], Run] = {}
+        self._runs: dict[tuple[Setting, str | Policy, int | None], Run] = {}
 
     def device(self, setting: Setting) -> Device:
         """The machine of `setting`."""
         device = load_device(setting.device)
-        if not setting.tensor_cores:
-            return device
-        rates = device.flops_per_second
-        return replace(device, flops_per_second={**rates, "float32": rates["float16"]})
+        if setting.tensor_cores:
+            rates = device.flops_per_second
+            device = replace(device, flops_per_second={**rates, "float32": rates["float16"]})
+        if setting.shared_bandwidth:
+            share = device.offload_bytes_per_second / device.memory_bytes_per_second
+            device = replace(device, transfer_compute_share=share)
+        return device
 
     def graph(self, setting: Setting) -> Graph:
         """The step as planned: in the framework's layers, with a choice of algorithms for each convolution."""
@@ -121,24 +83,61 @@ class Lab:
         )
         if setting.layers:
             graph = as_layers(graph)
+        if not setting.gradients:
+            graph = with_gradients_applied(graph)
         graph = with_algorithms(graph, self.device(setting), cudnn=setting.cudnn)
         return feature_extraction(graph) if setting.features else graph
 
-    def run(self, setting: Setting, policy: str, budget_bytes: int | None = None) -> Run:
+    def run(self, setting: Setting, policy: str | Policy, budget_bytes: int | None = None) -> Run:
         """The run of `policy`; one that plans for a budget gets `budget_bytes`, by default the device's free memory.
 
         Raises InfeasibleBudget where such a policy finds no schedule.
         """
         key = setting, policy, budget_bytes
         if key not in self._runs:
-            graph, device, chosen = self.graph(setting), self.device(setting), policy_named(policy)
-            self._say(f"{setting.model} ({setting.batch}): {policy}")
+            graph, device = self.graph(setting), self.device(setting)
+            chosen = policy_named(policy) if isinstance(policy, str) else policy
+            self._say(f"{setting.model} ({setting.batch}): {policy if isinstance(policy, str) else chosen.name}")
             budget = device.usable_bytes if budget_bytes is None else budget_bytes
             schedule = chosen.plan(graph, device, budget if chosen.plans_for_budget else None)
             peak_bytes = check(graph, schedule).peak_bytes
             timeline = simulate(graph, schedule, device, op_seconds(graph, device))
             self._runs[key] = Run(graph, device, schedule, peak_bytes, timeline)
         return self._runs[key]
+
+    def run_within(self, setting: Setting, policy: str | Policy, pool: Pool) -> tuple[Run, int]:
+        """The run at the largest budget at which `pool` has room for it on the device, and that budget.
+
+        Room is taken to come with smaller budgets: the range is halved some times. Raises InfeasibleBudget where there is
+        none at the least budget either.
+        """
+        usable = self.device(setting).usable_bytes
+        if (run := self.run(setting, policy)).fits(pool):
+            return run, usable
+        low, high = self.floor_bytes(setting, policy), usable
+        run = self.run(setting, policy, low)
+        if not run.fits(pool):
+            raise InfeasibleBudget(
+                f"{pool.allocator} has no room for the step on the device, not even at the least budget",
+                budget_bytes=usable,
+                floor_bytes=run.reserved_bytes(pool),
+                cause="fragmentation",
+            )
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            tried = self.run(setting, policy, middle)
+            if tried.fits(pool):
+                low, run = middle, tried
+            else:
+                high = middle
+        return run, low
+
+    def floor_bytes(self, setting: Setting, policy: str | Policy) -> int:
+        """The least budget for which `policy`, which plans for budgets, finds a schedule."""
+        try:
+            return self.run(setting, policy, 1).peak_bytes
+        except InfeasibleBudget as error:
+            return error.floor_bytes
 
     def _step(self, setting: Setting) -> Graph:
         """PyTorch's graph of the step. Two batch sizes are captured; all others lie on the line through them."""
@@ -170,6 +169,12 @@ def network_wide_bytes(graph: Graph) -> int:
         + 2 * max(gradient_maps, default=0)
         + max((op.workspace_bytes for op in graph.ops), default=0)
     )
+
+
+def with_gradients_applied(graph: Graph) -> Graph:
+    """`graph` in which gradients of weights take no memory: each is applied as soon as it is made."""
+    gradients = (TensorKind.GRADIENT,)
+    return replace(graph, tensors=tuple(replace(t, nbytes=0) if t.kind in gradients else t for t in graph.tensors))
 
 
 def feature_extraction(graph: Graph) -> Graph:

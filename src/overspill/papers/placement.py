@@ -10,7 +10,6 @@ seq2seq, whose lengths the paper does not give.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from overspill.core import Trace
@@ -47,18 +46,7 @@ def _placed(trace: Trace, solver: str) -> int:
 
 def _pooled(trace: Trace) -> int:
     """What Chainer's pool holds after some iterations."""
-    length = 1 + max(block.end for block in trace.blocks)
-    rounds = [
-        replace(
-            block,
-            id=round_ * len(trace.blocks) + i,
-            start=block.start + round_ * length,
-            end=block.end + round_ * length,
-        )
-        for round_ in range(ITERATIONS)
-        for i, block in enumerate(trace.blocks)
-    ]
-    return replay(Events.of(Trace(tuple(rounds))), "chainer").peak_reserved_bytes
+    return replay(Events.of(trace).repeated(ITERATIONS), "chainer").peak_reserved_bytes
 
 
 def _inference_bytes(model: str, solver: str, lab: Lab) -> float:

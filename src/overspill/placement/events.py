@@ -74,14 +74,20 @@ class Events:
         return max(0, int(np.cumsum(in_time).max(initial=0)))
 
     @classmethod
-    def of(cls, trace: Trace) -> Events:
-        """The events of `trace`, blocks by their position in it; at one position frees come before allocations."""
-        starts = [(b.start, 1, i) for i, b in enumerate(trace.blocks)]
+    def of(cls, trace: Trace, *, by_references: bool = False) -> Events:
+        """The events of `trace`, blocks by their position in it; at one position frees come before allocations.
+
+        `by_references`: of the blocks that are allocated at one position, those that more layers need come first, and of
+        these the ones that stay longer (Dymem §3.3.3).
+        """
+        starts = [
+            (b.start, 1, *((-b.references, -b.end) if by_references else ()), i) for i, b in enumerate(trace.blocks)
+        ]
         ends = [(b.end, 0, i) for i, b in enumerate(trace.blocks) if b.end > b.start]
         # A block of no time is allocated and freed at once.
         instants = {i for i, b in enumerate(trace.blocks) if b.end <= b.start}
         rows: list[tuple[int, int, int, int]] = []
-        for _, allocates, i in sorted(starts + ends):
+        for _, allocates, *_, i in sorted([*starts, *ends]):
             block = trace.blocks[i]
             if not allocates:
                 rows.append((FREE, i, 0, block.stream))
@@ -98,6 +104,10 @@ class Events:
         action, block, nbytes, stream = table.T
         groups = np.array(mobility or [], dtype=np.int8)
         return cls(action.astype(np.int8), block, nbytes, stream.astype(np.int32), groups)
+
+    def repeated(self, times: int) -> Events:
+        """These events so many times in a row; all blocks must be free at the end."""
+        return Events(*(np.tile(getattr(self, name), times) for name in COLUMNS))
 
     def _refuse(self, wrong: NDArray[np.bool_], what: str) -> None:
         if wrong.any():

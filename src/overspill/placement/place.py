@@ -78,7 +78,7 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
         if solution.layout is None:
             raise RequestError(f"the solver {placer!r} found no layout within its time; raise the limit")
         return Placed(placer, solution.layout.peak_bytes, bound, None, solution.seconds)
-    events = Events.of(trace)
+    events = Events.of(trace, by_references=ALLOCATORS[placer].by_references)
     began = time.perf_counter()
     peak = replay(events, placer).peak_reserved_bytes
     seconds = time.perf_counter() - began

@@ -210,7 +210,8 @@ def layout_of(trace: Trace, allocator: str = "pytorch", config: Any = None, *, n
     Offsets count only addresses that were ever backed by memory, so that the peak is what the allocator needed. Those of
     an allocator that maps memory to one address after another are virtual, and the peak can be more.
     """
-    result = replay(Events.of(trace), allocator, config=config, native=native)
+    events = Events.of(trace, by_references=allocator_type(allocator).by_references)
+    result = replay(events, allocator, config=config, native=native)
     if result.failed_at is not None:
         raise RequestError(f"the {allocator} allocator cannot place this trace in its address space")
     ranges = _backed(result.segment_table)

@@ -15,22 +15,28 @@ ROUNDS = 4
 
 
 def evictions(
-    program: StepProgram, fetched: Mapping[Gap, int], live: Positions, budget_bytes: int, *, always: bool = False
+    program: StepProgram,
+    fetched: Mapping[Gap, int],
+    live: Positions,
+    budget_bytes: int,
+    *,
+    always: bool = False,
+    emptied: bool = False,
 ) -> dict[Gap, int] | None:
     """The steps before which tensors give up their memory in the gaps `fetched`, or None where not even that is enough.
 
     This is SuperNeurons' LRU Tensor Cache (PPoPP'18 §3.3.2, Alg. 2), and the retirement of the oldest swap-out of the
     adaptive window (§3, Fig. 2b): the tensor whose last use lies furthest back goes before the first step that needs
     its memory. `fetched` says before which step each comes back; one that is still there then stays (`always`: goes
-    and comes back). What leaves in forward and must go in backward goes between them, for these are two graphs.
-    `live` are the bytes of each step with nothing away.
+    and comes back; `emptied`: what could be away at the end of the step is). What leaves in forward and must go in
+    backward goes between them, for these are two graphs. `live` are the bytes of each step with nothing away.
 
     Where `fetched` does not depend on the budget, with a larger one each tensor goes later or not at all: what is
     still there is then a superset whose surplus is older than all the rest. So a larger budget is never slower.
     """
     cache = _Cache(program, fetched, live, budget_bytes, always)
-    staying = cache.wrapping
-    for _ in range(ROUNDS):
+    staying = () if emptied else cache.wrapping
+    for _ in range(1 if emptied else ROUNDS):
         left = cache.run(staying)
         if left is None:
             return None

@@ -37,15 +37,25 @@ def all_layers(kind: LayerType) -> bool:
 
 
 def vdnn_schedule(
-    program: StepProgram, offloads: Offloading, policy: str, budget_bytes: int | None, *, one_stream: bool = False
+    program: StepProgram,
+    offloads: Offloading,
+    policy: str,
+    budget_bytes: int | None,
+    *,
+    one_stream: bool = False,
+    pooling_searches: bool = True,
 ) -> Schedule:
     """The schedule of `program` that offloads the inputs X of the layers `offloads` and prefetches as Fig. 10 finds them.
 
-    `one_stream`: compute waits for every transfer instead, out behind the layer, back in front of its backward.
+    `pooling_searches` false: a pooling layer's backward starts no prefetch. `one_stream`: compute waits for every transfer instead, out behind the layer, back in front of its backward.
     """
     layers = layers_of(program)
     offloading = [index for index, layer in enumerate(layers) if layer.inputs and offloads(layer.type)]
-    transfers = _one_by_one(layers, offloading) if one_stream else _beside_layers(program, layers, offloading)
+    transfers = (
+        _one_by_one(layers, offloading)
+        if one_stream
+        else _beside_layers(program, layers, offloading, pooling_searches=pooling_searches)
+    )
     return assemble(program, transfers, policy, budget_bytes)
 
 
@@ -62,11 +72,21 @@ class VdnnAll(Policy):
     source = "vDNN §III (vDNN_all)"
     offloads = True
 
+    def __init__(self, *, memory_optimal: bool = False, pooling_searches: bool = True) -> None:
+        """`pooling_searches` false: a pooling layer's backward starts no prefetch.
+
+        Fig. 10 makes no such exception, but the paper's 4.8 GB (§V-A) leave no room beside a pooling's maps for what it
+        would fetch; and little is lost, for a pooling hides little of a transfer.
+        """
+        super().__init__(memory_optimal=memory_optimal)
+        self.pooling_searches = pooling_searches
+
     def _offloads(self, kind: LayerType) -> bool:
         return all_layers(kind)
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        return vdnn_schedule(StepProgram(graph), self._offloads, self.name, budget_bytes)
+        program = StepProgram(graph)
+        return vdnn_schedule(program, self._offloads, self.name, budget_bytes, pooling_searches=self.pooling_searches)
 
 
 class VdnnConv(VdnnAll):
@@ -165,11 +185,15 @@ def downgraded(graph: Graph, schedule: Schedule, live: Sequence[int], limit: int
     return replace(schedule, instructions=tuple(instructions))
 
 
-def _beside_layers(program: StepProgram, layers: Sequence[Layer], offloading: Sequence[int]) -> list[Transfer]:
+def _beside_layers(
+    program: StepProgram, layers: Sequence[Layer], offloading: Sequence[int], *, pooling_searches: bool
+) -> list[Transfer]:
     """Transfers of the inputs of the layers `offloading` beside layers: out beside their own, back as Fig. 10 finds."""
     started: dict[int, tuple[int, int]] = {}  # layer index -> [issue, await) steps of its prefetch
     waiting = set(offloading)
     for current in backward_order(layers):
+        if layers[current].type is LayerType.POOL and not pooling_searches:
+            continue
         found = _find_prefetch_layer(layers, current, waiting)
         first, last = layers[current].backward or (0, 0)
         if found is not None:

@@ -30,10 +30,12 @@ class Window(Policy):
     there when it comes into the window stays. The paper's variables are all tensors: here those that may move,
     parameters and optimizer state among them where the graph lets them; these are then at home in the store.
 
-    Departures: what the store holds already is not copied again, and what is never freed is not copied at all; the
-    paper copies each. Forward and backward are two graphs, so what leaves in forward is freed by its end and what
-    backward reads returns in it. `window_bytes` is set by hand in the paper; not given, the fastest of fixed multiples
-    of the graph's own peak is taken. So with more memory the same windows are tried, and none is slower.
+    Departures: what the store holds already is not copied again, and a swap-out whose memory is never needed is not
+    made at all. (Fig. 2 copies each; the paper's code, SwapInOutScheduler of sony/nnabla, cancels them as we do, but for
+    those that are left at the end of a step: see `every_step`.) Forward and backward are two graphs, so what leaves in
+    forward is freed by its end and what backward reads returns in it. `window_bytes` is set by hand in the paper; not
+    given, the fastest of fixed multiples of the graph's own peak is taken. So with more memory the same windows are
+    tried, and none is slower.
     """
 
     name = "window"
@@ -42,16 +44,23 @@ class Window(Policy):
     offloads = True
     plans_for_budget = True
 
-    def __init__(self, *, memory_optimal: bool = False, window_bytes: int | None = None) -> None:
-        """`window_bytes` is the paper's schedule-window; None: tuned."""
+    def __init__(
+        self, *, memory_optimal: bool = False, window_bytes: int | None = None, every_step: bool = False
+    ) -> None:
+        """`window_bytes` is the paper's schedule-window; None: tuned.
+
+        `every_step`: swaps are unconditional, as the paper's. At the end of each step every tensor that may leave does,
+        though there be memory for it, and the next step swaps it in again.
+        """
         super().__init__(memory_optimal=memory_optimal)
         self.window_bytes = window_bytes
+        self.every_step = every_step
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
         program = StepProgram(graph)
         live = program.live_bytes()
         peak = int(live.max(initial=0))
-        if budget_bytes is None or peak <= budget_bytes:
+        if budget_bytes is None or (peak <= budget_bytes and not self.every_step):
             return assemble(program, (), self.name, budget_bytes)
         windows = [int(share * peak) for share in WINDOWS] if self.window_bytes is None else [self.window_bytes]
         sequence = VariableSequence(program)
@@ -66,7 +75,7 @@ class Window(Policy):
         self, program: StepProgram, options: Iterable[Mapping[Gap, int]], live: Positions, budget_bytes: int
     ) -> Iterator[Schedule]:
         for swaps in options:
-            released = evictions(program, swaps, live, budget_bytes)
+            released = evictions(program, swaps, live, budget_bytes, emptied=self.every_step)
             if released is not None:
                 yield assemble(program, _transfers(program, swaps, released), self.name, budget_bytes)
 

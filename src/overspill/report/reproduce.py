@@ -28,6 +28,7 @@ def result_figures(result: Result) -> dict[str, Any]:
         "ratio": None if result.ratio is None else float(result.ratio),
         "agrees": result.agrees,
         "fitted": claim.fitted or None,
+        "aside": claim.aside or None,
         "note": claim.note or None,
         "error": result.trouble or None,
     }
@@ -38,7 +39,7 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     remarks: dict[str, int] = {}
     rows = []
     for result in found:
-        remark = result.trouble or " ".join(filter(None, (_fitted(result), result.claim.note)))
+        remark = " ".join(filter(None, (result.trouble, _uncounted(result), result.claim.note)))
         number = remarks.setdefault(remark, len(remarks) + 1) if remark else None
         rows.append(_cells(result, number))
     columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
@@ -60,12 +61,15 @@ def _counted(counts: Counts) -> str:
     """`22 of 25 figures within 15%, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
     said = [f"{counts.agreeing} of {counts.figures} figures within {TOLERANCE:.0%}"] if counts.figures else []
     said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []
-    aside = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
-    return "; ".join(filter(None, (", ".join(said), aside)))
+    fitted = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
+    aside = f"{counts.aside} are other readings of figures that count" if counts.aside else ""
+    return "; ".join(filter(None, (", ".join(said), fitted, aside)))
 
 
-def _fitted(result: Result) -> str:
-    return f"Does not count: {result.claim.fitted}" if result.claim.fitted else ""
+def _uncounted(result: Result) -> str:
+    if result.claim.fitted:
+        return f"Does not count: {result.claim.fitted}"
+    return f"Another reading, not counted: {result.claim.aside}" if result.claim.aside else ""
 
 
 def _cells(result: Result, number: int | None) -> tuple[str, ...]:
@@ -74,14 +78,14 @@ def _cells(result: Result, number: int | None) -> tuple[str, ...]:
     return (
         claim.where,
         claim.what,
-        f"{bound}{_figure(claim.value)} {claim.unit}",
-        "none" if result.ours is None else f"{_figure(result.ours)} {claim.unit}",
+        f"{bound}{short_figure(claim.value)} {claim.unit}",
+        "none" if result.ours is None else f"{short_figure(result.ours)} {claim.unit}",
         "" if result.ratio is None else f"{result.ratio:.2f}",
-        "fitted" if claim.fitted else yes(result.agrees) or "no",
+        "fitted" if claim.fitted else "aside" if claim.aside else yes(result.agrees) or "no",
         "" if number is None else f"({number})",
     )
 
 
-def _figure(value: float) -> str:
+def short_figure(value: float) -> str:
     """Three digits, more where the number has them before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -76,7 +76,9 @@ class _Device:
         self._graph = graph
         self._layer = ""
         self._made: list[_Stay] = []  # by the layer that ran last
-        self._blocks: list[tuple[int, int, int, str, Mobility]] = []  # start, end, bytes, name, mobility
+        self._blocks: list[
+            tuple[int, int, int, str, Mobility, int]
+        ] = []  # start, end, bytes, name, mobility, references
 
     def run(
         self,
@@ -103,20 +105,20 @@ class _Device:
         if workspace_bytes:
             name = f"workspace of {op.name}"
             begin, end = during or (position, position + 1)
-            self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY))
+            self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY, 0))
 
     def free(self, position: int, tensor: int) -> None:
         """A tensor leaves the device."""
         stay, made = self.stays.pop(tensor), self._graph.tensors[tensor]
         stays = made.persistent or made.kind is TensorKind.GRADIENT
         mobility = Mobility.MOVABLE if stays else stay.mobility
-        self._blocks.append((stay.since, position, made.nbytes, made.name, mobility))
+        self._blocks.append((stay.since, position, made.nbytes, made.name, mobility, len(stay.readers)))
 
     def trace(self) -> Trace:
         """All blocks, numbered by when they start."""
         return Trace(
             tuple(
-                Block(i, start, end, nbytes, name, mobility=mobility)
-                for i, (start, end, nbytes, name, mobility) in enumerate(sorted(self._blocks))
+                Block(i, start, end, nbytes, name, mobility=mobility, references=references)
+                for i, (start, end, nbytes, name, mobility, references) in enumerate(sorted(self._blocks))
             )
         )

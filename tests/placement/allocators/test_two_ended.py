@@ -238,6 +238,25 @@ def test_the_hints_of_a_trace_reach_the_allocator(native: bool) -> None:
         Events.from_rows([(ALLOCATE, 0, 1, 0)], [3])
 
 
+def test_what_more_layers_need_is_allocated_first_of_a_row() -> None:
+    blocks = [
+        Block(0, 0, 1, 4 * MIB, "workspace", mobility=TEMPORARY),
+        Block(1, 0, 3, 2 * MIB, "branch", mobility=TEMPORARY, references=1),
+        Block(2, 0, 5, 8 * MIB, "fork", mobility=TEMPORARY, references=4),
+        Block(3, 2, 4, 5 * MIB, "later", mobility=TEMPORARY, references=9),
+    ]
+    trace = Trace(tuple(blocks))
+    assert Events.of(trace).block.tolist() == [0, 1, 2, 0, 3, 1, 3, 2]
+    events = Events.of(trace, by_references=True)
+    assert events.block.tolist() == [2, 1, 0, 0, 3, 1, 3, 2]
+    # The high end is then a stack: the workspace goes first, and what comes next takes its place.
+    pool = TwoEndedConfig(1000 * MIB)
+    for ordered, used in ((events, 15), (Events.of(trace), 19)):
+        done = replay(ordered, "gtbm", config=pool, request_bytes=0)
+        assert done.spread is not None
+        assert int(done.spread.max()) == used * MIB
+
+
 def sides(allocator: Allocator, high: set[int]) -> list[bool]:
     """For each live block of the main space, by address, whether it is one of the `high` ones."""
     blocks = allocator.segments()[0].blocks

@@ -9,8 +9,13 @@ from typing import ClassVar
 from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
+from .base import GAINS, SegmentAction
 from .blocks import FreeBlocks, PoolBlock
+from .caching import CachingAllocator
 from .python_allocator import PythonAllocator
+
+SMALL_SHARE = 2
+"""Requests of a chunk divided by this, or less, are no chunks: whole ones would be mostly empty."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,10 @@ class ChunkedAllocator(PythonAllocator):
 
     Any chunks serve any request, so it finds room as long as enough of them are free or the device has more: there is
     no external fragmentation. Chunks are kept at the addresses that they were freed at: a block of as many takes them
-    there, and another unmaps those of the smallest such block first. It never gives memory back.
+    there, and another unmaps those of the smallest such block first. It never gives chunks back.
+
+    Small requests, of half a chunk at most, lie in segments of a caching allocator's, as in native/live/virtual_pool.hpp
+    and the paper's framework (sony/nnabla-ext-cuda, CudaCachedVirtualArray).
     """
 
     name = "chunked"
@@ -44,12 +52,16 @@ class ChunkedAllocator(PythonAllocator):
     def __init__(self, config: ChunkedConfig | None = None, *, capacity_bytes: int | None = None) -> None:
         super().__init__(config, capacity_bytes=capacity_bytes)
         self._idle = FreeBlocks()
+        self._kept_bytes = 0
+        self._small = _SmallBlocks(self)
 
     def _find_block(self, nbytes: int, stream: int) -> PoolBlock | None:
+        if nbytes <= self.config.chunk_bytes // SMALL_SHARE:
+            return self._small.find(nbytes, stream)
         size = round_up(nbytes, self.config.chunk_bytes)
         position = self._idle.position((size,))
         if position < len(self._idle) and self._idle.at(position).size == size:
-            return self._idle.remove((size, self._idle.at(position).address))
+            return self._take(self._idle.at(position))
         address = self.device.reserve(size)
         if address is None:
             return None
@@ -64,24 +76,37 @@ class ChunkedAllocator(PythonAllocator):
         return PoolBlock(address, size, stream)
 
     def _return_block(self, block: PoolBlock) -> None:
-        self._idle.add((block.size, block.address), block)
+        if block.size < self.config.chunk_bytes:
+            self._small.give_back(block)
+        else:
+            self._keep(block)
 
     def _idle_blocks(self) -> Iterator[PoolBlock]:
-        return iter(self._idle)
-
-    def usable_bytes(self, request_bytes: int) -> int:
-        """All chunks that are kept, if they are enough together: they can be combined."""
-        return self._kept_bytes if self._kept_bytes >= request_bytes else 0
+        yield from self._idle
+        yield from self._small.idle()
 
     @property
-    def _kept_bytes(self) -> int:
-        return self._reserved.now - self._allocated.now
+    def retries(self) -> int:
+        return self._small.retries
+
+    def usable_bytes(self, request_bytes: int) -> int:
+        """All chunks that are kept, if they are enough together: they can be combined. For a small request, free blocks."""
+        if request_bytes <= self.config.chunk_bytes // SMALL_SHARE:
+            return super().usable_bytes(request_bytes)
+        return self._kept_bytes if self._kept_bytes >= request_bytes else 0
+
+    def _keep(self, block: PoolBlock) -> None:
+        self._kept_bytes += block.size
+        self._idle.add((block.size, block.address), block)
+
+    def _take(self, block: PoolBlock) -> PoolBlock:
+        self._kept_bytes -= block.size
+        return self._idle.remove((block.size, block.address))
 
     def _unmap(self, nbytes: int) -> None:
         """Take `nbytes` of kept chunks, with the addresses before them, out of the smallest free blocks."""
         while nbytes:
-            block = self._idle.at(0)
-            self._idle.remove((block.size, block.address))
+            block = self._take(self._idle.at(0))
             size = min(nbytes, block.size)
             block.size -= size
             start = block.address + block.size
@@ -90,7 +115,32 @@ class ChunkedAllocator(PythonAllocator):
             self.log_exchange("segment_unmap", start, size, block.stream)
             nbytes -= size
             if block.size:
-                self._idle.add((block.size, block.address), block)
+                self._keep(block)
+
+
+class _SmallBlocks(CachingAllocator):
+    """PyTorch's caching allocator inside another, whose device it uses and in whose books its segments stand."""
+
+    def __init__(self, owner: PythonAllocator) -> None:
+        super().__init__(capacity_bytes=owner.capacity_bytes)
+        self.device = owner.device
+        self._owner = owner
+
+    def find(self, nbytes: int, stream: int) -> PoolBlock | None:
+        """A block of at least `nbytes`, or None without room."""
+        return self._find_block(nbytes, stream)
+
+    def give_back(self, block: PoolBlock) -> None:
+        """Make `block` free again."""
+        self._return_block(block)
+
+    def idle(self) -> Iterator[PoolBlock]:
+        """The free blocks."""
+        return self._idle_blocks()
+
+    def log_exchange(self, action: SegmentAction, address: int, nbytes: int, stream: int) -> None:
+        self._reserved.add(nbytes if action in GAINS else -nbytes, self._owner.clock)
+        self._owner.log_exchange(action, address, nbytes, stream)
 
 
 def internal_fragmentation_bound(live_blocks: int, config: ChunkedConfig | None = None) -> int:

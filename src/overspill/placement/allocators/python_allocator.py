@@ -19,6 +19,8 @@ class PythonAllocator(Allocator):
     summary: ClassVar[str]
     source: ClassVar[str]
     config_type: ClassVar[type[Any]]
+    by_references: ClassVar[bool] = False
+    """Whether its paper asks for blocks in the order of `Events.of(…, by_references=True)`."""
 
     def __init__(self, config: Any = None, *, capacity_bytes: int | None = None) -> None:
         self.config: Any = config_or_default(self.name, self.config_type, config)

@@ -63,6 +63,7 @@ class TwoEndedAllocator(PythonAllocator):
     summary: ClassVar = "Dymem's pool with two ends, blocks grouped by mobility (GTBM)"
     source: ClassVar = "Dymem (Yang and Cheng, HPDC'20, doi:10.1145/3369583.3392684), section 3.3, Algorithm 3"
     config_type: ClassVar = TwoEndedConfig
+    by_references: ClassVar = True
     config: TwoEndedConfig
 
     def __init__(self, config: TwoEndedConfig | None = None, *, capacity_bytes: int | None = None) -> None:

@@ -1,0 +1,40 @@
+"""What the papers draw, bar by bar and curve by curve, as we find it: for a page beside the figures that a paper gives in words.
+
+A paper's text has few of its bars, and those are claims with rows of their own. The others can only be read off its plots,
+so here are ours alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from overspill.papers import plain_place
+from overspill.papers.lab import Lab
+
+Curve = Mapping[str, float] | Mapping[float, float]
+"""From what is along the axis, a name or a number, to the value there."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a paper: `compute` gives its curves by name; `lines` draws them so, else as bars beside one another."""
+
+    where: str
+    title: str
+    x_axis: str
+    y_axis: str
+    compute: Callable[[Lab], Mapping[str, Curve]]
+    lines: bool = False
+    stacked: bool = False
+
+
+def figures_of(paper: str, where: str | None = None) -> tuple[Figure, ...]:
+    """The figures of the paper of this name, or those of one place; none where all that it draws has rows."""
+    name = f"{__name__}.{paper}"
+    if find_spec(name) is None:
+        return ()
+    found: tuple[Figure, ...] = importlib.import_module(name).FIGURES
+    return tuple(figure for figure in found if where is None or plain_place(figure.where) == plain_place(where))

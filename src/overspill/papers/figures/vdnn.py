@@ -1,0 +1,141 @@
+"""vDNN's plots: every network and policy of Figs. 1, 4 to 6 and 11 to 15."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from overspill.core import Phase
+from overspill.core.errors import InfeasibleBudget
+from overspill.papers.lab import MIB, Lab, Setting, network_wide_bytes
+from overspill.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans, weighted
+from overspill.papers.run import Run
+from overspill.papers.vdnn.measures import BASE, DEEP, DYNAMIC, SIX, VGG_64, VGG_256
+
+from . import Curve, Figure
+
+POLICIES = {
+    "all (m)": "vdnn-all:m", "all (p)": "vdnn-all", "conv (m)": "vdnn-conv:m", "conv (p)": "vdnn-conv", "dyn": DYNAMIC,
+}  # fmt: skip
+NAMES = {"alexnet": "AlexNet", "overfeat": "OverFeat", "googlenet": "GoogLeNet", "vgg16-vdnn": "VGG-16"}
+
+
+def _name(setting: Setting) -> str:
+    return f"{NAMES.get(setting.model, setting.model.upper().replace('VGG', 'VGG-'))} ({setting.batch})"
+
+
+def _whole(setting: Setting) -> Setting:
+    return replace(setting, features=False)
+
+
+def _baseline(lab: Lab) -> Mapping[str, Curve]:
+    graphs = {_name(s): lab.graph(_whole(s)) for s in (*SIX, *DEEP)}
+    needed = {name: network_wide_bytes(graph) / MIB for name, graph in graphs.items()}
+    return {
+        "allocated": needed,
+        "most that a layer uses": {name: most_at_once(graph) / MIB for name, graph in graphs.items()},
+    }
+
+
+def _breakdown(lab: Lab) -> Mapping[str, Curve]:
+    kinds = {_name(s): bytes_by_kind(lab.graph(_whole(s))) for s in SIX}
+    parts = next(iter(kinds.values()))
+    return {part: {name: found[part] / MIB for name, found in kinds.items()} for part in parts}
+
+
+def _layer_memory(lab: Lab) -> Mapping[str, Curve]:
+    graph = lab.graph(_whole(VGG_256))
+    rows = {name: bytes_of(graph, ops[0]) for name, ops in weighted(graph).items()}
+    parts = ("feature maps", "weights", "workspace")
+    return {part: {name: row[i] / MIB for name, row in rows.items()} for i, part in enumerate(parts)}
+
+
+def _layer_times(lab: Lab) -> Mapping[str, Curve]:
+    run = lab.run(_whole(VGG_64), BASE)
+    ran = spans(run)
+    forward, backward, reuse = {}, {}, {}
+    for name, ops in weighted(run.graph).items():
+        first, *later = (ran[op.id] for op in ops if op.id in ran)
+        forward[name] = 1000 * (first[1] - first[0])
+        backward[name] = 1000 * sum(end - start for start, end in later)
+        reuse[name] = 1000 * (min(start for start, _ in later) - first[1])
+    return {"forward": forward, "backward": backward, "reuse distance": reuse}
+
+
+def _bandwidth(lab: Lab) -> Mapping[str, Curve]:
+    run = lab.run(_whole(VGG_64), BASE)
+    ran = spans(run)
+    found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    for name, ops in weighted(run.graph).items():
+        for label, phase in (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD)):
+            rates = [
+                op.moved_bytes / (ran[op.id][1] - ran[op.id][0]) for op in ops if op.phase is phase and op.id in ran
+            ]
+            found[label][name] = max(rates, default=0.0) / 1e9
+    return found
+
+
+def _runs(settings: Sequence[Setting], policies: Mapping[str, str], lab: Lab) -> dict[tuple[str, str], Run]:
+    found = {}
+    for setting in settings:
+        for label, policy in policies.items():
+            try:
+                found[_name(setting), label] = lab.run(setting, policy)
+            except InfeasibleBudget:  # its bar is missing, as where the paper has a star
+                continue
+    return found
+
+
+def _memory(lab: Lab) -> Mapping[str, Curve]:
+    curves: dict[str, dict[str, float]] = {"average": {}, "maximum": {}}
+    for (name, label), run in _runs(SIX, POLICIES, lab).items():
+        live = run.timeline.live_bytes
+        curves["average"][f"{name} {label}"] = sum(live) / len(live) / MIB
+        curves["maximum"][f"{name} {label}"] = run.pool_bytes / MIB
+    for setting in SIX:
+        baseline = network_wide_bytes(lab.graph(_whole(setting))) / MIB
+        curves["average"][f"{_name(setting)} base (p)"] = curves["maximum"][f"{_name(setting)} base (p)"] = baseline
+    return curves
+
+
+def _offloaded(lab: Lab) -> Mapping[str, Curve]:
+    policies = {"all": "vdnn-all", "conv": "vdnn-conv"}
+    runs = _runs(SIX, policies, lab)
+    return {
+        label: {name: run.offloaded_bytes / MIB for (name, of), run in runs.items() if of == label}
+        for label in policies
+    }
+
+
+def _performance(lab: Lab) -> Mapping[str, Curve]:
+    policies = {**POLICIES, "base (m)": f"{BASE}:m", "base (p)": BASE}
+    runs = _runs(SIX, policies, lab)
+    return {
+        label: {name: runs[name, "base (p)"].seconds / run.seconds for (name, of), run in runs.items() if of == label}
+        for label in policies
+    }
+
+
+def _deep(lab: Lab) -> Mapping[str, Curve]:
+    gpu, host = {}, {}
+    for setting in DEEP:
+        name, run = _name(setting), lab.run(setting, DYNAMIC)
+        gpu[f"{name} dyn"] = run.pool_bytes / MIB
+        host[f"{name} dyn"] = run.offloaded_bytes / MIB
+        gpu[f"{name} base"] = network_wide_bytes(lab.graph(setting)) / MIB
+    return {"GPU": gpu, "CPU": host}
+
+
+FIGURES = (
+    Figure("Fig. 1", "Memory of the baseline, and what one layer uses of it", "network (batch)", "MB", _baseline),
+    Figure("Fig. 4", "Memory by what it is for", "network (batch)", "MB", _breakdown, stacked=True),
+    Figure("Fig. 5", "VGG-16 (256): memory of each layer in forward", "layer", "MB", _layer_memory),
+    Figure("Fig. 6", "VGG-16 (64): time of each layer, and until its input is used again", "layer", "ms", _layer_times),
+    Figure("Fig. 11", "Average and maximum memory", "network (batch) and policy", "MB", _memory),
+    Figure("Fig. 12", "Memory offloaded to the host", "network (batch)", "MB", _offloaded),
+    Figure("Fig. 13", "VGG-16 (64): DRAM bandwidth of each layer", "layer", "GB/s", _bandwidth),
+    Figure("Fig. 14", "Performance, of the baseline's", "network (batch)", "of the baseline's", _performance),
+    Figure(
+        "Fig. 15", "Very deep networks: memory on the GPU and the host", "network (batch)", "MB", _deep, stacked=True
+    ),
+)

@@ -1,0 +1,77 @@
+"""A step layer by layer, as the papers' plots go through it: what a layer holds, how long it takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from overspill.core import Graph, LayerType, Op, Phase, TensorKind, Verb
+
+from .run import Run
+
+WEIGHTS = (TensorKind.PARAMETER, TensorKind.BUFFER)
+LABELS = {LayerType.CONV: "CONV", LayerType.LINEAR: "FC", LayerType.POOL: "POOL"}
+
+
+def weighted(graph: Graph, kinds: Iterable[LayerType] = (LayerType.CONV, LayerType.LINEAR)) -> dict[str, list[Op]]:
+    """The ops of each layer of these kinds, by names such as CONV_01, in the order of forward."""
+    kinds = tuple(kinds)
+    found: dict[str, list[Op]] = {}
+    count: dict[LayerType, int] = defaultdict(int)
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and op.layer_type in kinds:
+            count[op.layer_type] += 1
+            name = f"{LABELS[op.layer_type]}_{count[op.layer_type]:02}"
+            found[name] = [
+                other for other in graph.ops if other.layer == op.layer and other.layer_type is op.layer_type
+            ]
+    return found
+
+
+def bytes_of(graph: Graph, op: Op) -> tuple[int, int, int]:
+    """The bytes of maps, weights and workspace that `op` works with."""
+    touched = [graph.tensors[t] for t in dict.fromkeys(op.reads + op.writes)]
+    weights = sum(t.nbytes for t in touched if t.kind in (*WEIGHTS, TensorKind.GRADIENT))
+    passing = (t for t in touched if not t.persistent and t.kind is not TensorKind.GRADIENT)
+    maps = sum(t.nbytes for t in passing) + sum(t.nbytes for t in touched if t.kind is TensorKind.INPUT)
+    return maps, weights, op.workspace_bytes
+
+
+def most_at_once(graph: Graph) -> int:
+    """The most bytes that any layer works with in one pass: what must be there for it (vDNN, Fig. 1)."""
+    return max(sum(bytes_of(graph, op)) for op in graph.ops if op.phase is not Phase.UPDATE)
+
+
+def spans(run: Run) -> Mapping[int, tuple[float, float]]:
+    """When each op ran, from and to, in seconds."""
+    return {e.target: (e.start_seconds, e.end_seconds) for e in run.timeline.events if e.verb is Verb.RUN}
+
+
+def bytes_by_kind(graph: Graph) -> dict[str, int]:
+    """Network-wide bytes by what they are for, as vDNN's Fig. 4 and Dymem's Fig. 1 break them down."""
+
+    def held(*kinds: TensorKind) -> int:
+        return sum(t.nbytes for t in graph.tensors if t.kind in kinds)
+
+    gradient_maps = [
+        t.nbytes
+        for t in graph.tensors
+        if t.kind is TensorKind.TEMPORARY
+        and t.id in graph.producer
+        and graph.ops[graph.producer[t.id]].phase is Phase.BACKWARD
+    ]
+    return {
+        "weights": held(*WEIGHTS, TensorKind.GRADIENT),
+        "feature maps": held(TensorKind.ACTIVATION, TensorKind.INPUT),
+        "gradient maps": 2 * max(gradient_maps, default=0),
+        "workspace": max((op.workspace_bytes for op in graph.ops), default=0),
+    }
+
+
+def maps_by_layer(graph: Graph) -> dict[LayerType, int]:
+    """Bytes of feature maps by the type of the layer that makes them."""
+    found: dict[LayerType, int] = defaultdict(int)
+    for tensor in graph.tensors:
+        if tensor.kind is TensorKind.ACTIVATION and tensor.id in graph.producer:
+            found[graph.ops[graph.producer[tensor.id]].layer_type] += tensor.nbytes
+    return dict(found)

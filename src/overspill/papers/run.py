@@ -1,0 +1,107 @@
+"""One policy's schedule of a paper's step: its memory where an allocator puts it, and its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from overspill.core import Device, Graph, LayerType, Schedule, Timeline, Verb
+from overspill.placement import ALLOCATE, CnmemConfig, Events, Replay, TwoEndedConfig, replay
+from overspill.placement.allocators.two_ended import TRIAL_POOL_BYTES
+from overspill.simulate import trace_of
+
+
+@dataclass(frozen=True)
+class Pool:
+    """An allocator by name, with its settings."""
+
+    allocator: str
+    config: Any = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One policy's schedule of a setting, checked and on the clock."""
+
+    graph: Graph
+    device: Device
+    schedule: Schedule
+    peak_bytes: int
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.timeline.step_seconds
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that a step sends to the host."""
+        return sum(self.graph.tensors[t].nbytes for t in self.schedule.targets(Verb.OFFLOAD))
+
+    @cached_property
+    def events(self) -> Events:
+        """What a step allocates and frees."""
+        return Events.of(trace_of(self.graph, self.schedule))
+
+    @cached_property
+    def cnmem(self) -> Replay:
+        """The step in a pool of CNMeM's that is never full, with its curves."""
+        config = CnmemConfig(pool_bytes=TRIAL_POOL_BYTES, grows=False)
+        return replay(self.events, "cnmem", config=config, request_bytes=0)
+
+    @property
+    def pool_bytes(self) -> int:
+        """The most bytes that CNMeM has handed out at once."""
+        return self.cnmem.peak_allocated_bytes
+
+    @property
+    def spread_bytes(self) -> int:
+        """From the start of CNMeM's pool to the end of the block that ever lay highest: with what fragments waste."""
+        return _peak_spread(self.cnmem)
+
+    @cached_property
+    def two_ended_events(self) -> Events:
+        """The same, of what is allocated at once what more layers need first."""
+        return Events.of(trace_of(self.graph, self.schedule), by_references=True)
+
+    @cached_property
+    def two_ended(self) -> Replay:
+        """The step in Dymem's pool (GTBM), whose main space is never full, with its curves."""
+        return replay(self.two_ended_events, "gtbm", config=TwoEndedConfig(TRIAL_POOL_BYTES), request_bytes=0)
+
+    @property
+    def two_ended_bytes(self) -> int:
+        """The most that is used from both ends of the main space and in the incremental space, as Fig. 15 of Dymem counts."""
+        return _peak_spread(self.two_ended)
+
+    def reserved_bytes(self, pool: Pool) -> int:
+        """The most device memory that `pool` holds for the step when it repeats: on the device if it fits there."""
+        done = self._replayed(pool, self.device.usable_bytes)
+        return (done if done.fits else self._replayed(pool)).peak_device_bytes
+
+    def fits(self, pool: Pool) -> bool:
+        """Whether the step and its repetition survive in `pool` on the device."""
+        return self._replayed(pool, self.device.usable_bytes).fits
+
+    def chunks_mapped(self, chunk_bytes: int, least_bytes: int) -> int:
+        """Chunks that a step maps if every block of more than `least_bytes` comes to addresses of its own."""
+        large = (self.events.action == ALLOCATE) & (self.events.nbytes > least_bytes)
+        return int(np.ceil(self.events.nbytes[large] / chunk_bytes).sum())
+
+    def seconds_of(self, layer: LayerType) -> float:
+        """Seconds in which ops of layers of this type ran."""
+        runs = (e for e in self.timeline.events if e.verb in (Verb.RUN, Verb.RECOMPUTE))
+        return sum(e.end_seconds - e.start_seconds for e in runs if self.graph.ops[e.target].layer_type is layer)
+
+    def _replayed(self, pool: Pool, capacity_bytes: int | None = None) -> Replay:
+        twice = self.events.repeated(2)
+        return replay(twice, pool.allocator, config=pool.config, capacity_bytes=capacity_bytes)
+
+
+def _peak_spread(done: Replay) -> int:
+    assert done.spread is not None
+    return int(np.max(done.spread, initial=0))

@@ -1,0 +1,169 @@
+"""How vDNN's figures are computed: its networks and what is measured of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from overspill.core import LayerType, Phase, Verb
+from overspill.papers.lab import MIB, Lab, Setting, network_wide_bytes
+from overspill.papers.layers import bytes_of, most_at_once, spans, weighted
+from overspill.papers.run import Run
+from overspill.policies import Policy
+from overspill.policies.vdnn import VdnnAll
+
+GB = 1000 * MIB
+NO_SEARCH = VdnnAll(memory_optimal=True, pooling_searches=False)
+BASE, ALL, DYNAMIC = "oracle", "vdnn-all", "vdnn-dynamic"
+
+
+def on_titan_x(model: str, batch: int, *, features: bool = True) -> Setting:
+    return Setting(model, batch, "titan-x", cudnn=4, features=features)
+
+
+ALEXNET, OVERFEAT, GOOGLENET = on_titan_x("alexnet", 128), on_titan_x("overfeat", 128), on_titan_x("googlenet", 128)
+VGG_64, VGG_128, VGG_256 = (on_titan_x("vgg16-vdnn", batch) for batch in (64, 128, 256))
+SIX = (ALEXNET, OVERFEAT, GOOGLENET, VGG_64, VGG_128, VGG_256)
+DEEP = tuple(on_titan_x(f"vgg{depth}", 32, features=False) for depth in (116, 216, 316, 416))
+
+
+def baseline_gb(model: str, batch: int, lab: Lab, *, gradients: bool = True) -> float:
+    setting = replace(on_titan_x(model, batch, features=False), gradients=gradients)
+    return network_wide_bytes(lab.graph(setting)) / GB
+
+
+def saved_percent(settings: Sequence[Setting], policy: str, taken: Callable[[Run], float], lab: Lab) -> float:
+    """Percent of the baseline's memory that `policy` saves, on average over `settings`.
+
+    Against the whole network stands what vDNN's pool holds, without the classifier, which Torch allocates (§IV-A): that
+    is how 89 % can be saved of AlexNet, whose classifier's weights alone are a fifth of all.
+    """
+    return fmean(100 * (1 - taken(lab.run(s, policy)) / network_wide(s, lab)) for s in settings)
+
+
+def network_wide(setting: Setting, lab: Lab) -> int:
+    return network_wide_bytes(lab.graph(replace(setting, features=False)))
+
+
+def average_bytes(run: Run) -> float:
+    """Over the steps of the memory manager, each allocation, release and op counting once."""
+    return fmean(run.timeline.live_bytes)
+
+
+def largest_bytes(run: Run) -> float:
+    return run.pool_bytes
+
+
+def throughput_percent(setting: Setting, policy: str, lab: Lab) -> float:
+    return 100 * lab.run(setting, BASE).seconds / lab.run(setting, policy).seconds
+
+
+def lost_percent(settings: Sequence[Setting], policy: str, of: Callable[..., float], lab: Lab) -> float:
+    return of([100 - throughput_percent(setting, policy, lab) for setting in settings])
+
+
+def mean_throughput(lab: Lab) -> float:
+    return fmean(throughput_percent(setting, DYNAMIC, lab) for setting in SIX)
+
+
+def pool_gb(setting: Setting, policy: str | Policy, lab: Lab) -> float:
+    return lab.run(setting, policy).pool_bytes / GB
+
+
+def offloaded_gb(setting: Setting, policy: str, lab: Lab) -> float:
+    return lab.run(setting, policy).offloaded_bytes / GB
+
+
+def feature_share(setting: Setting, lab: Lab) -> float:
+    """Percent of the baseline's memory that belongs to the layers before the classifier."""
+    return 100 * network_wide_bytes(lab.graph(setting)) / network_wide(setting, lab)
+
+
+def reuse_ms(setting: Setting, lab: Lab) -> float:
+    """From the end of the first layer's forward to the start of its backward."""
+    run = lab.run(setting, BASE)
+    first = next(op for op in run.graph.ops if op.layer_type is LayerType.CONV)
+    spans = {e.target: e for e in run.timeline.events if e.verb is Verb.RUN}
+    begun = min(
+        spans[op.id].start_seconds
+        for op in run.graph.ops
+        if op.layer == first.layer and op.phase is Phase.BACKWARD and op.id in spans
+    )
+    return 1000 * (begun - spans[first.id].end_seconds)
+
+
+def deep_growth(lab: Lab) -> float:
+    return baseline_gb("vgg416", 32, lab) / baseline_gb("vgg16-vdnn", 32, lab)
+
+
+def deep_gpu_gb(lab: Lab, *, gradients: bool = True) -> float:
+    return max(pool_gb(replace(setting, gradients=gradients), DYNAMIC, lab) for setting in DEEP)
+
+
+def deep_host_percent(setting: Setting, lab: Lab) -> float:
+    """Percent of all that is allocated, on the GPU and on the host, that is on the host."""
+    run = lab.run(setting, DYNAMIC)
+    return 100 * run.offloaded_bytes / (run.offloaded_bytes + run.pool_bytes)
+
+
+def deep_throughput(lab: Lab) -> float:
+    return min(throughput_percent(setting, DYNAMIC, lab) for setting in DEEP)
+
+
+def unused_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
+    """Of the baseline's memory, what not even the layer that uses most of it does, over the ten networks."""
+    graphs = [lab.graph(replace(setting, features=False)) for setting in (*SIX, *DEEP)]
+    return of([100 * (1 - most_at_once(graph) / network_wide_bytes(graph)) for graph in graphs])
+
+
+def too_large(lab: Lab) -> list[Setting]:
+    """Those of the ten networks whose baseline is more than the GPU has."""
+    return [s for s in (*SIX, *DEEP) if network_wide(s, lab) > lab.device(s).memory_bytes]
+
+
+def too_large_count(lab: Lab) -> float:
+    return len(too_large(lab))
+
+
+def of_too_large(of: Callable[[list[float]], float], figure: Callable[[Setting, Lab], float], lab: Lab) -> float:
+    return of([figure(setting, lab) for setting in too_large(lab)])
+
+
+def network_wide_gb(setting: Setting, lab: Lab) -> float:
+    return network_wide(setting, lab) / GB
+
+
+def dynamic_saved_percent(setting: Setting, lab: Lab) -> float:
+    return saved_percent((setting,), DYNAMIC, average_bytes, lab)
+
+
+def dynamic_lost_percent(setting: Setting, lab: Lab) -> float:
+    return 100 - throughput_percent(setting, DYNAMIC, lab)
+
+
+def over_weights(lab: Lab) -> float:
+    """Maps and workspaces of VGG-16's convolutions in forward, over their weights."""
+    graph = lab.graph(VGG_256)
+    rows = [bytes_of(graph, ops[0]) for ops in weighted(graph, (LayerType.CONV,)).values()]
+    return sum(maps + space for maps, _, space in rows) / sum(weights for _, weights, _ in rows)
+
+
+def most_bandwidth(lab: Lab) -> float:
+    """The most bytes a second that a convolution moves, in GB."""
+    run = lab.run(VGG_64, BASE)
+    ran = spans(run)
+    ops = (op for op in run.graph.ops if op.layer_type is LayerType.CONV and op.moved_bytes)
+    return max(op.moved_bytes / (ran[op.id][1] - ran[op.id][0]) for op in ops) / 1e9
+
+
+def traffic_percent(lab: Lab) -> float:
+    """The most that transfers slow a step down by taking bandwidth of DRAM, all layers offloaded."""
+    shared = (replace(setting, shared_bandwidth=True) for setting in SIX)
+    return max(100 * (lab.run(a, ALL).seconds / lab.run(b, ALL).seconds - 1) for a, b in zip(shared, SIX, strict=True))
+
+
+def whole_share(lab: Lab, *, policy: str | Policy = f"{ALL}:m", gradients: bool = True, spread: bool = False) -> float:
+    """Percent of the GPU's free memory that VGG-16 (256), its classifier too, takes; `spread`: with CNMeM's fragments."""
+    run = lab.run(replace(VGG_256, features=False, gradients=gradients), policy)
+    return 100 * (run.spread_bytes if spread else run.pool_bytes) / run.device.usable_bytes
