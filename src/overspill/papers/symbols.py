@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from overspill.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
 
 CLASSES = 1000
@@ -52,9 +50,7 @@ class Builder:
 
     def batch_norm(self, name: str, data: Entry) -> Entry:
         """Batch norm with a scale and a bias that are trained."""
-        return self.layer(
-            "BatchNorm", name, data, ("gamma", "beta", "moving_mean", "moving_var"), fix_gamma=False
-        )
+        return self.layer("BatchNorm", name, data, ("gamma", "beta", "moving_mean", "moving_var"), fix_gamma=False)
 
     def relu(self, name: str, data: Entry) -> Entry:
         """Rectified linear units."""
@@ -189,7 +185,9 @@ def lstm(width: int = 5120, steps: int = 100, layers: int = 2) -> Symbol:
     return net.made(net.add("MakeLoss", "loss", net.add("mean", "mean", joined)))
 
 
-def _cell(net: Builder, weights: str, name: str, x: Entry, hidden: Entry, cell: Entry, width: int) -> tuple[Entry, Entry]:
+def _cell(
+    net: Builder, weights: str, name: str, x: Entry, hidden: Entry, cell: Entry, width: int
+) -> tuple[Entry, Entry]:
     """The next hidden state and cell of `mx.rnn.LSTMCell`."""
     gates = net.add(
         "elemwise_add", f"{name}_gates",
@@ -216,6 +214,67 @@ def _split(net: Builder, name: str, data: Entry, count: int, **attrs: object) ->
     return [Entry(first.node, index) for index in range(count)]
 
 
-NETWORKS: dict[str, Callable[[], Symbol]] = {
-    "VGG16": vgg16, "ResNet50": resnet50, "InceptionV3": inception_v3, "LSTM": lstm,
-}  # fmt: skip
+def bert(*, layers: int = 12, width: int = 768, heads: int = 12, words: int = 30522) -> Symbol:
+    """BERT with a classifier of two classes, as GluonNLP 0.7 writes it: `model/bert.py` and `model/attention_cell.py`."""
+    net = Builder()
+    x = net.add(
+        "elemwise_add", "embedded",
+        *(
+            net.layer("Embedding", name, net.variable(data), ("weight",), input_dim=rows, output_dim=width)
+            for name, data, rows in (("word", "data", words), ("segment", "segments", 2))
+        ),
+    )  # fmt: skip
+    positions = net.layer(
+        "Embedding", "position", net.variable("positions"), ("weight",), input_dim=512, output_dim=width
+    )
+    x = net.add("broadcast_add", "placed", x, positions)
+    x = net.add("Dropout", "embedded_drop", net.layer("LayerNorm", "embedded_norm", x, ("gamma", "beta")), p=0.1)
+    for layer in range(layers):
+        name = f"layer{layer}"
+        x = _residual(net, f"{name}_attention", x, _attention(net, f"{name}_attention", x, width, heads))
+        hidden = _gelu(net, f"{name}_gelu", net.dense(f"{name}_ffn1", x, 4 * width, flatten=False))
+        x = _residual(net, f"{name}_ffn", x, net.dense(f"{name}_ffn2", hidden, width, flatten=False))
+    first = net.add("Reshape", "first", net.add("slice_axis", "cls", x, axis=1, begin=0, end=1), shape=(0, -1))
+    pooled = net.add("Activation", "pooled", net.dense("pooler", first, width), act_type="tanh")
+    return net.loss(net.dense("classifier", net.add("Dropout", "pooled_drop", pooled, p=0.1), 2))
+
+
+def _residual(net: Builder, name: str, x: Entry, branch: Entry) -> Entry:
+    total = net.add("elemwise_add", f"{name}_plus", net.add("Dropout", f"{name}_drop", branch, p=0.1), x)
+    return net.layer("LayerNorm", f"{name}_norm", total, ("gamma", "beta"))
+
+
+def _attention(net: Builder, name: str, x: Entry, width: int, heads: int) -> Entry:
+    """Scores are masked before the softmax, whose result is masked again (`_masked_softmax`)."""
+    query, key, value = (
+        net.add(
+            "Reshape", f"{name}_{part}_flat",
+            net.add(
+                "transpose", f"{name}_{part}_heads",
+                net.add(
+                    "Reshape", f"{name}_{part}_split", net.dense(f"{name}_{part}", x, width, flatten=False),
+                    shape=(0, 0, heads, width // heads),
+                ),
+                axes=(0, 2, 1, 3),
+            ),
+            shape=(-3, 0, 0),
+        )
+        for part in ("query", "key", "value")
+    )  # fmt: skip
+    query = net.add("_contrib_div_sqrt_dim", f"{name}_scaled", query)
+    scores = net.add("batch_dot", f"{name}_scores", query, key, transpose_b=True)
+    mask, nothing = net.variable("mask"), net.variable("minus_infinity")
+    weights = net.add("softmax", f"{name}_softmax", net.add("where", f"{name}_where", mask, scores, nothing), axis=-1)
+    weights = net.add("elemwise_mul", f"{name}_masked", weights, mask)
+    context = net.add("batch_dot", f"{name}_context", net.add("Dropout", f"{name}_weights", weights, p=0.1), value)
+    context = net.add("Reshape", f"{name}_by_head", context, shape=(-4, -1, heads, 0, 0))
+    context = net.add("transpose", f"{name}_joined", context, axes=(0, 2, 1, 3))
+    joined = net.add("Reshape", f"{name}_flat", context, shape=(0, 0, -3))
+    return net.dense(f"{name}_out", joined, width, flatten=False)
+
+
+def _gelu(net: Builder, name: str, x: Entry) -> Entry:
+    """0.5 x (1 + erf(x / sqrt 2)), spelled out."""
+    half = net.add("_mul_scalar", f"{name}_half", x, scalar=0.5)
+    error = net.add("erf", f"{name}_erf", net.add("_div_scalar", f"{name}_divided", x, scalar=1.4142))
+    return net.add("elemwise_mul", f"{name}_out", half, net.add("_plus_scalar", f"{name}_plus", error, scalar=1.0))

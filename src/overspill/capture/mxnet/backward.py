@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from .operators import Operator, Shape, Shapes, known, operator_of
 from .symbol import VARIABLE, Entry, Node, Symbol
@@ -106,7 +107,9 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozense
             shapes[entry.node][entry.index] = shape
         shapes[i] = list(made)
         auxiliary |= {symbol.nodes[node.inputs[k].node].name for k in operator.auxiliary if k < len(node.inputs)}
-    whole = [tuple(known(node, row, k) for k in range(len(row))) for node, row in zip(symbol.nodes, shapes, strict=True)]
+    whole = [
+        tuple(known(node, row, k) for k in range(len(row))) for node, row in zip(symbol.nodes, shapes, strict=True)
+    ]
     return _Graph(list(symbol.nodes), whole, of, [None] * len(of)), frozenset(auxiliary)
 
 
@@ -164,7 +167,7 @@ def _sum(graph: _Graph, parts: list[Entry], shape: Shape) -> Entry | None:
         node = Node("ElementWiseSum", "sum_grad", tuple(parts))
         return Entry(graph.add(node, (shape,), operator_of(node)), 0)
     total = parts[0]
-    for before, part in zip(parts, parts[1:], strict=False):
+    for before, part in pairwise(parts):
         if before.node != part.node:
             later = graph.nodes[part.node]
             graph.nodes[part.node] = replace(later, controls=(*later.controls, total.node))

@@ -97,9 +97,7 @@ class _Executor:
         forward = self.step.forward[i]
         layer = self.step.nodes[i if forward is None else forward].name
         reads = tuple(dict.fromkeys(self._place(entry, phase, layer) for entry in node.inputs))
-        writes = tuple(
-            dict.fromkeys(self._place(Entry(i, k), phase, layer) for k in range(len(self.step.shapes[i])))
-        )
+        writes = tuple(dict.fromkeys(self._place(Entry(i, k), phase, layer) for k in range(len(self.step.shapes[i]))))
         self._take_space(self._space_bytes(i), layer, phase)
         self._ops.append(RecordedOp(node.op, layer, phase, 0, reads, writes))
 

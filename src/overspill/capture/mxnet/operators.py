@@ -48,7 +48,9 @@ def known(node: Node, shapes: Shapes, index: int = 0) -> Shape:
     """The shape of one input, which must be known by now."""
     shape = shapes[index] if index < len(shapes) else None
     if shape is None:
-        raise UnsupportedError(f"the shape of input {index} of {node.name} ({node.op}) is not known; give it with --input")
+        raise UnsupportedError(
+            f"the shape of input {index} of {node.name} ({node.op}) is not known; give it with --input"
+        )
     return shape
 
 
@@ -70,7 +72,11 @@ def _convolution(node: Node, shapes: Shapes) -> list[Shape]:
     data = known(node, shapes)
     kernel = node.numbers("kernel")
     ones = (1,) * len(kernel)
-    stride, dilate, pad = node.numbers("stride", ones), node.numbers("dilate", ones), node.numbers("pad", (0,) * len(kernel))
+    stride, dilate, pad = (
+        node.numbers("stride", ones),
+        node.numbers("dilate", ones),
+        node.numbers("pad", (0,) * len(kernel)),
+    )
     filters = node.number("num_filter", 0)
     _fill(shapes, 1, (filters, data[1] // node.number("num_group", 1), *kernel))
     _fill(shapes, 2, (filters,))
@@ -237,7 +243,11 @@ OPERATORS: dict[str, Operator] = {
         _layer_norm, ("g", "i0", "i1", "o1", "o2"), in_place=IN_PLACE, visible=1, backward_space=_two_copies
     ),
     "Dropout": Operator(
-        lambda node, shapes: _same(node, shapes) * 2, ("g", "o1"), visible=1, in_place=IN_PLACE, backward_in_place=IN_PLACE
+        lambda node, shapes: _same(node, shapes) * 2,
+        ("g", "o1"),
+        visible=1,
+        in_place=IN_PLACE,
+        backward_in_place=IN_PLACE,
     ),
     "SoftmaxOutput": Operator(_softmax_output, ("o0", "i1"), in_place=IN_PLACE, backward_in_place=IN_PLACE),
     "softmax": Operator(_same, ("g", "o0"), in_place=IN_PLACE, backward_in_place=((0, 0), (1, 0))),
@@ -251,6 +261,9 @@ OPERATORS: dict[str, Operator] = {
     "_plus_scalar": _SCALAR,
     "_mul_scalar": _SCALAR,
     "_div_scalar": _SCALAR,
+    "_contrib_div_sqrt_dim": _SCALAR,
+    "erf": Operator(_same, ("g", "i0"), in_place=IN_PLACE, backward_in_place=((0, 0), (1, 0))),
+    "where": Operator(lambda node, shapes: [known(node, shapes, 1)], ("g", "i0")),
     "ElementWiseSum": Operator(_same, (), in_place=IN_PLACE),
     "_copy": Operator(_same, in_place=IN_PLACE, backward_in_place=IN_PLACE, is_view=True),
     "Reshape": Operator(_reshape, in_place=IN_PLACE, backward_in_place=_VIEW_BACK, is_view=True),
