@@ -109,6 +109,11 @@ def fastest_workspace_bytes(sizes: Sizes, device: Device, limit_bytes: int, *, c
     return min(costs, key=lambda cost: (cost.seconds, cost.workspace_bytes)).workspace_bytes
 
 
+def workspaces(sizes: Sizes, device: Device, *, cudnn: int = 7) -> tuple[int, ...]:
+    """The workspace of every algorithm that can carry out the convolution, in the order of trial."""
+    return tuple(cost.workspace_bytes for cost in _costs(sizes, 1.0, device, cudnn))
+
+
 def fastest_seconds(graph: Graph, op: Op, device: Device) -> float | None:
     """Seconds of the first algorithm in the menu of `op`, launch aside; None where it is no algorithm of this file."""
     sizes = sizes_of(graph, op) if op.algorithms else None
