@@ -1,0 +1,180 @@
+"""DNNMem (Gao et al., ESEC/FSE 2020): what its tables measured, and our estimates of the same jobs on its P40.
+
+"Real" rows are what NVML read; ours are estimates by each framework's own rules. PyTorch's jobs run on a GPU that is not
+there. MXNet's are symbols (`symbols.py`), TensorFlow's are graphs that a TensorFlow of today traced as TensorFlow 1 builds
+them (`bench/tensorflow_graphs.py`). Shape Inference is the paper's baseline, computed by its definition (§5.2): weights,
+input and the outputs of forward, activations in place.
+
+Taken where the paper says nothing, once for all rows: `dnnmem_tables.py` and `dnnmem_torch.py` say what of sizes and
+optimizers; batch norm of TensorFlow's networks has fixed statistics and an untrained scale, the only kind that can be "in
+place", as §5.3 says it is there.
+
+Without a row: Figs. 8 and 9 and the bars of Figs. 1 and 7, whose measured values the text does not give; DNNMem's own
+estimates, which are not ours to meet; TensorFlow's LSTM. Of that, weights and their gradients are 3.1 GiB and the outputs of
+100 steps 0.5, of 3.8 that were measured beside the context: no program that keeps its gates for backward fits.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+
+from overspill.capture.mxnet.backward import Step, training_step
+from overspill.capture.mxnet.executor import record as record_symbol
+from overspill.capture.mxnet.operators import is_operator
+from overspill.capture.recording.recording import Recording
+from overspill.capture.tensorflow.executor import record as record_graph
+from overspill.capture.tensorflow.graph import at_batch, load
+from overspill.costs.scratch import Software
+from overspill.devices import load_device
+from overspill.estimation import Estimate
+
+from . import dnnmem_tables as tables
+from .claim import Claim
+from .lab import Lab
+from .symbols import NETWORKS, bert
+
+GIB = 1 << 30
+LSTM_WIDTH = 5120
+BERT_HEADS = 12
+GRAPHS = Path(__file__).parent / "tensorflow"
+_GRAPHS = {"VGG16": "vgg16", "ResNet50": "resnet50-fixed", "InceptionV3": "inception-v3-fixed"}
+_IN_PLACE = ("Activation", "Dropout", "Flatten", "Reshape", "_copy")
+
+
+def _inputs(model: str, batch: int, length: int | None) -> dict[str, tuple[int, ...]]:
+    """The inputs of a network's symbol."""
+    if model == "LSTM":
+        states = {f"lstm{layer}_begin_{part}": (batch, LSTM_WIDTH) for layer in range(2) for part in "hc"}
+        return {"data": (tables.LSTM_STEPS, batch, LSTM_WIDTH), **states}
+    if model == "BERT":
+        length = length or 1
+        scores = (batch * BERT_HEADS, length, length)
+        lines = dict.fromkeys(("data", "segments", "positions"), (batch, length))
+        return {**lines, "mask": scores, "minus_infinity": scores, "softmax_label": (batch,)}
+    side = tables.IMAGE_SIDES[model]
+    return {"data": (batch, 3, side, side), "softmax_label": (batch,)}
+
+
+@cache
+def _recording(framework: str, model: str, batch: int, length: int | None) -> Recording:
+    """A step of a network as a framework runs it on the P40: SGD, and for BERT Adam with decay."""
+    device = load_device("p40")
+    if framework == "MXNet":
+        symbol = NETWORKS[model]() if model != "BERT" else bert()
+        inputs = _inputs(model, batch, length)
+        return record_symbol(symbol, inputs, device, optimizer="adamw" if model == "BERT" else "sgd")
+    if framework == "TensorFlow":
+        name = f"bert-{length}" if model == "BERT" else _GRAPHS[model]
+        return record_graph(at_batch(load(GRAPHS / f"{name}.json.gz"), batch), device)
+    from .dnnmem_torch import record  # noqa: PLC0415  # imports torch
+
+    return record(model, batch, length)
+
+
+def _estimate(framework: str, model: str, batch: int, length: int | None) -> Estimate:
+    software = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
+    recording = _recording(framework, model, batch, length)
+    return Estimate(
+        model, recording, load_device("p40"), batch, framework.lower(), software=software, framework=framework.lower()
+    )  # fmt: skip
+
+
+def _total_gb(row: tables.Row, lab: Lab) -> float:
+    """What NVML would show."""
+    del lab
+    return _estimate(row.framework, row.model, row.batch_size, row.seq_len).total_bytes / GIB
+
+
+def _category_gb(batch: int, category: str, lab: Lab) -> float:
+    """A category of Table 8: VGG16 in TensorFlow."""
+    del lab
+    made = _estimate("TensorFlow", "VGG16", batch, None)
+    if category == "live tensors":
+        return made.peak.requested_bytes / GIB
+    return (made.total_bytes if category == "total" else made.breakdown["allocator_reservation"]) / GIB
+
+
+def _shape_inference_gb(row: tables.Row, lab: Lab) -> float:
+    """Weights, inputs and what forward makes that is not in place; of TensorFlow, batch norm is in place too (§5.3)."""
+    del lab
+    if row.model == "LSTM":  # one operator a layer: two products of four gates, and its output
+        weights = 2 * (2 * 4 * LSTM_WIDTH * LSTM_WIDTH + 2 * 4 * LSTM_WIDTH)
+        return 4 * (weights + 3 * tables.LSTM_STEPS * row.batch_size * LSTM_WIDTH) / GIB
+    symbol = NETWORKS[row.model]() if row.model != "BERT" else bert()
+    inputs = _inputs(row.model, row.batch_size, row.seq_len)
+    return _inferred_bytes(training_step(symbol, inputs, trains=False), row.framework == "TensorFlow") / GIB
+
+
+def _inferred_bytes(step: Step, batch_norm_in_place: bool) -> int:
+    in_place = (*_IN_PLACE, "BatchNorm") if batch_norm_in_place else _IN_PLACE
+    total = 0
+    for node, operator, shapes in zip(step.nodes, step.of, step.shapes, strict=True):
+        if operator is None or not any(is_operator(node, name) for name in in_place):
+            total += sum(4 * prod(shape) for shape in shapes[: None if operator is None else operator.visible])
+    return total
+
+
+_claim = partial(Claim, "dnnmem")
+_MEASURED = "To obtain the real consumed GPU memory of a DL model, we profiled the job using NVIDIA NVML"
+_INFERRED = (
+    "We query such cost functions for tensors of the initial input, weights, intermediate outputs, and final output under "
+    "forward propagation, and then add them up"
+)
+_CATEGORIES = "The real memory consumption of each part was obtained from TensorFlow runtime logs"
+_MEMORY = "Among these 9 experiments, 8 failed due to OOM. That is, the memory consumption is larger than the available memory"
+_RESNET = "a PyTorch ResNet50 training job with a batch size of 256 [...] requires 22 GB of GPU memory"
+_NOTES: dict[tuple[str, str, int], str] = {}
+_INFERENCE_NOTES: dict[tuple[str, str, int], str] = {}
+
+
+def _label(row: tables.Row) -> str:
+    length = f" x {row.seq_len} tokens" if row.model == "BERT" else ""
+    return f"{row.model} ({row.batch_size}{length}), {row.framework}"
+
+
+def _measured(row: tables.Row) -> Claim:
+    note = _NOTES.get((row.framework, row.model, row.batch_size), "")
+    return _claim(row.source, _label(row), _MEASURED, "5.2", row.real_gb or 0.0, "GB", partial(_total_gb, row), note)
+
+
+def _inferred(row: tables.Row) -> Claim:
+    note = _INFERENCE_NOTES.get((row.framework, row.model, row.batch_size), "")
+    what = f"{_label(row)}: Shape Inference"
+    return _claim(
+        row.source, what, _INFERRED, "5.2", row.shape_inference_gb or 0.0, "GB", partial(_shape_inference_gb, row), note
+    )
+
+
+def _memory(row: tables.Row) -> Claim:
+    compute = partial(_total_gb, row)
+    bound = ">" if row.real_oom else "<"
+    return _claim("§5.2", _label(row), _MEMORY, "5.2", tables.P40_GB, "GB", compute, bound=bound)
+
+
+_ROWS = [row for framework in tables.FRAMEWORKS for row in tables.load(framework)]
+_REAL = [
+    row for row in _ROWS if row.source.startswith("Table") and (row.framework, row.model) != ("TensorFlow", "LSTM")
+]
+# Where frameworks have one figure, it is one row: they infer the same shapes.
+_SHAPES = list(
+    {
+        (row.model, row.batch_size, row.seq_len, row.shape_inference_gb): row
+        for row in _ROWS
+        if row.source.startswith("Table")
+    }.values()
+)
+
+CLAIMS: tuple[Claim, ...] = (
+    _claim("Fig. 1", "ResNet50 (256), PyTorch", _RESNET, "1", 22, "GB",
+           partial(_total_gb, next(row for row in _ROWS if row.source == "Figure 1"))),
+    *map(_measured, sorted(_REAL, key=lambda row: row.source)),
+    *map(_inferred, sorted(_SHAPES, key=lambda row: row.source)),
+    *(
+        _claim("Table 8", f"VGG16 ({batch}), TensorFlow: {category}", _CATEGORIES, "5.2", value, "GB",
+               partial(_category_gb, batch, category))
+        for batch, values in tables.TABLE_8.items() for category, value in values.items()
+    ),
+    *(_memory(row) for row in _ROWS if row.source == "Section 5.2"),
+)  # fmt: skip
