@@ -114,6 +114,19 @@ MxnetFile = Annotated[
     Path | None,
     typer.Option("--mxnet", metavar="FILE", help="A symbol file of MXNet, as MXNet trains it.", show_default=False),
 ]
+TensorflowCallable = Annotated[
+    str | None,
+    typer.Option(
+        "--tensorflow",
+        metavar="MODULE:CALLABLE",
+        help="A function of yours that returns a Keras model, or a step and the tf.TensorSpecs of its arguments.",
+        show_default=False,
+    ),
+]
+OnnxFile = Annotated[
+    Path | None,
+    typer.Option("--onnx", metavar="FILE", help="A model of ONNX, run and trained as MXNet would.", show_default=False),
+]
 InputShapes = Annotated[
     list[str] | None,
     typer.Option(
@@ -147,6 +160,8 @@ def estimate(
     time_limit: TimeLimit = 600.0,
     allow_writes: AllowWrites = False,
     mxnet: MxnetFile = None,
+    tensorflow: TensorflowCallable = None,
+    onnx: OnnxFile = None,
     shapes: InputShapes = None,
     allocator: AllocatorName = None,
     allocator_config: AllocatorConfig = None,
@@ -165,7 +180,7 @@ def estimate(
     models.check_optimizer(optimizer)
     together = parallel_of(parallel, gpus)
     limit = _budget(budget, compiled=compiled, inference=inference)
-    source = Source.of({"mxnet": mxnet}, shapes or ())
+    source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
         raise RequestError("--compiled is a model's; in a script torch.compile is left out")
     if source is not None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from overspill.capture.mxnet import executor as mxnet
 from overspill.capture.mxnet.symbol import read_symbol
+from overspill.capture.onnx import reader as onnx
 from overspill.capture.recording.recording import Recording
+from overspill.capture.tensorflow.executor import record as record_graph
+from overspill.capture.tensorflow.trace import trace
 from overspill.core import Device
 from overspill.core.errors import RequestError
 
@@ -50,4 +53,19 @@ def _mxnet(source: Source, optimizer: str | None, device: Device) -> Callable[[i
     return lambda batch: mxnet.record(symbol, shapes_of(source.inputs, batch), device, optimizer=optimizer)
 
 
-_RECORDERS = {"mxnet": _mxnet}
+def _tensorflow(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
+    return lambda batch: record_graph(trace(source.target, batch, optimizer), device)
+
+
+def _onnx(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:
+    def record(batch: int) -> Recording:
+        given = shapes_of(source.inputs, batch)
+        symbol, inputs = onnx.read(Path(source.target), batch, given, trains=optimizer is not None)
+        if onnx.LABEL in symbol.variables:
+            inputs[onnx.LABEL] = (batch,)
+        return mxnet.record(symbol, inputs, device, optimizer=optimizer)
+
+    return record
+
+
+_RECORDERS = {"mxnet": _mxnet, "tensorflow": _tensorflow, "onnx": _onnx}

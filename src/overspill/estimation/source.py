@@ -22,8 +22,8 @@ class Source:
 
     @property
     def allocator(self) -> str:
-        """The framework's own allocator; ONNX has none, and is taken to be run by PyTorch's."""
-        return "pytorch" if self.framework == "onnx" else self.framework
+        """The framework's own allocator; ONNX's models are run as MXNet does."""
+        return "mxnet" if self.framework == "onnx" else self.framework
 
     @classmethod
     def of(cls, named: Mapping[str, object], inputs: Sequence[str]) -> Source | None:

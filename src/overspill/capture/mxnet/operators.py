@@ -209,6 +209,8 @@ def _batch_dot(node: Node, shapes: Shapes) -> list[Shape]:
 
 def _broadcast(node: Node, shapes: Shapes) -> list[Shape]:
     left, right = known(node, shapes, 0), known(node, shapes, 1)
+    rank = max(len(left), len(right))
+    left, right = (1,) * (rank - len(left)) + left, (1,) * (rank - len(right)) + right
     return [tuple(map(max, left, right))]
 
 

@@ -35,14 +35,8 @@ def trace(target: str, batch: int, optimizer: str | None) -> StepGraph:
     """
     tensorflow = installed()
     try:
-        made = _called(_found(target), batch)
-        if isinstance(made, tensorflow.keras.Model):
-            step, specs = _step_of_model(tensorflow, made, batch, optimizer)
-        elif isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
-            step, specs = made
-        else:
-            raise RequestError(f"{target} returned a {type(made).__name__}; {_HELP}")
-        function = tensorflow.function(step, jit_compile=False) if not hasattr(step, "get_concrete_function") else step
+        step, specs = _step(tensorflow, _called(_found(target), batch), target, batch, optimizer)
+        function = step if hasattr(step, "get_concrete_function") else tensorflow.function(step, jit_compile=False)
         return graph_of(function.get_concrete_function(*specs))
     except OverspillError:
         raise
@@ -179,6 +173,15 @@ def _called(function: Callable[..., Any], batch: int) -> Any:
 
     takes_batch = bool(inspect.signature(function).parameters)
     return function(batch) if takes_batch else function()
+
+
+def _step(tensorflow: Any, made: Any, target: str, batch: int, optimizer: str | None) -> tuple[Any, Any]:
+    """The function that makes a step, and the specs of its arguments, of what the user's callable returned."""
+    if isinstance(made, tensorflow.keras.Model):
+        return _step_of_model(tensorflow, made, batch, optimizer)
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+        return made
+    raise RequestError(f"{target} returned a {type(made).__name__}; {_HELP}")
 
 
 def _step_of_model(tensorflow: Any, model: Any, batch: int, optimizer: str | None) -> tuple[Any, list[Any]]:
