@@ -278,3 +278,8 @@ def _gelu(net: Builder, name: str, x: Entry) -> Entry:
     half = net.add("_mul_scalar", f"{name}_half", x, scalar=0.5)
     error = net.add("erf", f"{name}_erf", net.add("_div_scalar", f"{name}_divided", x, scalar=1.4142))
     return net.add("elemwise_mul", f"{name}_out", half, net.add("_plus_scalar", f"{name}_plus", error, scalar=1.0))
+
+
+NETWORKS: dict[str, Callable[[], Symbol]] = {
+    "VGG16": vgg16, "ResNet50": resnet50, "InceptionV3": inception_v3, "LSTM": lstm, "BERT": bert,
+}  # fmt: skip
