@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from overspill.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
 
 CLASSES = 1000
