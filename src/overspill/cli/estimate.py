@@ -212,8 +212,9 @@ def estimate(
             made, request = _of_script(run, setting, narrator)
         else:
             choice = ModelChoice(_one_model(words), small, image_size, seq_len)
-            training = (batch or 1, trained_by, dtype)
-            made, request = _of_model(choice, *training, setting, narrator, together=together, compiled=compiled)
+            made, request = _of_model(
+                choice, batch or 1, trained_by, dtype, setting, narrator, together=together, compiled=compiled
+            )
             if limit is not None:
                 narrator.now(f"planning {choice.name} as torch.compile has it")
                 within = _plan(choice, batch or 1, optimizer, dtype, limit, setting.device)
@@ -272,7 +273,7 @@ def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
     )  # fmt: skip
     for note in done.notes:
         narrator.line(f"note: {note}")
-    request = {"model": str(run.script), "batch": None, "optimizer": ", ".join(done.optimizers) or None, "dtype": None}
+    request: dict[str, Any] = {"model": str(run.script), "batch": None, "optimizer": ", ".join(done.optimizers) or None, "dtype": None}
     request |= {"iterations": done.iterations, "trains": done.trains, "notes": list(done.notes)}
     return of_recording(done.recording, done.name, setting), request
 

@@ -147,7 +147,7 @@ def test_no_two_entries_lie_in_one_storage_at_the_same_time(name: str) -> None:
     tenants: dict[int, list[Entry]] = defaultdict(list)
     for entry, storage in sorted(plan.storage.items()):
         if storage >= 0:
-            assert plan.nbytes[storage] >= ITEM_BYTES * prod(step.shapes[entry.node][entry.index])
+            assert plan.nbytes[storage] >= ITEM_BYTES * prod(step.shapes[entry.node][entry.number])
             tenants[storage].append(entry)
     for entries in tenants.values():
         for before, after in pairwise(entries):
@@ -164,9 +164,9 @@ def test_the_networks_have_the_parameters_that_the_papers_say() -> None:
         symbol, _ = NETWORKS[name]
         side = 299 if name == "inception-v3" else 224
         step = training_step(symbol, {"data": (1, 3, side, side), "softmax_label": (1,)})
-        assert sum(prod(step.shapes[entry.node][entry.index]) for entry in step.gradients.values()) == count
+        assert sum(prod(step.shapes[entry.node][entry.number]) for entry in step.gradients.values()) == count
     whole = training_step(bert(), {**NETWORKS["bert"][1], **dict.fromkeys(("mask", "minus_infinity"), (24, 6, 6))})
-    assert sum(prod(whole.shapes[e.node][e.index]) for e in whole.gradients.values()) == 109_483_778
+    assert sum(prod(whole.shapes[e.node][e.number]) for e in whole.gradients.values()) == 109_483_778
 
 
 def test_what_is_wrong_is_told(tmp_path: Path) -> None:

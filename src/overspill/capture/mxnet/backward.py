@@ -67,7 +67,7 @@ def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = Tr
     number = {old: new for new, old in enumerate(order)}
 
     def moved(entry: Entry) -> Entry:
-        return Entry(number[entry.node], entry.index)
+        return Entry(number[entry.node], entry.number)
 
     nodes = tuple(
         replace(
@@ -101,10 +101,10 @@ def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozense
         operator = of[-1]
         if operator is None:
             continue
-        read: Shapes = [shapes[entry.node][entry.index] for entry in node.inputs]
+        read: Shapes = [shapes[entry.node][entry.number] for entry in node.inputs]
         made = operator.infer(node, read)
         for entry, shape in zip(node.inputs, read, strict=True):
-            shapes[entry.node][entry.index] = shape
+            shapes[entry.node][entry.number] = shape
         shapes[i] = list(made)
         auxiliary |= {symbol.nodes[node.inputs[k].node].name for k in operator.auxiliary if k < len(node.inputs)}
     whole = [
@@ -118,7 +118,7 @@ def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> di
     order = list(_depth_first(graph.nodes, symbol.heads))
     found: dict[Entry, list[Entry]] = {}
     for head in symbol.heads:
-        shape = graph.shapes[head.node][head.index]
+        shape = graph.shapes[head.node][head.number]
         found[head] = [Entry(graph.add(Node(VARIABLE, HEAD_GRADIENT), (shape,), None), 0)]
     for i in reversed(order):
         node, operator = graph.nodes[i], graph.of[i]
@@ -153,7 +153,7 @@ def _gradient_node(graph: _Graph, i: int, operator: Operator, above: list[Entry 
         elif int(what[1:]) < len(node.inputs):
             read.append(node.inputs[int(what[1:])])
     count = len(node.inputs) if operator.gradients is None else operator.gradients
-    shapes = tuple(graph.shapes[entry.node][entry.index] for entry in node.inputs[:count])
+    shapes = tuple(graph.shapes[entry.node][entry.number] for entry in node.inputs[:count])
     gradient = Node(f"_backward_{node.op}", f"{node.name}_backward", tuple(read), node.attrs, (i,))
     made = graph.add(gradient, shapes, operator, i)
     return [Entry(made, k) for k in range(count)]

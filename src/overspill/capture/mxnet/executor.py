@@ -130,13 +130,13 @@ class _Executor:
         if is_operator(self.step.nodes[layer], "Convolution"):
             return self._workspace_bytes(layer)
         read = self.step.nodes[layer].inputs
-        shapes = [self.step.shapes[entry.node][entry.index] for entry in read]
+        shapes = [self.step.shapes[entry.node][entry.number] for entry in read]
         return 0 if node is self.step.nodes[layer] else operator.backward_space(shapes)
 
     def _workspace_bytes(self, layer: int) -> int:
         """What the fastest algorithm takes, of those within the operator's limit; forward and backward are tuned alike."""
         node = self.step.nodes[layer]
-        data, weight = (self.step.shapes[entry.node][entry.index] for entry in node.inputs[:2])
+        data, weight = (self.step.shapes[entry.node][entry.number] for entry in node.inputs[:2])
         made = self.step.shapes[layer][0]
         sizes = Sizes(
             data[0], data[1], made[1], data[2:], made[2:], weight[2:], node.number("num_group", 1), ITEM_BYTES, 1
@@ -144,8 +144,9 @@ class _Executor:
         return fastest_workspace_bytes(sizes, self.device, node.number("workspace", WORKSPACE_MIB) << 20)
 
     def _update(self, states: int) -> None:
+        by_name = {self.step.nodes[entry.node].name: array for entry, array in self._arrays.items()}
         for name, entry in self.step.gradients.items():
-            weight = next(e for e in self._arrays if self.step.nodes[e.node].name == name)
+            weight = by_name[name]
             kept = tuple(
                 self._allocate(self._bytes(entry), TensorKind.OPTIMIZER_STATE, f"state of {name}", Phase.UPDATE)
                 for _ in range(states)
@@ -163,7 +164,7 @@ class _Executor:
         return len(self._allocations) - 1
 
     def _bytes(self, entry: Entry) -> int:
-        return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.index])
+        return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.number])
 
 
 def _listed(names: tuple[str, ...]) -> str:

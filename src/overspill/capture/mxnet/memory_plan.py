@@ -84,7 +84,7 @@ class MemoryPlan:
         outputs = [Entry(i, k) for k in range(len(self.step.shapes[i]))]
         taken = self._shared(i)
         rest = [entry for entry in outputs if entry not in self.storage]
-        for entry in sorted(rest, key=lambda e: (self._bytes(e), e.index), reverse=True):
+        for entry in sorted(rest, key=lambda e: (self._bytes(e), e.number), reverse=True):
             storage = self._storages.request(self._bytes(entry))
             self._left[storage] = self._uses[entry]
             self.storage[entry] = storage
@@ -148,4 +148,4 @@ class MemoryPlan:
                 self.storage[part] = self.storage[total]
 
     def _bytes(self, entry: Entry) -> int:
-        return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.index])
+        return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.number])

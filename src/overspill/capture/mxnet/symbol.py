@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     """One output of a node."""
 
     node: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)

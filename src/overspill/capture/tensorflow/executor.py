@@ -188,8 +188,8 @@ class _Executor:
             entry = left.pop()
             found.add(entry)
             source = self.graph.ops[entry.op]
-            if source.type in kernels.ALIASES and source.inputs and entry.index < len(source.inputs):
-                left.append(source.inputs[entry.index])
+            if source.type in kernels.ALIASES and source.inputs and entry.number < len(source.inputs):
+                left.append(source.inputs[entry.number])
         return found
 
     def _buffer(self, entry: Output) -> _Buffer | None:

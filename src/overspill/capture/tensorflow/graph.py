@@ -22,7 +22,7 @@ class Output(NamedTuple):
     """One output of an op: the op's position, and which of its outputs."""
 
     op: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepGraph:
         number = {old: new for new, old in enumerate(sorted(needed))}
         ops = tuple(
             GraphOp(
-                op.type, op.name, tuple(Output(number[read.op], read.index) for read in op.inputs),
+                op.type, op.name, tuple(Output(number[read.op], read.number) for read in op.inputs),
                 tuple(number[control] for control in op.controls), op.makes, op.attrs,
             )
             for op in (self.ops[old] for old in sorted(needed))

@@ -107,4 +107,4 @@ def _pads_one_side(op: GraphOp, sizes: Sizes) -> bool:
 
 def _read(graph: StepGraph, op: GraphOp, index: int) -> Made:
     source = op.inputs[index]
-    return graph.ops[source.op].makes[source.index]
+    return graph.ops[source.op].makes[source.number]

@@ -14,6 +14,7 @@ from .graph import GraphOp, Made, Output, StepGraph
 
 _KEPT_ATTRS = ("strides", "padding", "data_format")
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_LIKE_ITS_INPUT = frozenset({"ZerosLike", "OnesLike", "Identity"})
 _UNROLLED = frozenset({"While", "StatelessWhile", "If", "StatelessIf", "Case"})
 OPTIMIZERS = {
     "sgd": ("SGD", {}), "momentum": ("SGD", {"momentum": 0.9}), "adam": ("Adam", {}), "adamw": ("AdamW", {}),
@@ -113,14 +114,17 @@ class _Flat:
 
     def _append(self, op: Any, inputs: Sequence[Output], controls: Sequence[int], variable: Any) -> int:
         if variable is not None:
-            made: tuple[Made, ...] = (_made(variable.dtype, variable.shape, op.name),)
+            made: tuple[Made, ...] = (_made(variable.dtype, variable.shape, op),)
             self.ops.append(GraphOp("VarHandleOp", variable.name, (), (), made))
             (self.trained if variable.trainable else self.states).append(len(self.ops) - 1)
             return len(self.ops) - 1
         attrs = {
             name: _plain(op.get_attr(name)) for name in _KEPT_ATTRS if op.type.startswith("Conv2D") and name in op.node_def.attr
         }  # fmt: skip
-        made = tuple(_made(tensor.dtype, tensor.shape, op.name) for tensor in op.outputs)
+        if op.type in _LIKE_ITS_INPUT and op.outputs[0].shape.rank is None and inputs:
+            made = (self.ops[inputs[0].op].makes[inputs[0].number],)
+        else:
+            made = tuple(_made(tensor.dtype, tensor.shape, op) for tensor in op.outputs)
         self.ops.append(GraphOp(op.type, op.name, tuple(inputs), tuple(controls), made, attrs))
         if op.type.startswith("Assign") or "Apply" in op.type:
             self.with_effects.append(len(self.ops) - 1)
@@ -138,14 +142,16 @@ class _Flat:
         return [output.op for output in outputs]
 
 
-def _made(dtype: Any, shape: Any, name: str) -> Made:
-    """What an output is. What has no known shape must be on the host, where it takes nothing here."""
+def _made(dtype: Any, shape: Any, op: Any) -> Made:
+    """What an output of `op` is. What has no known shape must be on the host, where it takes nothing here."""
     dtype = dtype.base_dtype if hasattr(dtype, "base_dtype") else dtype
     label = getattr(dtype, "name", str(dtype))
     if shape.rank is None or None in shape.as_list():
         if label in {"resource", "variant", "string"} or label.startswith(("int", "uint")):
             return Made(label, ())
-        raise UnsupportedError(f"TensorFlow does not know the shape of {name} ({shape}); fix the batch in its inputs")
+        if op.type.startswith("FusedBatchNorm"):  # cuDNN's reserved space, which is of float16
+            return Made(label, (0,))
+        raise UnsupportedError(f"TensorFlow does not know the shape of {op.name} ({shape}); fix the batch in its inputs")
     return Made(label, tuple(shape.as_list()))
 
 
