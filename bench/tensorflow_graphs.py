@@ -210,7 +210,10 @@ def images(network: str, side: int, *, fixed: bool = False) -> Callable[[int], S
             labels = tf().placeholder("int32", [batch], "labels")
             logits = Layers(symbols.NETWORKS[network](), fixed=fixed).logits(x)
             loss = tf().reduce_mean(tf().nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-            train = tf().train.GradientDescentOptimizer(0.01).minimize(loss)
+            trained = tf().trainable_variables()
+            # As Keras asks for them; compute_gradients would make each op wait for all gradients of the one before.
+            gradients = zip(tf().gradients(loss, trained), trained, strict=True)
+            train = tf().train.GradientDescentOptimizer(0.01).apply_gradients(gradients)
             return _step(graph, [loss.op, train], [])
 
     return made
@@ -237,7 +240,6 @@ GRAPHS: dict[str, Callable[[int], StepGraph]] = {
     "vgg16": images("VGG16", 224),
     "resnet50": images("ResNet50", 224),
     "resnet50-fixed": images("ResNet50", 224, fixed=True),
-    "inception-v3": images("InceptionV3", 299),
     "inception-v3-fixed": images("InceptionV3", 299, fixed=True),
     "bert-32": text(32),
     "bert-64": text(64),

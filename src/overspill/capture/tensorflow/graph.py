@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ ITEM_BYTES = {
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "int32": 4,
     "int64": 8, "uint32": 4, "uint64": 8, "complex64": 8,
 }  # fmt: skip
-Dimension = int | tuple[int, int]
-"""A size, or `(a, b)` for a + b times the batch."""
+SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+"""Ops whose answers are known when the graph is; Grappler folds them (MaterializeShapes)."""
 
 
 class Output(NamedTuple):
@@ -63,7 +63,11 @@ class StepGraph:
     states: frozenset[int] = frozenset()
 
     def pruned(self) -> StepGraph:
-        """Only what the fetches need, as a session prunes its graph."""
+        """Only what the fetches need, as a session prunes its graph; shapes are constants, and read nothing."""
+        folded = tuple(replace(op, inputs=()) if op.type in SHAPES else op for op in self.ops)
+        return replace(self, ops=folded)._needed()
+
+    def _needed(self) -> StepGraph:
         needed: set[int] = set()
         left = list(self.fetches)
         while left:

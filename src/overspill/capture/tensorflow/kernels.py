@@ -12,7 +12,7 @@ from math import prod
 
 from overspill.costs import Sizes
 
-from .graph import GraphOp, Made, StepGraph
+from .graph import SHAPES, GraphOp, Made, StepGraph
 
 ALIASES = frozenset({
     "Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "ReadVariableOp",
@@ -21,7 +21,7 @@ ALIASES = frozenset({
 """Ops whose output has the memory of their first input."""
 VARIABLES = frozenset({"VariableV2", "VarHandleOp", "Variable"})
 INPUTS = frozenset({"Placeholder", "_Arg"})
-NOTHING = frozenset({"NoOp", "Assert", "_Retval", "Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"})
+NOTHING = frozenset({"NoOp", "Assert", "_Retval", "BroadcastGradientArgs", *SHAPES})
 """Ops that make nothing on the device, whatever their outputs are."""
 UPDATES = (
     "ApplyGradientDescent", "ApplyMomentum", "ApplyAdam", "ApplyRMSProp", "ApplyAdagrad", "ApplyKerasMomentum", "Assign",
