@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -201,14 +202,14 @@ def adam_with_decay(loss: Any) -> tuple[Any, list[str]]:
     return tf().group(*updates), states
 
 
-def images(network: str, side: int, *, fixed: bool = False) -> Callable[[int], StepGraph]:
+def images(network: Callable[[], Symbol], side: int, *, fixed: bool = False) -> Callable[[int], StepGraph]:
     """A convolutional network of `overspill.papers.symbols`, trained by plain SGD."""
 
     def made(batch: int) -> StepGraph:
         with tf().Graph().as_default() as graph:
             x = tf().placeholder("float32", [batch, 3, side, side], "images")
             labels = tf().placeholder("int32", [batch], "labels")
-            logits = Layers(symbols.NETWORKS[network](), fixed=fixed).logits(x)
+            logits = Layers(network(), fixed=fixed).logits(x)
             loss = tf().reduce_mean(tf().nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
             trained = tf().trainable_variables()
             # As Keras asks for them; compute_gradients would make each op wait for all gradients of the one before.
@@ -236,11 +237,12 @@ def _step(graph: Any, fetches: list[Any], states: list[str]) -> StepGraph:
     return of_session_graph(graph, fetches, trained, states).pruned()
 
 
+_RESNET = partial(symbols.resnet50, early=True)  # Keras' own
 GRAPHS: dict[str, Callable[[int], StepGraph]] = {
-    "vgg16": images("VGG16", 224),
-    "resnet50": images("ResNet50", 224),
-    "resnet50-fixed": images("ResNet50", 224, fixed=True),
-    "inception-v3-fixed": images("InceptionV3", 299, fixed=True),
+    "vgg16": images(symbols.vgg16, 224),
+    "resnet50": images(_RESNET, 224),
+    "resnet50-fixed": images(_RESNET, 224, fixed=True),
+    "inception-v3-fixed": images(symbols.inception_v3, 299, fixed=True),
     "bert-32": text(32),
     "bert-64": text(64),
     "bert-128": text(128),

@@ -85,8 +85,11 @@ def vgg16() -> Symbol:
     return net.loss(net.dense("fc8", x, CLASSES))
 
 
-def resnet50() -> Symbol:
-    """ResNet-50 with post-activation; a block's stride is in its 3x3 convolution, as in PyTorch."""
+def resnet50(*, early: bool = False) -> Symbol:
+    """ResNet-50 with post-activation; a block's stride is in its 3x3 convolution, as in PyTorch.
+
+    `early`: in its first 1x1 convolution, as in its paper (arXiv:1512.03385) and in Keras.
+    """
     net = Builder()
     x = net.convolution("conv0", net.variable("data"), 64, (7, 7), stride=2, pad=(3, 3))
     x = net.relu("relu0", net.batch_norm("bn0", x))
@@ -94,18 +97,22 @@ def resnet50() -> Symbol:
     for stage, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
         for unit in range(1, count + 1):
             name = f"stage{stage}_unit{unit}"
-            x = _bottleneck(net, name, x, width, stride=2 if unit == 1 < stage else 1, projects=unit == 1)
+            stride = 2 if unit == 1 < stage else 1
+            strides = (stride, 1) if early else (1, stride)
+            x = _bottleneck(net, name, x, width, strides, projects=unit == 1)
     x = net.add("Pooling", "pool1", x, pool_type="avg", global_pool=True, kernel=(7, 7))
     return net.loss(net.dense("fc1", net.add("Flatten", "flatten", x), CLASSES))
 
 
-def _bottleneck(net: Builder, name: str, x: Entry, width: int, *, stride: int, projects: bool) -> Entry:
-    y = net.relu(f"{name}_relu1", net.batch_norm(f"{name}_bn1", net.convolution(f"{name}_conv1", x, width, (1, 1))))
-    y = net.convolution(f"{name}_conv2", y, width, (3, 3), stride=stride, pad=(1, 1))
+def _bottleneck(net: Builder, name: str, x: Entry, width: int, strides: tuple[int, int], *, projects: bool) -> Entry:
+    y = net.convolution(f"{name}_conv1", x, width, (1, 1), stride=strides[0])
+    y = net.relu(f"{name}_relu1", net.batch_norm(f"{name}_bn1", y))
+    y = net.convolution(f"{name}_conv2", y, width, (3, 3), stride=strides[1], pad=(1, 1))
     y = net.relu(f"{name}_relu2", net.batch_norm(f"{name}_bn2", y))
     y = net.batch_norm(f"{name}_bn3", net.convolution(f"{name}_conv3", y, 4 * width, (1, 1)))
     if projects:
-        x = net.batch_norm(f"{name}_sc_bn", net.convolution(f"{name}_sc", x, 4 * width, (1, 1), stride=stride))
+        x = net.convolution(f"{name}_sc", x, 4 * width, (1, 1), stride=max(strides))
+        x = net.batch_norm(f"{name}_sc_bn", x)
     return net.relu(f"{name}_relu3", net.add("elemwise_add", f"{name}_plus", y, x))
 
 
