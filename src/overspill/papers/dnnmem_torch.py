@@ -55,6 +55,9 @@ def record(model: str, batch: int, length: int | None) -> Recording:
 def _job(model: str, batch: int, length: int | None) -> _Job:
     if model in _BUILT_IN:
         job = models.load(_BUILT_IN[model], image_size=IMAGE_SIDES[model])
+        for layer in job.module.modules():
+            if isinstance(layer, nn.ReLU):
+                layer.inplace = True  # as torchvision's networks have it
         return job.module, lambda: job.make_batch(batch), job.loss
     if model == "LSTM":
         shape = (LSTM_STEPS, batch, LSTM_WIDTH)
