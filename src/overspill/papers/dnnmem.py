@@ -184,6 +184,29 @@ _NO_SCORES = (
 )
 
 
+# What was set by looking at a row, so that it shows nothing.
+_GATE = "that gradients are asked for as Keras does, none waiting for another"
+_SUMS = "that Shape Inference takes sums to be in place"
+_SIDE = "that InceptionV3 reads images of 299 x 299"
+_KEYED: dict[tuple[str, str, int, bool], str] = {
+    ("TensorFlow", "ResNet50", 128, False): (
+        _GATE := "that gradients are asked for as Keras does, none waiting for another"
+    ),
+    ("TensorFlow", "ResNet50", 512, False): _GATE,
+    ("PyTorch", "InceptionV3", 128, False): _SIDE,
+    ("PyTorch", "BERT", 32, False): "that BERT is trained by Adam",
+    ("MXNet", "LSTM", 128, True): "the length of the LSTM's sequences",
+    ("MXNet", "ResNet50", 128, True): _SUMS,
+    ("TensorFlow", "ResNet50", 128, True): _SUMS,
+}
+
+
+def _fitted(row: tables.Row, *, inferred: bool = False) -> str:
+    if row.model == "BERT" and row.seq_len != 32:
+        return ""
+    return _KEYED.get((row.framework, row.model, row.batch_size, inferred), "")
+
+
 def _label(row: tables.Row) -> str:
     length = f" x {row.seq_len} tokens" if row.model == "BERT" else ""
     return f"{row.model} ({row.batch_size}{length}), {row.framework}"
@@ -191,12 +214,13 @@ def _label(row: tables.Row) -> str:
 
 def _measured(row: tables.Row) -> Claim:
     note = _NOTES.get((row.framework, row.model, row.batch_size), "")
-    return _claim(row.source, _label(row), _MEASURED, "5.2", row.real_gb or 0.0, "GB", partial(_total_gb, row), note)
+    real, compute = row.real_gb or 0.0, partial(_total_gb, row)
+    return _claim(row.source, _label(row), _MEASURED, "5.2", real, "GB", compute, note, fitted=_fitted(row))
 
 
 def _inferred(row: tables.Row) -> Claim:
     note = _NO_SCORES if row.model == "BERT" and (row.seq_len or 0) > 64 else ""
-    fitted = "that sums are in place, which the paper does not say" if row.model == "ResNet50" else ""
+    fitted = _fitted(row, inferred=True)
     what = f"{_label(row)}: Shape Inference"
     compute = partial(_shape_inference_gb, row)
     return _claim(row.source, what, _INFERRED, "5.2", row.shape_inference_gb or 0.0, "GB", compute, note, fitted=fitted)
@@ -205,7 +229,7 @@ def _inferred(row: tables.Row) -> Claim:
 def _memory(row: tables.Row) -> Claim:
     compute = partial(_total_gb, row)
     bound = ">" if row.real_oom else "<"
-    return _claim("§5.2", _label(row), _MEMORY, "5.2", tables.P40_GB, "GB", compute, bound=bound)
+    return _claim("§5.2", _label(row), _MEMORY, "5.2", tables.P40_GB, "GB", compute, bound=bound, fitted=_fitted(row))
 
 
 _ROWS = [row for framework in tables.FRAMEWORKS for row in tables.load(framework)]
