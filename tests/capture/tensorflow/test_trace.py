@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.cli.commands import Overspill
 
 from overspill.capture.tensorflow.executor import record
 from overspill.capture.tensorflow.trace import trace
@@ -92,10 +91,3 @@ def test_a_step_of_ones_own_is_traced_with_the_functions_inside_it(user: None) -
 def test_what_cannot_be_traced_is_told(user: None, target: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         trace(target, 4, "sgd")
-
-
-def test_the_command_estimates_it(user: None, overspill: Overspill) -> None:
-    answer = overspill("estimate --tensorflow user_net:model --batch 32 --gpu t4 --json").answer
-    assert answer["allocator"] == "tensorflow"
-    assert answer["fits"] is True
-    assert answer["largest_batch"] > 32

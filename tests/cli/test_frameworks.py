@@ -76,3 +76,18 @@ def test_without_the_package_the_extra_is_named(overspill: Overspill, monkeypatc
     Path("model.onnx").touch()
     assert "pip install overspill[onnx]" in overspill("estimate --onnx model.onnx --batch 4").error
     assert "pip install overspill[tensorflow]" in overspill("estimate --tensorflow a:b --batch 4").error
+
+
+def test_a_keras_model_is_estimated_as_tensorflow_trains_it(overspill: Overspill) -> None:
+    pytest.importorskip("tensorflow")
+    Path("keras_net.py").write_text(
+        "import tensorflow as tf\n"
+        "def model():\n"
+        "    layers = tf.keras.layers\n"
+        "    return tf.keras.Sequential([layers.Input((8, 8, 3)), layers.Conv2D(4, 3), layers.Flatten(), layers.Dense(9)])\n",
+        encoding="utf-8",
+    )
+    answer = overspill("estimate --tensorflow keras_net:model --batch 32 --gpu t4 --json").answer
+    assert answer["allocator"] == "tensorflow"
+    assert answer["fits"] is True
+    assert answer["largest_batch"] > 32
