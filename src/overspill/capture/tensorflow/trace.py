@@ -132,9 +132,10 @@ class _Flat:
 
     def _call(self, graph: Any, op: Any, inputs: Sequence[Output], place: dict[str, Output]) -> list[int]:
         """Adds the function that `op` calls; the ops at its ends."""
-        name = op.get_attr("f").name
-        function_def_to_graph = importlib.import_module("tensorflow.python.framework.function_def_to_graph")
-        body = function_def_to_graph.function_def_to_graph(graph._get_function(name).cached_definition)
+        function = graph._get_function(op.get_attr("f").name)
+        body = getattr(function, "graph", None)
+        if body is None:
+            raise UnsupportedError(f"{op.name} calls a function that was not traced here")
         arguments = {tensor.name: source for tensor, source in zip(body.inputs, inputs, strict=True)}
         outputs = self.add(body, arguments, {})
         for tensor, output in zip(op.outputs, outputs, strict=True):
