@@ -273,7 +273,12 @@ def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
     )  # fmt: skip
     for note in done.notes:
         narrator.line(f"note: {note}")
-    request: dict[str, Any] = {"model": str(run.script), "batch": None, "optimizer": ", ".join(done.optimizers) or None, "dtype": None}
+    request: dict[str, Any] = {
+        "model": str(run.script),
+        "batch": None,
+        "optimizer": ", ".join(done.optimizers) or None,
+        "dtype": None,
+    }
     request |= {"iterations": done.iterations, "trains": done.trains, "notes": list(done.notes)}
     return of_recording(done.recording, done.name, setting), request
 

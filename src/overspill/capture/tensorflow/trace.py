@@ -152,7 +152,9 @@ def _made(dtype: Any, shape: Any, op: Any) -> Made:
             return Made(label, ())
         if op.type.startswith("FusedBatchNorm"):  # cuDNN's reserved space, which is of float16
             return Made(label, (0,))
-        raise UnsupportedError(f"TensorFlow does not know the shape of {op.name} ({shape}); fix the batch in its inputs")
+        raise UnsupportedError(
+            f"TensorFlow does not know the shape of {op.name} ({shape}); fix the batch in its inputs"
+        )
     return Made(label, tuple(shape.as_list()))
 
 
