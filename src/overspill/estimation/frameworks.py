@@ -36,8 +36,7 @@ def of_source(source: Source, batch: int, optimizer: str | None, setting: Settin
     scaling = Scaling(
         trace, setting.device, batch, setting.allocator, setting.allocator_config, setting.software, traces={batch: first}
     )  # fmt: skip
-    made = of_recording(first, source.target, setting, batch=batch, scaling=scaling)
-    object.__setattr__(made, "framework", source.framework)
+    made = of_recording(first, source.target, setting, batch=batch, scaling=scaling, framework=source.framework)
     made.fits()
     object.__setattr__(made, "seconds", time.perf_counter() - started)
     return made
