@@ -213,9 +213,13 @@ def _fitted(row: tables.Row, *, inferred: bool = False) -> str:
     return _KEYED.get((row.framework, row.model, row.batch_size, inferred), "")
 
 
-def _label(row: tables.Row) -> str:
+def _job(row: tables.Row) -> str:
     length = f" x {row.seq_len} tokens" if row.model == "BERT" else ""
-    return f"{row.model} ({row.batch_size}{length}), {row.framework}"
+    return f"{row.model} ({row.batch_size}{length})"
+
+
+def _label(row: tables.Row) -> str:
+    return f"{_job(row)}, {row.framework}"
 
 
 def _measured(row: tables.Row) -> Claim:
@@ -224,10 +228,13 @@ def _measured(row: tables.Row) -> Claim:
     return _claim(row.source, _label(row), _MEASURED, "5.2", real, "GB", compute, note, fitted=_fitted(row))
 
 
-def _inferred(row: tables.Row) -> Claim:
+def _inferred(rows: list[tables.Row]) -> Claim:
+    """The row of all frameworks that have the same figure."""
+    row = rows[-1]
     note = _NO_SCORES if row.model == "BERT" and (row.seq_len or 0) > 64 else ""
     fitted = _fitted(row, inferred=True)
-    what = f"{_label(row)}: Shape Inference"
+    names = " and ".join(each.framework for each in rows) if len(rows) < len(tables.FRAMEWORKS) else "all frameworks"
+    what = f"{_job(row)}, {names}: Shape Inference"
     compute = partial(_shape_inference_gb, row)
     return _claim(row.source, what, _INFERRED, "5.2", row.shape_inference_gb or 0.0, "GB", compute, note, fitted=fitted)
 
@@ -242,20 +249,16 @@ _ROWS = [row for framework in tables.FRAMEWORKS for row in tables.load(framework
 _REAL = [
     row for row in _ROWS if row.source.startswith("Table") and (row.framework, row.model) != ("TensorFlow", "LSTM")
 ]
-# Where frameworks have one figure, it is one row: they infer the same shapes.
-_SHAPES = list(
-    {
-        (row.model, row.batch_size, row.seq_len, row.shape_inference_gb): row
-        for row in _ROWS
-        if row.source.startswith("Table")
-    }.values()
-)
+_SHAPES: dict[tuple[str, int, int | None, float | None], list[tables.Row]] = {}
+for _row in _ROWS:
+    if _row.source.startswith("Table"):  # frameworks that infer the same shapes have one figure, which is one row
+        _SHAPES.setdefault((_row.model, _row.batch_size, _row.seq_len, _row.shape_inference_gb), []).append(_row)
 
 CLAIMS: tuple[Claim, ...] = (
     _claim("Fig. 1", "ResNet50 (256), PyTorch", _RESNET, "1", 22, "GB",
            partial(_total_gb, next(row for row in _ROWS if row.source == "Figure 1"))),
     *map(_measured, sorted(_REAL, key=lambda row: row.source)),
-    *map(_inferred, sorted(_SHAPES, key=lambda row: row.source)),
+    *map(_inferred, sorted(_SHAPES.values(), key=lambda rows: rows[0].source)),
     *(
         _claim("Table 8", f"VGG16 ({batch}), TensorFlow: {category}", _CATEGORIES, "5.2", value, "GB",
                partial(_category_gb, batch, category))
