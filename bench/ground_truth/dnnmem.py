@@ -1,16 +1,9 @@
-"""The measurements of the DNNMem paper, and its PyTorch jobs as ordinary training loops.
-
-Gao et al., "Estimating GPU Memory Consumption of Deep Learning Models", ESEC/FSE 2020: Figure 1, Tables 6 and 7, and the
-out-of-memory experiments of section 5.2. PyTorch 1.2.0, TensorFlow 1.12.0, MXNet 1.5.0, CUDA 9.0, cuDNN 7.0.3, Tesla
-P40; real use is read with NVML and so has the CUDA context in it. The figures are printed as GB; the P40 is given as
-22.38 GB, which are 22 919 MiB, so GB is GiB.
+"""The PyTorch jobs of the DNNMem paper as ordinary training loops; its measurements are in overspill.papers.dnnmem_tables.
 
 What the paper leaves open, or what its figures contradict, and what is taken here:
-- InceptionV3 reads 299x299, the size it is made for. The text says 224x224; but then all that training keeps is 6.3 GiB,
-  against 15.6 measured, and 12.0 with 299x299. Without auxiliary outputs, which are less than 0.1 GiB.
+- InceptionV3 has no auxiliary outputs, which are less than 0.1 GiB.
 - Optimizer: SGD without momentum for images and the LSTM, which with Adam's states would need more than was measured;
   AdamW for BERT, as fine-tuning on GLUE is done: without its states, 1.7 GiB of the smallest job stay unexplained.
-- Length of the LSTM's sequences: 100. Weights, input and both layers' outputs then are 2.3 GiB, as Shape Inference says.
 - Loss of the LSTM: the mean of its outputs.
 - BERT: a classifier of two classes (GLUE); attention and GELU spelled out in elementary operators, as its PyTorch code
   of 2019 had them. The measured memory grows by 1.2 to 1.3 GiB in 1024 tokens; with GELU as one operator it would be 0.9.
@@ -21,83 +14,23 @@ What the paper leaves open, or what its figures contradict, and what is taken he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from overspill.papers.dnnmem_tables import FRAMEWORKS, P40_GB, Row, load
+
 from . import torchvision_models, transformer_models
 from .jobs import Started, move, nothing
 
-P40_GB = 22.38
+__all__ = ["FRAMEWORKS", "P40_GB", "Row", "build", "load", "run", "train"]
+
 ITERATIONS = 3
 _LEARNING_RATE = 0.001
 _LSTM_WIDTH = 5120
-_LSTM_STEPS = 100
 _CLASSES = {"BERT": 2}
 _IMAGE_CLASSES = 1000
-
-
-@dataclass(frozen=True)
-class Row:
-    """One experiment: GB as printed; None where the paper has no figure."""
-
-    source: str  # where in the paper
-    framework: str
-    model: str
-    batch_size: int
-    seq_len: int | None
-    image_side: int | None
-    real_gb: float | None
-    estimated_gb: float | None
-    shape_inference_gb: float | None
-    real_oom: bool = False
-
-    @property
-    def real_bytes(self) -> int | None:
-        """What was measured, in bytes, to the 0.1 GiB that is printed."""
-        return None if self.real_gb is None else round(self.real_gb * 2**30)
-
-
-FRAMEWORKS = ("TensorFlow", "PyTorch", "MXNet")
-_Figures = tuple[float, float, float]  # real, estimated, shape inference
-
-# Model, then one triple for each framework.
-_TABLE_6: tuple[tuple[str, tuple[_Figures, _Figures, _Figures]], ...] = (
-    ("VGG16", ((17.4, 16.9, 7.2), (16.2, 14.6, 7.2), (14.3, 14.2, 7.2))),
-    ("ResNet50", ((8.4, 8.2, 5.1), (13.2, 10.9, 10.1), (11.8, 11.5, 10.1))),
-    ("InceptionV3", ((10.1, 8.7, 7.0), (15.6, 12.0, 11.2), (12.9, 11.6, 11.2))),
-    ("LSTM", ((4.1, 4.3, 2.3), (7.9, 8.5, 2.3), (11.9, 12.2, 2.3))),
-)
-# Batch size and sequence length of BERT, then one triple for each framework.
-_TABLE_7: tuple[tuple[int, int, tuple[_Figures, _Figures, _Figures]], ...] = (
-    (32, 32, ((4.2, 3.4, 1.8), (3.5, 2.4, 1.8), (3.7, 2.9, 1.8))),
-    (32, 64, ((8.2, 5.4, 3.1), (4.7, 3.8, 3.1), (4.9, 4.3, 3.1))),
-    (128, 64, ((16.2, 15.4, 11.2), (12.7, 12.3, 11.2), (11.9, 13.1, 11.2))),
-    (64, 128, ((16.2, 15.4, 11.2), (12.6, 12.3, 11.2), (13.1, 13.1, 11.2))),
-    (100, 128, ((21.2, 22.7, 17.3), (18.4, 18.6, 17.3), (20.5, 19.6, 17.3))),
-)
-_IMAGE_SIDES = {"VGG16": 224, "ResNet50": 224, "InceptionV3": 299}
-_LENGTHS = {"LSTM": _LSTM_STEPS}
-
-
-def load(framework: str = "PyTorch") -> tuple[Row, ...]:
-    """Returns the experiments with one framework: TensorFlow, PyTorch or MXNet."""
-    column = FRAMEWORKS.index(framework)
-    rows = [
-        Row("Table 6", framework, model, 128, _LENGTHS.get(model), _IMAGE_SIDES.get(model), *figures[column])
-        for model, figures in _TABLE_6
-    ]
-    rows += [
-        Row("Table 7", framework, "BERT", size, length, None, *figures[column]) for size, length, figures in _TABLE_7
-    ]
-    for model, side in _IMAGE_SIDES.items():  # all ran out of memory, but for TensorFlow's ResNet50
-        oom = (framework, model) != ("TensorFlow", "ResNet50")
-        rows.append(Row("Section 5.2", framework, model, 512, None, side, None, None, None, oom))
-    if framework == "PyTorch":
-        rows.append(Row("Figure 1", framework, "ResNet50", 256, None, _IMAGE_SIDES["ResNet50"], 22.0, None, None))
-    return tuple(rows)
 
 
 def run(row: Row, device: str, iterations: int = ITERATIONS, started: Started = nothing) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +13,13 @@ from overspill import models
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.estimation.parallel import parallel_of
+from overspill.estimation.source import Source
 
 from .common import (
     AsJson,
     ImageSize,
     ModelChoice,
+    Narrator,
     OptimizerName,
     Outcome,
     SeqLen,
@@ -29,7 +32,8 @@ from .common import (
 if TYPE_CHECKING:
     from overspill.core import Device
     from overspill.estimation import Estimate
-    from overspill.estimation.figures import Figures
+    from overspill.estimation.api import Setting
+    from overspill.estimation.parallel import Parallel
     from overspill.plans.plan import Plan
 
 Words = Annotated[
@@ -55,8 +59,12 @@ Gpu = Annotated[
     ),
 ]
 AllocatorName = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy."),
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy.  [default: the framework's own]",
+        show_default=False,
+    ),
 ]
 AllocatorConfig = Annotated[
     str | None,
@@ -102,6 +110,32 @@ SnapshotFile = Annotated[
 Compiled = Annotated[
     bool, typer.Option("--compiled", help="Say too what the job takes under torch.compile; nothing is compiled for it.")
 ]
+MxnetFile = Annotated[
+    Path | None,
+    typer.Option("--mxnet", metavar="FILE", help="A symbol file of MXNet, as MXNet trains it.", show_default=False),
+]
+TensorflowCallable = Annotated[
+    str | None,
+    typer.Option(
+        "--tensorflow",
+        metavar="MODULE:CALLABLE",
+        help="A function of yours that returns a Keras model, or a step and the tf.TensorSpecs of its arguments.",
+        show_default=False,
+    ),
+]
+OnnxFile = Annotated[
+    Path | None,
+    typer.Option("--onnx", metavar="FILE", help="A model of ONNX, run and trained as MXNet would.", show_default=False),
+]
+InputShapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="NAME=SHAPE",
+        help="The shape of an input of --mxnet or --onnx, N being the batch, as data=N,3,224,224. Can be given again.",
+        show_default=False,
+    ),
+]
 Within = Annotated[
     str | None,
     typer.Option(
@@ -111,6 +145,7 @@ Within = Annotated[
         show_default=False,
     ),
 ]
+_NO_BATCH = "say how many samples make a step, for instance --batch 32"
 
 
 def estimate(
@@ -124,7 +159,11 @@ def estimate(
     iterations: Iterations = 3,
     time_limit: TimeLimit = 600.0,
     allow_writes: AllowWrites = False,
-    allocator: AllocatorName = "pytorch",
+    mxnet: MxnetFile = None,
+    tensorflow: TensorflowCallable = None,
+    onnx: OnnxFile = None,
+    shapes: InputShapes = None,
+    allocator: AllocatorName = None,
     allocator_config: AllocatorConfig = None,
     small: Small = False,
     image_size: ImageSize = None,
@@ -141,13 +180,14 @@ def estimate(
     models.check_optimizer(optimizer)
     together = parallel_of(parallel, gpus)
     limit = _budget(budget, compiled=compiled, inference=inference)
+    source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
         raise RequestError("--compiled is a model's; in a script torch.compile is left out")
-    if script is None:
-        model = _one_model(words)
-        if batch is None:
-            raise RequestError("say how many samples make a step, for instance --batch 32")
-        models.check_name(model)
+    if source is not None:
+        others = (words, script, small, image_size, seq_len, together, compiled)
+        _check_source(source, batch, dtype, others=others)
+    elif script is None:
+        _check_model(words, batch)
     elif together is not None or inference or small or any(size is not None for size in (batch, image_size, seq_len)):
         raise RequestError(
             "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"
@@ -158,46 +198,34 @@ def estimate(
         client.start()  # it gets ready while this process does
     with narrate() as narrator:
         quiet_torch()
-        from overspill.estimation.api import DEFAULT_DEVICE, Setting, of_job, of_recording
-        from overspill.estimation.script import record_script
+        from overspill.estimation.api import DEFAULT_DEVICE, Setting
+        from overspill.report.estimate import estimate_answer, estimate_report
 
-        request: dict[str, Any] = {}
+        own = "pytorch" if source is None else source.allocator
+        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config)
+        trained_by = None if inference else optimizer
         within = None
-        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator, allocator_config)
-        if script is not None:
-            narrator.be_still()  # the terminal is the script's
-            narrator.line(f"running {script} for {iterations} steps on a GPU that is not there")
-            run = record_script(
-                script, words or (), iterations=iterations, capability=setting.capability,
-                memory_bytes=setting.device.memory_bytes, output_to_stderr=json, time_limit=time_limit,
-                allow_writes=allow_writes,
-            )  # fmt: skip
-            made = of_recording(run.recording, run.name, setting)
-            for note in run.notes:
-                narrator.line(f"note: {note}")
-            request |= {"model": str(script), "batch": None, "optimizer": ", ".join(run.optimizers) or None}
-            request |= {"dtype": None, "iterations": run.iterations, "trains": run.trains, "notes": list(run.notes)}
+        if source is not None:
+            made, request = _of_source(source, batch or 1, trained_by, setting, narrator)
+        elif script is not None:
+            run = _Run(script, words or [], iterations, time_limit, allow_writes, quiet=json)
+            made, request = _of_script(run, setting, narrator)
         else:
-            narrator.now(f"tracing {model}")
-            choice = ModelChoice(model, small, image_size, seq_len)
-            make_optimizer = None if inference else models.optimizer_named(optimizer)
-            made = of_job(
-                choice.build, model, batch or 1, make_optimizer, setting, dtype=dtype, parallel=together,
-                compiled=compiled,
-            )  # fmt: skip
+            choice = ModelChoice(_one_model(words), small, image_size, seq_len)
+            made, request = _of_model(
+                choice, batch or 1, trained_by, dtype, setting, narrator, together=together, compiled=compiled
+            )
             if limit is not None:
-                narrator.now(f"planning {model} as torch.compile has it")
+                narrator.now(f"planning {choice.name} as torch.compile has it")
                 within = _plan(choice, batch or 1, optimizer, dtype, limit, setting.device)
-            request |= {"model": model, "batch": batch, "optimizer": None if inference else optimizer, "dtype": dtype}
         request |= {
             "gpus": 1 if together is None else together.gpus,
             "parallel": None if together is None else together.kind,
         }
-        answer = _answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
+        answer = estimate_answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
         if snapshot is not None:
             made.save_snapshot(snapshot)
             narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
-    from overspill.report.estimate import estimate_report
 
     fits = (made if made.compiled is None else made.compiled).fits() or gpu is None
     return Outcome(
@@ -205,6 +233,69 @@ def estimate(
         estimate_report(made, asked=gpu is not None, within=within),
         exit_code=0 if fits and not isinstance(within, InfeasibleBudget) else 1,
     )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How a script is run."""
+
+    script: Path
+    arguments: list[str]
+    iterations: int
+    time_limit: float
+    allow_writes: bool
+    quiet: bool
+
+
+_Made = tuple["Estimate", dict[str, Any]]
+
+
+def _of_source(source: Source, batch: int, optimizer: str | None, setting: Setting, narrator: Narrator) -> _Made:
+    """The estimate of a job of another framework, and what was asked for."""
+    from overspill.estimation.frameworks import of_source
+
+    narrator.now(f"reading {source.target}")
+    made = of_source(source, batch, optimizer, setting)
+    return made, {"model": source.target, "batch": batch, "optimizer": optimizer, "dtype": "float32"}
+
+
+def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
+    """The estimate of a script, and what it did."""
+    from overspill.estimation.api import of_recording
+    from overspill.estimation.script import record_script
+
+    narrator.be_still()  # the terminal is the script's
+    narrator.line(f"running {run.script} for {run.iterations} steps on a GPU that is not there")
+    done = record_script(
+        run.script, run.arguments, iterations=run.iterations, capability=setting.capability,
+        memory_bytes=setting.device.memory_bytes, output_to_stderr=run.quiet, time_limit=run.time_limit,
+        allow_writes=run.allow_writes,
+    )  # fmt: skip
+    for note in done.notes:
+        narrator.line(f"note: {note}")
+    request: dict[str, Any] = {
+        "model": str(run.script),
+        "batch": None,
+        "optimizer": ", ".join(done.optimizers) or None,
+        "dtype": None,
+    }
+    request |= {"iterations": done.iterations, "trains": done.trains, "notes": list(done.notes)}
+    return of_recording(done.recording, done.name, setting), request
+
+
+def _of_model(
+    choice: ModelChoice, batch: int, optimizer: str | None, dtype: str, setting: Setting, narrator: Narrator,
+    *, together: Parallel | None, compiled: bool,
+) -> _Made:  # fmt: skip
+    """The estimate of a model, and what was asked for."""
+    from overspill.estimation.api import of_job
+
+    narrator.now(f"tracing {choice.name}")
+    make_optimizer = None if optimizer is None else models.optimizer_named(optimizer)
+    made = of_job(
+        choice.build, choice.name, batch, make_optimizer, setting, dtype=dtype, parallel=together, compiled=compiled
+    )
+    return made, {"model": choice.name, "batch": batch, "optimizer": optimizer, "dtype": dtype}
 
 
 def _budget(text: str | None, *, compiled: bool, inference: bool) -> Budget | None:
@@ -234,77 +325,30 @@ def _plan(
         return error
 
 
+def _check_source(source: Source, batch: int | None, dtype: str, others: tuple[object, ...]) -> None:
+    """Raise RequestError where a job of another framework was asked for together with what it does not have."""
+    if any(others):
+        raise RequestError(
+            f"--{source.framework} is a job of its own: leave out MODEL, --script, --small, --image-size, --seq-len, "
+            "--gpus, --parallel and --compiled"
+        )
+    if dtype != "float32":
+        raise RequestError(f"--{source.framework} is read as float32; --dtype is for PyTorch's models")
+    if batch is None:
+        raise RequestError(_NO_BATCH)
+
+
+def _check_model(words: list[str] | None, batch: int | None) -> None:
+    """Raise RequestError where no model was named, or no batch."""
+    model = _one_model(words)
+    if batch is None:
+        raise RequestError(_NO_BATCH)
+    models.check_name(model)
+
+
 def _one_model(words: list[str] | None) -> str:
     if not words:
         raise RequestError("name a model (`overspill models` lists them), or a script with --script")
     if len(words) > 1:
         raise RequestError(f"one model at a time, not {' '.join(words)}")
     return words[0]
-
-
-def _answer(
-    request: dict[str, Any], made: Estimate, gpu: str | None, within: Plan | InfeasibleBudget | None
-) -> dict[str, Any]:
-    """What `--json` prints; what only a GPU can answer is null without one."""
-    peak = made.peak
-    asked = gpu is not None
-    return request | {
-        "gpu": gpu,
-        "allocator": made.allocator,
-        **_bytes_of(made),
-        "capacity_bytes": made.device.memory_bytes if asked else None,
-        "fits": made.fits() if asked else None,
-        "minimum_capacity_bytes": made.minimum_capacity_bytes,
-        "breakdown": made.breakdown,
-        "by_layer": dict(list(made.by_layer.items())[:20]),
-        "peak": {
-            "step": peak.iteration, "phase": peak.phase.value, "layer": peak.layer, "op": peak.op,
-            "around": list(peak.ops),
-        },
-        "largest_batch": made.largest_batch if asked else None,
-        "fitting_gpus": list(made.gpus),
-        "changes": [
-            {"what": change.what, "minimum_capacity_bytes": change.minimum_capacity_bytes, "fits": change.fits}
-            for change in (made.changes if asked else ())
-        ],
-        "compiled": None if made.compiled is None else _compiled(made.compiled, within, asked=asked),
-        "seconds": made.seconds,
-    }  # fmt: skip
-
-
-def _bytes_of(made: Figures) -> dict[str, int]:
-    """What `--json` prints of the bytes that a job takes, eager or compiled."""
-    return {
-        "peak_requested_bytes": made.peak_requested_bytes,
-        "peak_allocated_bytes": made.peak_allocated_bytes,
-        "peak_reserved_bytes": made.peak_reserved_bytes,
-        "context_bytes": made.context_bytes,
-        "total_bytes": made.total_bytes,
-        "total_low_bytes": made.total.low,
-        "total_high_bytes": made.total.high,
-    }
-
-
-def _compiled(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
-    """What `--json` prints of the job under torch.compile, and of its step within a budget."""
-    return {
-        "program": "cpu",
-        **_bytes_of(made),
-        "fits": made.fits() if asked else None,
-        "minimum_capacity_bytes": made.minimum_capacity_bytes,
-        "breakdown": made.breakdown,
-        "within": None if within is None else _within(within),
-    }
-
-
-def _within(plan: Plan | InfeasibleBudget) -> dict[str, Any]:
-    if isinstance(plan, InfeasibleBudget):
-        return {
-            "feasible": False, "budget_bytes": plan.budget_bytes, "floor_bytes": plan.floor_bytes, "cause": plan.cause,
-            "peak_bytes": None, "unmanaged_peak_bytes": None, "step_seconds": None, "slowdown": None,
-        }  # fmt: skip
-    return {
-        "feasible": True, "budget_bytes": plan.budget_bytes, "floor_bytes": None, "cause": None,
-        "peak_bytes": plan.peak_bytes, "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
-        "step_seconds": plan.step_seconds, "slowdown": plan.slowdown,
-    }  # fmt: skip

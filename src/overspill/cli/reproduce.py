@@ -14,7 +14,7 @@ from .common import AsJson, Outcome, narrate, quiet_torch
 
 def reproduce(
     paper: Annotated[
-        str, typer.Argument(metavar="PAPER", help="vdnn, dymem, window or placement.", show_default=False)
+        str, typer.Argument(metavar="PAPER", help="vdnn, dymem, window, placement or dnnmem.", show_default=False)
     ],
     table: Annotated[
         str | None,

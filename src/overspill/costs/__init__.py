@@ -8,7 +8,10 @@ from .blas_workspace import cublaslt_workspace_bytes as cublaslt_workspace_bytes
 from .capability import capability_of as capability_of
 from .context import context_bytes as context_bytes
 from .context import kernel_image_bytes as kernel_image_bytes
+from .convolution import Sizes as Sizes
+from .convolution import fastest_workspace_bytes as fastest_workspace_bytes
 from .convolution import with_algorithms as with_algorithms
+from .convolution import workspaces as workspaces
 from .interval import Interval as Interval
 from .nccl import connection_bytes as connection_bytes
 from .nccl import horovod_fusion_bytes as horovod_fusion_bytes

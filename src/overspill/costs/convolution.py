@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import ceil, prod
 
-from overspill.core import Algorithm, Device, Graph, Op, Tensor, TensorKind
+from overspill.core import Algorithm, Device, Graph, LayerType, Op, Tensor, TensorKind
 
 from .precision import peak_flops_per_second
 
@@ -100,6 +100,18 @@ def with_algorithms(graph: Graph, device: Device, *, cudnn: int = 7) -> Graph:
     None in a menu is both slower and larger than another; the fastest is first, and the last takes no workspace.
     """
     return replace(graph, ops=tuple(_with_menu(graph, op, device, cudnn) for op in graph.ops))
+
+
+def fastest_workspace_bytes(sizes: Sizes, device: Device, limit_bytes: int, *, cudnn: int = 7) -> int:
+    """The workspace of the fastest algorithm that takes at most `limit_bytes`: what a framework finds by trying all."""
+    rate = peak_flops_per_second(device, "float32", LayerType.CONV) * device.efficiency.get(LayerType.CONV, 1.0)
+    costs = [cost for cost in _costs(sizes, rate, device, cudnn) if cost.workspace_bytes <= limit_bytes]
+    return min(costs, key=lambda cost: (cost.seconds, cost.workspace_bytes)).workspace_bytes
+
+
+def workspaces(sizes: Sizes, device: Device, *, cudnn: int = 7) -> tuple[int, ...]:
+    """The workspace of every algorithm that can carry out the convolution, in the order of trial."""
+    return tuple(cost.workspace_bytes for cost in _costs(sizes, 1.0, device, cudnn))
 
 
 def fastest_seconds(graph: Graph, op: Op, device: Device) -> float | None:

@@ -71,7 +71,7 @@ def elastic(scratch: Scratch) -> bool:
 def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software) -> Interval:
     """How much a library takes for `scratch` on a GPU of this compute capability."""
     sizes, item = scratch.sizes, _ITEM_BYTES.get(scratch.dtype, 4)
-    if scratch.family in {"floats", "bytes"}:
+    if scratch.family in {"floats", "bytes", "conv_trial"}:
         return _exactly(sizes[0] * (4 if scratch.family == "floats" else 1))
     if scratch.family == "gemm_handle":
         blas = cublas_workspace_bytes(compute_capability, software.environment, software.torch_version)

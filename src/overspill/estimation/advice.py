@@ -25,10 +25,11 @@ def advice(estimate: Figures) -> Iterator[Advice]:
     """Changes for a job that does not fit, those first that cost neither time nor results."""
     yield from _segments(estimate)
     saved = sum(estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
-    yield Advice(
-        f"overspill.compile(model, budget=…): same batch, same numbers; up to {format_bytes(saved)} of feature maps and "
-        "gradients can leave the device or be recomputed"
-    )
+    if estimate.framework == "pytorch":
+        yield Advice(
+            f"overspill.compile(model, budget=…): same batch, same numbers; up to {format_bytes(saved)} of feature maps and "
+            "gradients can leave the device or be recomputed"
+        )
     for what, variant in estimate.variants.items():
         try:
             changed = replace(estimate, recording=variant(), scaling=None, variants={})

@@ -196,11 +196,12 @@ def measured(
 def of_recording(
     recording: Recording, name: str, setting: Setting, *, batch: int | None = None, scaling: Scaling | None = None,
     variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
+    framework: str = "pytorch",
 ) -> Estimate:  # fmt: skip
     """The estimate of what was recorded."""
     return Estimate(
         name, recording, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
-        parallel=parallel, scaling=scaling, variants=variants or {},
+        parallel=parallel, scaling=scaling, variants=variants or {}, framework=framework,
     )  # fmt: skip
 
 

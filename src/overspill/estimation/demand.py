@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class Demand:
         # Scratch that ends at once is a call's; the rest is a handle's, and is not taken again.
         calls = self.scratch & (self.end == self.start + 1)
         asked = probe.nbytes[:count][calls[:count] & (self.start[:count] >= starts[0])]
-        for begin, end in zip(starts[1:], [*starts[2:], self.count], strict=True):
+        for begin, end in pairwise([*starts[1:], self.count]):
             again = np.flatnonzero(calls & (self.start >= begin) & (self.start < end))
             if len(again) != len(asked):
                 return None

@@ -21,7 +21,8 @@ from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
 
-_CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn"})
+# The ops of PyTorch, MXNet and TensorFlow that load cuDNN.
+_CUDNN = frozenset({"convolution", "convolution_backward", "_cudnn_rnn", "Convolution", "Conv2D"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +30,8 @@ class Figures:
     """How much memory `device` needs for a recorded job.
 
     Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
-    other batch sizes, where it can be; `variants` records the job with something changed, said in words, for advice.
-    Everything is computed when asked for.
+    other batch sizes, where it can be; `variants` records the job with something changed, said in words, for advice;
+    `framework` is what runs it. Everything is computed when asked for.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Figures:
     scaling: Scaling | None = None
     seconds: float = 0.0
     variants: Mapping[str, Callable[[], Recording]] = field(default_factory=dict)
+    framework: str = "pytorch"
 
     # The allocator
 

@@ -41,6 +41,7 @@ PAPERS = (
         "p100-nvlink",
         ("profile-guided", "profile-guided-placement"),
     ),
+    Paper("dnnmem", "DNNMem, Gao et al., ESEC/FSE 2020", "p40", ("dnnmem-fse20", "fse20")),
 )
 _BY_NAME = {name: paper for paper in PAPERS for name in (paper.name, *paper.aliases)}
 

@@ -1,6 +1,8 @@
-"""An estimate in a terminal: the words of `Estimate.explain`, the verdict in colour."""
+"""An estimate as a JSON object, and in a terminal: the words of `Estimate.explain`, the verdict in colour."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -8,10 +10,79 @@ from rich.text import Text
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
+from overspill.estimation.figures import Figures
 from overspill.estimation.text import bars, figures, lines, moment, under_compile
 from overspill.plans.plan import Plan
 
 _BAR = "█▏▎▍▌▋▊▉"
+
+
+def estimate_answer(
+    request: dict[str, Any], made: Estimate, *, gpu: str | None, within: Plan | InfeasibleBudget | None
+) -> dict[str, Any]:
+    """What `--json` prints; what only a GPU can answer is null without one."""
+    peak = made.peak
+    asked = gpu is not None
+    return request | {
+        "gpu": gpu,
+        "allocator": made.allocator,
+        **_bytes_of(made),
+        "capacity_bytes": made.device.memory_bytes if asked else None,
+        "fits": made.fits() if asked else None,
+        "minimum_capacity_bytes": made.minimum_capacity_bytes,
+        "breakdown": made.breakdown,
+        "by_layer": dict(list(made.by_layer.items())[:20]),
+        "peak": {
+            "step": peak.iteration, "phase": peak.phase.value, "layer": peak.layer, "op": peak.op,
+            "around": list(peak.ops),
+        },
+        "largest_batch": made.largest_batch if asked else None,
+        "fitting_gpus": list(made.gpus),
+        "changes": [
+            {"what": change.what, "minimum_capacity_bytes": change.minimum_capacity_bytes, "fits": change.fits}
+            for change in (made.changes if asked else ())
+        ],
+        "compiled": None if made.compiled is None else _compiled_answer(made.compiled, within, asked=asked),
+        "seconds": made.seconds,
+    }  # fmt: skip
+
+
+def _bytes_of(made: Figures) -> dict[str, int]:
+    """What `--json` prints of the bytes that a job takes, eager or compiled."""
+    return {
+        "peak_requested_bytes": made.peak_requested_bytes,
+        "peak_allocated_bytes": made.peak_allocated_bytes,
+        "peak_reserved_bytes": made.peak_reserved_bytes,
+        "context_bytes": made.context_bytes,
+        "total_bytes": made.total_bytes,
+        "total_low_bytes": made.total.low,
+        "total_high_bytes": made.total.high,
+    }
+
+
+def _compiled_answer(made: Figures, within: Plan | InfeasibleBudget | None, *, asked: bool) -> dict[str, Any]:
+    """What `--json` prints of the job under torch.compile, and of its step within a budget."""
+    return {
+        "program": "cpu",
+        **_bytes_of(made),
+        "fits": made.fits() if asked else None,
+        "minimum_capacity_bytes": made.minimum_capacity_bytes,
+        "breakdown": made.breakdown,
+        "within": None if within is None else _within_answer(within),
+    }
+
+
+def _within_answer(plan: Plan | InfeasibleBudget) -> dict[str, Any]:
+    if isinstance(plan, InfeasibleBudget):
+        return {
+            "feasible": False, "budget_bytes": plan.budget_bytes, "floor_bytes": plan.floor_bytes, "cause": plan.cause,
+            "peak_bytes": None, "unmanaged_peak_bytes": None, "step_seconds": None, "slowdown": None,
+        }  # fmt: skip
+    return {
+        "feasible": True, "budget_bytes": plan.budget_bytes, "floor_bytes": None, "cause": None,
+        "peak_bytes": plan.peak_bytes, "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
+        "step_seconds": plan.step_seconds, "slowdown": plan.slowdown,
+    }  # fmt: skip
 
 
 def estimate_report(

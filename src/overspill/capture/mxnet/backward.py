@@ -1,0 +1,212 @@
+"""The gradient pass: forward and backward of a symbol as one graph, in the order in which MXNet's executor runs it.
+
+After `src/nnvm/gradient.cc`, and `InitFullGraph` and `AggregateGradient` of `src/executor/graph_executor.cc`, MXNet 1.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from .operators import Operator, Shape, Shapes, known, operator_of
+from .symbol import VARIABLE, Entry, Node, Symbol
+
+INPLACE_SUM_CAP = 8
+"""MXNET_EXEC_INPLACE_GRAD_SUM_CAP: as many gradients and more are added one after the other."""
+HEAD_GRADIENT = "head_grad"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step in execution order; `nodes[i]` makes entries of `shapes[i]`.
+
+    `of[i]` is the operator of a node, `forward[i]` the forward node whose gradient it is (None: it is one itself, or a
+    sum of gradients). `heads` are the network's outputs, `gradients` the entry of each parameter's gradient.
+    """
+
+    nodes: tuple[Node, ...]
+    shapes: tuple[tuple[Shape, ...], ...]
+    of: tuple[Operator | None, ...]
+    forward: tuple[int | None, ...]
+    forward_count: int
+    heads: tuple[Entry, ...]
+    gradients: dict[str, Entry]
+    auxiliary: frozenset[str]
+
+
+@dataclass
+class _Graph:
+    """Nodes as they are made; ids are positions, in no order of execution."""
+
+    nodes: list[Node]
+    shapes: list[tuple[Shape, ...]]
+    of: list[Operator | None]
+    forward: list[int | None] = field(default_factory=list)
+
+    def add(self, node: Node, shapes: tuple[Shape, ...], of: Operator | None, forward: int | None = None) -> int:
+        self.nodes.append(node)
+        self.shapes.append(shapes)
+        self.of.append(of)
+        self.forward.append(forward)
+        return len(self.nodes) - 1
+
+
+def training_step(symbol: Symbol, inputs: dict[str, Shape], *, trains: bool = True) -> Step:
+    """The step of `symbol` on `inputs`, which alone have no gradients; without `trains`, its forward.
+
+    Raises UnsupportedError for an operator that is not known, and for a shape that cannot be told.
+    """
+    graph, auxiliary = _forward(symbol, inputs)
+    parameters = [
+        i for i, node in enumerate(symbol.nodes)
+        if node.is_variable and node.name not in inputs and node.name not in auxiliary
+    ]  # fmt: skip
+    gradients = _gradients(graph, symbol, parameters) if trains else {}
+    order = list(_depth_first(graph.nodes, [*symbol.heads, *gradients.values()]))
+    number = {old: new for new, old in enumerate(order)}
+
+    def moved(entry: Entry) -> Entry:
+        return Entry(number[entry.node], entry.number)
+
+    nodes = tuple(
+        replace(
+            graph.nodes[old],
+            inputs=tuple(map(moved, graph.nodes[old].inputs)),
+            controls=tuple(number[c] for c in graph.nodes[old].controls),
+        )
+        for old in order
+    )
+    return Step(
+        nodes,
+        tuple(graph.shapes[old] for old in order),
+        tuple(graph.of[old] for old in order),
+        tuple(None if graph.forward[old] is None else number[graph.forward[old]] for old in order),  # type: ignore[index]
+        sum(old < len(symbol.nodes) for old in order),
+        tuple(map(moved, symbol.heads)),
+        {graph.nodes[parameter].name: moved(entry) for parameter, entry in gradients.items()},
+        auxiliary,
+    )
+
+
+def _forward(symbol: Symbol, inputs: dict[str, Shape]) -> tuple[_Graph, frozenset[str]]:
+    """The forward nodes with their shapes, and the names of auxiliary states. Operators tell the shapes of weights."""
+    shapes: list[list[Shape | None]] = [
+        [inputs.get(node.name, node.numbers("__shape__") or None)] if node.is_variable else [] for node in symbol.nodes
+    ]  # fmt: skip
+    auxiliary: set[str] = set()
+    of: list[Operator | None] = []
+    for i, node in enumerate(symbol.nodes):
+        of.append(None if node.is_variable else operator_of(node))
+        operator = of[-1]
+        if operator is None:
+            continue
+        read: Shapes = [shapes[entry.node][entry.number] for entry in node.inputs]
+        made = operator.infer(node, read)
+        for entry, shape in zip(node.inputs, read, strict=True):
+            shapes[entry.node][entry.number] = shape
+        shapes[i] = list(made)
+        auxiliary |= {symbol.nodes[node.inputs[k].node].name for k in operator.auxiliary if k < len(node.inputs)}
+    whole = [
+        tuple(known(node, row, k) for k in range(len(row))) for node, row in zip(symbol.nodes, shapes, strict=True)
+    ]
+    return _Graph(list(symbol.nodes), whole, of, [None] * len(of)), frozenset(auxiliary)
+
+
+def _gradients(graph: _Graph, symbol: Symbol, parameters: Collection[int]) -> dict[int, Entry]:
+    """Adds the nodes of backward to `graph`; the entry of each parameter's gradient."""
+    order = list(_depth_first(graph.nodes, symbol.heads))
+    found: dict[Entry, list[Entry]] = {}
+    for head in symbol.heads:
+        shape = graph.shapes[head.node][head.number]
+        found[head] = [Entry(graph.add(Node(VARIABLE, HEAD_GRADIENT), (shape,), None), 0)]
+    for i in reversed(order):
+        node, operator = graph.nodes[i], graph.of[i]
+        if operator is None:
+            continue
+        above = [
+            _sum(graph, found.get(Entry(i, k), []), shape)
+            for k, shape in enumerate(graph.shapes[i][: operator.visible])
+        ]
+        if not operator.backward:
+            made = [above[0]] * len(node.inputs)
+        elif any(entry is None for entry in above) and "g" in operator.backward:
+            continue  # nothing below the loss depends on it
+        else:
+            made = _gradient_node(graph, i, operator, above)
+        for entry, gradient in zip(node.inputs, made, strict=False):
+            if gradient is not None:
+                found.setdefault(entry, []).append(gradient)
+    sums = {i: _sum(graph, found.get(Entry(i, 0), []), graph.shapes[i][0]) for i in parameters}
+    return _distinct(graph, {i: entry for i, entry in sums.items() if entry is not None})
+
+
+def _gradient_node(graph: _Graph, i: int, operator: Operator, above: list[Entry | None]) -> list[Entry | None]:
+    """Adds the node that makes the gradients of node `i`'s inputs."""
+    node = graph.nodes[i]
+    read: list[Entry] = []
+    for what in operator.backward:
+        if what == "g":
+            read += [entry for entry in above if entry is not None]
+        elif what[0] == "o":
+            read.append(Entry(i, int(what[1:])))
+        elif int(what[1:]) < len(node.inputs):
+            read.append(node.inputs[int(what[1:])])
+    count = len(node.inputs) if operator.gradients is None else operator.gradients
+    shapes = tuple(graph.shapes[entry.node][entry.number] for entry in node.inputs[:count])
+    gradient = Node(f"_backward_{node.op}", f"{node.name}_backward", tuple(read), node.attrs, (i,))
+    made = graph.add(gradient, shapes, operator, i)
+    return [Entry(made, k) for k in range(count)]
+
+
+def _sum(graph: _Graph, parts: list[Entry], shape: Shape) -> Entry | None:
+    """One entry for all `parts`: itself, a sum of few, or a chain of sums that backward adds into one place."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    if len(parts) < INPLACE_SUM_CAP:
+        node = Node("ElementWiseSum", "sum_grad", tuple(parts))
+        return Entry(graph.add(node, (shape,), operator_of(node)), 0)
+    total = parts[0]
+    for before, part in pairwise(parts):
+        if before.node != part.node:
+            later = graph.nodes[part.node]
+            graph.nodes[part.node] = replace(later, controls=(*later.controls, total.node))
+        node = Node("_grad_add", "sum_grad", (total, part))
+        total = Entry(graph.add(node, (shape,), operator_of(node)), 0)
+    node = Node("_copy", "sum_grad_final", (total,))
+    return Entry(graph.add(node, (shape,), operator_of(node)), 0)
+
+
+def _distinct(graph: _Graph, gradients: dict[int, Entry]) -> dict[int, Entry]:
+    """A gradient that is that of two parameters is copied for the second."""
+    taken: set[Entry] = set()
+    for i, entry in gradients.items():
+        if entry in taken:
+            node = Node("_copy", f"{graph.nodes[entry.node].name}_copy", (entry,))
+            gradients[i] = Entry(graph.add(node, (graph.shapes[i][0],), operator_of(node)), 0)
+        taken.add(gradients[i])
+    return gradients
+
+
+def _depth_first(nodes: list[Node], heads: Collection[Entry] | list[Entry]) -> Iterator[int]:
+    """The nodes behind `heads`, each after what it reads and what it waits for, as `DFSVisit` meets them."""
+    seen: set[int] = set()
+    for head in heads:
+        stack: list[tuple[int, Iterator[int]]] = []
+        if head.node not in seen:
+            seen.add(head.node)
+            stack.append((head.node, _before(nodes[head.node])))
+        while stack:
+            node, rest = stack[-1]
+            following = next((before for before in rest if before not in seen), None)
+            if following is None:
+                stack.pop()
+                yield node
+            else:
+                seen.add(following)
+                stack.append((following, _before(nodes[following])))
+
+
+def _before(node: Node) -> Iterator[int]:
+    yield from (entry.node for entry in node.inputs)
+    yield from node.controls

@@ -1,0 +1,171 @@
+"""What MXNet's executor takes of the device for a step: every array, every planned storage, and the temporary space.
+
+`simple_bind` allocates arguments, states and gradients; the optimizer's states come with the first update. A storage of the
+plan is allocated when it is first written, and stays. One temporary space serves all operators and is made anew when one
+asks for more (`src/resource.cc`, MXNET_GPU_TEMP_COPY=1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from overspill.capture.recording.recording import Allocation, RecordedOp, Recording
+from overspill.core import Device, Phase, TensorKind
+from overspill.core.errors import RequestError
+from overspill.costs import Sizes, fastest_workspace_bytes
+from overspill.costs.scratch import Scratch
+
+from .backward import HEAD_GRADIENT, Step, training_step
+from .memory_plan import ITEM_BYTES, MemoryPlan
+from .operators import Shape, is_operator
+from .symbol import Entry, Node, Symbol
+
+WORKSPACE_MIB = 1024
+"""The attribute `workspace` of Convolution, where a symbol does not set it; operators are tuned within it."""
+STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+"""How many arrays of a weight's size each optimizer keeps (`python/mxnet/optimizer/optimizer.py`)."""
+
+
+def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimizer: str | None = "sgd") -> Recording:
+    """A training step of `symbol` on `inputs` as MXNet runs it on `device`; without an optimizer, its forward alone.
+
+    Raises RequestError for inputs and optimizers that there are not, UnsupportedError for operators that are not known.
+    """
+    missing = [name for name in inputs if name not in symbol.variables]
+    if missing:
+        raise RequestError(f"the symbol has no input {missing[0]!r}; its variables: {_listed(symbol.variables)}")
+    if optimizer is not None and optimizer not in STATES:
+        raise RequestError(f"MXNet's {optimizer} is not known here; optimizers: {', '.join(STATES)}")
+    step = training_step(symbol, inputs, trains=optimizer is not None)
+    return _Executor(step, inputs, device).run(0 if optimizer is None else STATES[optimizer])
+
+
+class _Executor:
+    """Allocations in the order in which they are asked for; an event each."""
+
+    def __init__(self, step: Step, inputs: Mapping[str, Shape], device: Device) -> None:
+        self.step, self.device = step, device
+        self.plan = MemoryPlan(step)
+        self._inputs = inputs
+        self._allocations: list[Allocation] = []
+        self._ends: dict[int, int] = {}
+        self._ops: list[RecordedOp] = []
+        self._events = 0
+        self._arrays: dict[Entry, int] = {}
+        self._storages: dict[int, int] = {}
+        self._temporary: int | None = None
+        self._parameters = 0
+
+    def run(self, states: int) -> Recording:
+        """Bind, forward, backward, and the update with `states` arrays a weight."""
+        self._bind()
+        start = self._events
+        for i, node in enumerate(self.step.nodes):
+            if not node.is_variable:
+                self._execute(i, node)
+        self._update(states)
+        allocations = tuple(
+            Allocation(
+                a.start, self._ends.get(i, self._events), a.nbytes, a.kind, a.name, a.layer, a.phase, a.op, a.scratch
+            )
+            for i, a in enumerate(self._allocations)
+        )  # fmt: skip
+        return Recording(allocations, tuple(self._ops), (start,), self._events, self._parameters)
+
+    def _bind(self) -> None:
+        read = {entry for node in self.step.nodes for entry in node.inputs}
+        for i, node in enumerate(self.step.nodes):
+            entry = Entry(i, 0)
+            if node.is_variable and (node.name != HEAD_GRADIENT or entry in read):
+                self._arrays[entry] = self._allocate(self._bytes(entry), self._kind(node), node.name, Phase.FORWARD)
+        for name, entry in self.step.gradients.items():
+            self._arrays[entry] = self._allocate(
+                self._bytes(entry), TensorKind.GRADIENT, f"grad of {name}", Phase.FORWARD
+            )
+            self._parameters += self._bytes(entry) // ITEM_BYTES
+
+    def _kind(self, node: Node) -> TensorKind:
+        if node.name in self._inputs:
+            return TensorKind.INPUT
+        if node.name in self.step.auxiliary:
+            return TensorKind.BUFFER
+        return TensorKind.OUTPUT_GRADIENT if node.name == HEAD_GRADIENT else TensorKind.PARAMETER
+
+    def _execute(self, i: int, node: Node) -> None:
+        phase = Phase.FORWARD if i < self.step.forward_count else Phase.BACKWARD
+        forward = self.step.forward[i]
+        layer = self.step.nodes[i if forward is None else forward].name
+        reads = tuple(dict.fromkeys(self._place(entry, phase, layer) for entry in node.inputs))
+        writes = tuple(dict.fromkeys(self._place(Entry(i, k), phase, layer) for k in range(len(self.step.shapes[i]))))
+        self._take_space(self._space_bytes(i), layer, phase)
+        self._ops.append(RecordedOp(node.op, layer, phase, 0, reads, writes))
+
+    def _place(self, entry: Entry, phase: Phase, layer: str) -> int:
+        """The allocation in which `entry` lies; its storage is made now if nothing was in it before."""
+        if entry in self._arrays:
+            return self._arrays[entry]
+        storage = self.plan.storage[entry]
+        if storage not in self._storages:
+            kind = TensorKind.ACTIVATION if phase is Phase.FORWARD else TensorKind.OUTPUT_GRADIENT
+            name = self.step.nodes[entry.node].name
+            self._storages[storage] = self._allocate(self.plan.nbytes[storage], kind, name, phase, layer)
+        return self._storages[storage]
+
+    def _take_space(self, nbytes: int, layer: str, phase: Phase) -> None:
+        """Temporary space of `nbytes`: the last one if it is as large, else that goes and a new one comes."""
+        last = self._temporary
+        if nbytes == 0 or (last is not None and self._allocations[last].nbytes >= nbytes):
+            return
+        if last is not None:
+            self._ends[last] = self._events
+            self._events += 1
+        self._temporary = self._allocate(nbytes, TensorKind.WORKSPACE, "temporary space", phase, layer)
+
+    def _space_bytes(self, i: int) -> int:
+        node, forward, operator = self.step.nodes[i], self.step.forward[i], self.step.of[i]
+        layer = i if forward is None else forward
+        if operator is None:
+            return 0
+        if is_operator(self.step.nodes[layer], "Convolution"):
+            return self._workspace_bytes(layer)
+        read = self.step.nodes[layer].inputs
+        shapes = [self.step.shapes[entry.node][entry.number] for entry in read]
+        return 0 if node is self.step.nodes[layer] else operator.backward_space(shapes)
+
+    def _workspace_bytes(self, layer: int) -> int:
+        """What the fastest algorithm takes, of those within the operator's limit; forward and backward are tuned alike."""
+        node = self.step.nodes[layer]
+        data, weight = (self.step.shapes[entry.node][entry.number] for entry in node.inputs[:2])
+        made = self.step.shapes[layer][0]
+        sizes = Sizes(
+            data[0], data[1], made[1], data[2:], made[2:], weight[2:], node.number("num_group", 1), ITEM_BYTES, 1
+        )
+        return fastest_workspace_bytes(sizes, self.device, node.number("workspace", WORKSPACE_MIB) << 20)
+
+    def _update(self, states: int) -> None:
+        by_name = {self.step.nodes[entry.node].name: array for entry, array in self._arrays.items()}
+        for name, entry in self.step.gradients.items():
+            weight = by_name[name]
+            kept = tuple(
+                self._allocate(self._bytes(entry), TensorKind.OPTIMIZER_STATE, f"state of {name}", Phase.UPDATE)
+                for _ in range(states)
+            )
+            self._ops.append(
+                RecordedOp("update", name, Phase.UPDATE, 0, (weight, self._arrays[entry], *kept), (weight, *kept))
+            )
+
+    def _allocate(self, nbytes: int, kind: TensorKind, name: str, phase: Phase, layer: str = "") -> int:
+        scratch = Scratch("bytes", (nbytes,), "float32") if kind is TensorKind.WORKSPACE else None
+        self._allocations.append(
+            Allocation(self._events, -1, nbytes, kind, name, layer, phase, len(self._ops), scratch)
+        )
+        self._events += 1
+        return len(self._allocations) - 1
+
+    def _bytes(self, entry: Entry) -> int:
+        return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.number])
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

@@ -1,0 +1,110 @@
+"""MXNet's symbols: a network as a list of nodes, and the JSON file that `Symbol.save` writes of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from overspill.core.errors import RequestError
+
+VARIABLE = "null"
+"""The op of a node that is an argument or an auxiliary state."""
+
+
+class Entry(NamedTuple):
+    """One output of a node."""
+
+    node: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator, or a variable. `controls` are nodes that run before it although it reads nothing of theirs."""
+
+    op: str
+    name: str
+    inputs: tuple[Entry, ...] = ()
+    attrs: Mapping[str, str] = field(default_factory=dict)
+    controls: tuple[int, ...] = ()
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is an argument or an auxiliary state."""
+        return self.op == VARIABLE
+
+    def number(self, name: str, default: int) -> int:
+        """The whole number that attribute `name` says."""
+        return int(float(self.attrs.get(name, default)))
+
+    def numbers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The whole numbers of attribute `name`, as in `(3, 3)`; a single number is a row of one."""
+        text = self.attrs.get(name)
+        if text is None or text in {"None", "()", "[]"}:
+            return default
+        value = ast.literal_eval(text)
+        return tuple(int(v) for v in value) if isinstance(value, (tuple, list)) else (int(value),)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Whether attribute `name` is true."""
+        text = self.attrs.get(name)
+        return default if text is None else text in {"True", "true", "1"}
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A network: nodes, each after those that it reads, and what comes out of it."""
+
+    nodes: tuple[Node, ...]
+    heads: tuple[Entry, ...]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The names of all arguments and auxiliary states."""
+        return tuple(node.name for node in self.nodes if node.is_variable)
+
+    def to_json(self) -> str:
+        """The file that MXNet loads: nodes, which of them are variables, and the heads."""
+        nodes = [
+            {"op": node.op, "name": node.name, "inputs": [[*entry, 0] for entry in node.inputs]}
+            | ({"attrs": dict(node.attrs)} if node.attrs else {})
+            for node in self.nodes
+        ]
+        variables = [i for i, node in enumerate(self.nodes) if node.is_variable]
+        heads = [[*entry, 0] for entry in self.heads]
+        version = {"mxnet_version": ["int", 10500]}
+        return json.dumps({"nodes": nodes, "arg_nodes": variables, "heads": heads, "attrs": version}, indent=1)
+
+
+def read_symbol(path: Path) -> Symbol:
+    """The symbol in the file at `path`. Raises RequestError where it holds none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path} is not a symbol file of MXNet: it is not text") from None
+    try:
+        return symbol_of(json.loads(text))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise RequestError(f"{path} is not a symbol file of MXNet: {type(error).__name__}: {error}") from None
+
+
+def symbol_of(loaded: Any) -> Symbol:
+    """The symbol in a loaded JSON object. Attributes are called `attr` or `param` in files before MXNet 1.0."""
+    nodes = []
+    for position, entry in enumerate(loaded["nodes"]):
+        attrs = {**entry.get("param", {}), **entry.get("attr", {}), **entry.get("attrs", {})}
+        inputs = tuple(Entry(int(one[0]), int(one[1])) for one in entry["inputs"])
+        controls = tuple(int(one) for one in entry.get("control_deps", ()))
+        if any(not 0 <= before < position for before in (*(e.node for e in inputs), *controls)):
+            raise ValueError(f"node {entry['name']} reads a node that does not come before it")
+        nodes.append(Node(entry["op"], entry["name"], inputs, {k: str(v) for k, v in attrs.items()}, controls))
+    heads = tuple(Entry(int(one[0]), int(one[1])) for one in loaded["heads"])
+    if not heads or any(not 0 <= head.node < len(nodes) for head in heads):
+        raise ValueError("it has no heads among its nodes")
+    return Symbol(tuple(nodes), heads)

@@ -1,0 +1,252 @@
+"""What TensorFlow's executor takes of the device for a step: buffers by reference count, in the order of its ready queue.
+
+GPU kernels are cheap for the host, so that the executor runs them itself, first ready first (`common_runtime/executor.cc`;
+`OpKernel::IsExpensive`). A buffer goes when its last reader has run. cuDNN's convolutions try every algorithm within the
+workspace's limit the first time that a shape is met, and take the fastest from then on (`kernels/conv_ops.cc`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overspill.capture.recording.recording import Allocation, RecordedOp, Recording
+from overspill.core import Device, Phase, TensorKind
+from overspill.costs import Sizes, fastest_workspace_bytes, workspaces
+from overspill.costs.scratch import Scratch
+
+from . import kernels
+from .graph import GraphOp, Output, StepGraph
+
+WORKSPACE_LIMIT_BYTES = 4 << 30
+"""TF_CUDNN_WORKSPACE_LIMIT_IN_MB where it is not set."""
+ITERATIONS = 2
+"""The first tries algorithms, the second runs as all later ones do."""
+_BACKWARD = ("gradients", "gradient_tape")
+TRIAL = "conv_trial"
+"""The family of scratch that is tried and done without where there is no room."""
+
+
+@dataclass
+class _Buffer:
+    """Memory that tensors refer to: `references` are uses still to come; a variable's is there for good."""
+
+    allocation: int
+    nbytes: int
+    references: int = 0
+    persistent: bool = False
+
+
+def record(graph: StepGraph, device: Device, *, iterations: int = ITERATIONS) -> Recording:
+    """The recording of some steps of `graph`, which is pruned first, on `device`."""
+    return _Executor(graph.pruned(), device).run(iterations)
+
+
+class _Executor:
+    def __init__(self, graph: StepGraph, device: Device) -> None:
+        self.graph, self.device = graph, device
+        self.order = list(_ready_order(graph))
+        self._uses: dict[Output, int] = {}
+        for op in graph.ops:
+            for read in op.inputs:
+                self._uses[read] = self._uses.get(read, 0) + 1
+        for fetch in graph.fetches:
+            for index in range(len(graph.ops[fetch].makes)):
+                self._uses[Output(fetch, index)] = self._uses.get(Output(fetch, index), 0) + 1
+        self._held: dict[Output, _Buffer] = {}  # tensors that are there: by the output that made them
+        self._kept: dict[int, _Buffer] = {}  # variables and constants
+        self._allocations: list[Allocation] = []
+        self._ends: dict[int, int] = {}
+        self._ops: list[RecordedOp] = []
+        self._events = 0
+        self._tuned: set[tuple[str, Sizes]] = set()
+        self._iteration = 0
+        self._gradients = self._gradients_of_variables()
+
+    def run(self, iterations: int) -> Recording:
+        """All steps, after the variables have got their memory."""
+        for position in self.order:
+            op = self.graph.ops[position]
+            if op.type in kernels.VARIABLES or op.type == "Const":
+                self._keep(position, op)
+        starts = []
+        for self._iteration in range(iterations):
+            starts.append(self._events)
+            for position in self.order:
+                self._execute(position, self.graph.ops[position])
+            for fetch in self.graph.fetches:
+                for index in range(len(self.graph.ops[fetch].makes)):
+                    self._release(self._held.get(Output(fetch, index)))
+            self._held.clear()
+        allocations = tuple(
+            Allocation(
+                a.start, self._ends.get(i, self._events), a.nbytes, a.kind, a.name, a.layer, a.phase, a.op, a.scratch
+            )
+            for i, a in enumerate(self._allocations)
+        )  # fmt: skip
+        parameters = sum(self._kept[op].nbytes for op in self.graph.trained if op in self._kept) // 4
+        return Recording(allocations, tuple(self._ops), tuple(starts), self._events, parameters)
+
+    def _keep(self, position: int, op: GraphOp) -> None:
+        if not op.makes or not kernels.is_large(op.makes[0]):
+            return
+        kind = TensorKind.BUFFER
+        if position in self.graph.trained:
+            kind = TensorKind.PARAMETER
+        elif position in self.graph.states:
+            kind = TensorKind.OPTIMIZER_STATE
+        buffer = self._allocate(op.makes[0].nbytes, kind, op.name, op, Phase.FORWARD)
+        buffer.persistent = True
+        self._kept[position] = buffer
+
+    def _execute(self, position: int, op: GraphOp) -> None:
+        phase = _phase(op)
+        read = [self._buffer(entry) for entry in op.inputs]
+        made = self._outputs(position, op, read, phase)
+        reads = tuple(dict.fromkeys(b.allocation for b in read if b is not None))
+        writes = tuple(dict.fromkeys(b.allocation for b in made if b is not None))
+        if reads or writes:
+            self._ops.append(RecordedOp(op.type, _layer(op), phase, self._iteration, reads, writes))
+        for index, buffer in enumerate(made):
+            uses = self._uses.get(Output(position, index), 0)
+            if buffer is not None and uses:
+                buffer.references += uses
+                self._held[Output(position, index)] = buffer
+            elif buffer is not None:
+                self._free_if_unused(buffer)
+        for buffer in read:
+            self._release(buffer)
+
+    def _outputs(self, position: int, op: GraphOp, read: list[_Buffer | None], phase: Phase) -> list[_Buffer | None]:
+        """The buffers of an op's outputs: that of a variable, of an input, or new ones; None for what is on the host."""
+        if position in self._kept:
+            return [self._kept[position]]
+        if op.type in kernels.NOTHING or op.type in kernels.VARIABLES:
+            return [None] * len(op.makes)
+        if op.type in kernels.ALIASES or kernels.is_update(op):
+            return [read[index] if index < len(read) else None for index in range(len(op.makes))]
+        places: dict[int, _Buffer] = {}
+        for source, target in kernels.forwards(op):
+            buffer = read[source] if source < len(read) else None
+            if target not in places and buffer is not None and self._may_take(buffer, op.makes[target].nbytes):
+                places[target] = buffer
+        made: list[_Buffer | None] = []
+        for index, output in enumerate(op.makes):
+            if not kernels.is_large(output):
+                made.append(None)
+            elif index in places:
+                made.append(places[index])
+            else:
+                kind = self._kind(position, index, op, phase)
+                made.append(self._allocate(output.nbytes, kind, op.name, op, phase))
+        if op.type in kernels.CONVOLUTIONS:
+            made[:1] = [self._convolved(op, made[0], phase)]
+        return made
+
+    def _convolved(self, op: GraphOp, output: _Buffer | None, phase: Phase) -> _Buffer | None:
+        """The output of a convolution, whose temporaries have come and gone; one of them may have become the output."""
+        sizes = kernels.convolution(self.graph, op)
+        if sizes is None or output is None:
+            return output
+        nbytes, last_is_output = kernels.temporaries(op, sizes)
+        kind = self._allocations[output.allocation].kind
+        beside = [self._allocate(size, TensorKind.TEMPORARY, op.name, op, phase) for size in nbytes[:-1]]
+        result = self._allocate(nbytes[-1], kind if last_is_output else TensorKind.TEMPORARY, op.name, op, phase)
+        if (op.type, sizes) not in self._tuned:
+            self._tuned.add((op.type, sizes))
+            for size in workspaces(sizes, self.device):
+                if 0 < size <= WORKSPACE_LIMIT_BYTES:
+                    self._scratch(size, op, phase)
+        best = fastest_workspace_bytes(sizes, self.device, WORKSPACE_LIMIT_BYTES)
+        if best:
+            self._scratch(best, op, phase)
+        for buffer in [*beside, output if last_is_output else result]:
+            self._end(buffer)
+        return result if last_is_output else output
+
+    def _scratch(self, nbytes: int, op: GraphOp, phase: Phase) -> None:
+        self._end(
+            self._allocate(nbytes, TensorKind.WORKSPACE, op.name, op, phase, Scratch(TRIAL, (nbytes,), "float32"))
+        )
+
+    def _kind(self, position: int, index: int, op: GraphOp, phase: Phase) -> TensorKind:
+        if op.type in kernels.INPUTS:
+            return TensorKind.INPUT
+        if Output(position, index) in self._gradients:
+            return TensorKind.GRADIENT
+        return TensorKind.ACTIVATION if phase is Phase.FORWARD else TensorKind.OUTPUT_GRADIENT
+
+    def _gradients_of_variables(self) -> set[Output]:
+        """What an update reads, behind ops that only pass it on."""
+        found: set[Output] = set()
+        left = [
+            read for op in self.graph.ops if kernels.is_update(op) for read in op.inputs[1:]
+            if self.graph.ops[read.op].type not in kernels.VARIABLES
+        ]  # fmt: skip
+        while left:
+            entry = left.pop()
+            found.add(entry)
+            source = self.graph.ops[entry.op]
+            if source.type in kernels.ALIASES and source.inputs and entry.number < len(source.inputs):
+                left.append(source.inputs[entry.number])
+        return found
+
+    def _buffer(self, entry: Output) -> _Buffer | None:
+        return self._held.get(entry) or self._kept.get(entry.op)
+
+    def _may_take(self, buffer: _Buffer, nbytes: int) -> bool:
+        """Whether an op may write where its input is: it is the only one that refers to it."""
+        return not buffer.persistent and buffer.references == 1 and buffer.nbytes == nbytes
+
+    def _release(self, buffer: _Buffer | None) -> None:
+        if buffer is not None and not buffer.persistent:
+            buffer.references -= 1
+            self._free_if_unused(buffer)
+
+    def _free_if_unused(self, buffer: _Buffer) -> None:
+        if not buffer.persistent and buffer.references == 0 and buffer.allocation not in self._ends:
+            self._end(buffer)
+
+    def _allocate(
+        self, nbytes: int, kind: TensorKind, name: str, op: GraphOp, phase: Phase, scratch: Scratch | None = None
+    ) -> _Buffer:
+        self._allocations.append(
+            Allocation(self._events, -1, nbytes, kind, name, _layer(op), phase, len(self._ops), scratch)
+        )
+        self._events += 1
+        return _Buffer(len(self._allocations) - 1, nbytes)
+
+    def _end(self, buffer: _Buffer) -> None:
+        self._ends[buffer.allocation] = self._events
+        self._events += 1
+
+
+def _ready_order(graph: StepGraph) -> Iterator[int]:
+    """The ops, first ready first: those that wait for nothing, then each as the last op runs that it waits for."""
+    followers: list[list[int]] = [[] for _ in graph.ops]
+    waiting = [0] * len(graph.ops)
+    for position, op in enumerate(graph.ops):
+        for before in (*(read.op for read in op.inputs), *op.controls):
+            followers[before].append(position)
+            waiting[position] += 1
+    ready = deque(position for position, count in enumerate(waiting) if not count)
+    while ready:
+        position = ready.popleft()
+        yield position
+        for follower in followers[position]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+
+
+def _phase(op: GraphOp) -> Phase:
+    if kernels.is_update(op):
+        return Phase.UPDATE
+    return Phase.BACKWARD if op.name.startswith(_BACKWARD) else Phase.FORWARD
+
+
+def _layer(op: GraphOp) -> str:
+    """The op's name without what backward puts before it and the last part, which is the op's own."""
+    parts = [part for part in op.name.split("/") if not part.startswith(_BACKWARD)]
+    return "/".join(parts[:-1]) or parts[-1]

@@ -1,0 +1,52 @@
+"""A job of another framework, as the user names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from overspill.core.errors import RequestError
+
+BATCH = "N"
+"""What stands for the batch in a shape."""
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which framework, its file or callable, and the shapes of its inputs as the user gave them."""
+
+    framework: str
+    target: str
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def allocator(self) -> str:
+        """The framework's own allocator; ONNX's models are run as MXNet does."""
+        return "mxnet" if self.framework == "onnx" else self.framework
+
+    @classmethod
+    def of(cls, named: Mapping[str, object], inputs: Sequence[str]) -> Source | None:
+        """The one of `named` that is not None, by framework; None where there is none. Raises RequestError for two."""
+        given = [
+            cls(framework, str(target), tuple(inputs)) for framework, target in named.items() if target is not None
+        ]
+        if len(given) > 1:
+            raise RequestError(f"one job at a time, not --{given[0].framework} and --{given[1].framework}")
+        if inputs and (not given or given[0].framework == "tensorflow"):
+            raise RequestError("--input is for --mxnet and --onnx; other models know the shapes of their inputs")
+        return given[0] if given else None
+
+
+def shapes_of(inputs: Sequence[str], batch: int) -> dict[str, Shape]:
+    """`data=N,3,224,224` as a name and a shape, N being the batch. Raises RequestError for anything else."""
+    found: dict[str, Shape] = {}
+    for text in inputs:
+        name, equals, sizes = text.partition("=")
+        parts = [part.strip() for part in sizes.split(",")]
+        if not name or not equals or not all(part == BATCH or (part.isascii() and part.isdecimal()) for part in parts):
+            raise RequestError(f"--input {text} is not a shape; write for instance data={BATCH},3,224,224")
+        found[name] = tuple(batch if part == BATCH else int(part) for part in parts)
+        if 0 in found[name]:
+            raise RequestError(f"--input {text} has no elements")
+    return found
