@@ -32,8 +32,8 @@ def bytes_of(graph: Graph, op: Op) -> tuple[int, int, int]:
     """The bytes of maps, weights and workspace that `op` works with."""
     touched = [graph.tensors[t] for t in dict.fromkeys(op.reads + op.writes)]
     weights = sum(t.nbytes for t in touched if t.kind in (*WEIGHTS, TensorKind.GRADIENT))
-    passing = (t for t in touched if not t.persistent and t.kind is not TensorKind.GRADIENT)
-    maps = sum(t.nbytes for t in passing) + sum(t.nbytes for t in touched if t.kind is TensorKind.INPUT)
+    kept = (TensorKind.GRADIENT, TensorKind.INPUT)
+    maps = sum(t.nbytes for t in touched if t.kind is TensorKind.INPUT or not (t.persistent or t.kind in kept))
     return maps, weights, op.workspace_bytes
 
 
