@@ -25,7 +25,7 @@ BY_INDUCTOR = (
     "siamese", "twins", "simclr", "triplet", "graph-attention", "message-passing", "gpt", "accumulation",
     "transformer-encoder", "seq2seq", "buckets", "layer-drop", "lora", "distillation",
     "moving-average", "autocast", "grad-scaler", "checkpointed", "custom-function", "thawing", "experts", "routed-experts",
-    "reinforce", "gru-lbfgs", "gru-narrow", "multi-task", "parametrized", "dropouts",
+    "reinforce", "gru-lbfgs", "gru-narrow", "multi-task", "parametrized", "dropouts", "lstm-language-model",
 )  # fmt: skip
 """Those that are tried with Inductor's kernels too, against stock torch.compile."""
 WAYS = [
