@@ -33,11 +33,14 @@ def staying(graph: Graph) -> set[str]:
     return {t.name for t in graph.tensors if t.persistent or t.kind is TensorKind.GRADIENT}
 
 
-def groups_of(graph: Graph, schedule: Schedule, leaving: Collection[int] = ()) -> MadeBy:
+def groups_of(
+    graph: Graph, schedule: Schedule, leaving: Collection[int] = (), scratch: int = Mobility.TEMPORARY
+) -> MadeBy:
     """What the instruction at each position makes.
 
     What stays beyond the step (weights, gradients, the tensors `leaving`) is RECLAIMED: a main space that no block
-    outlives can be made anew in another size. Of two blocks of one size the one that stays longer counts.
+    outlives can be made anew in another size. Of two blocks of one size the one that stays longer counts. `scratch` is the
+    group of what no plan knows.
     """
     stays = staying(graph) | {graph.tensors[tensor].name for tensor in leaving}
     blocks: dict[int, dict[int, int]] = defaultdict(dict)
@@ -46,8 +49,9 @@ def groups_of(graph: Graph, schedule: Schedule, leaving: Collection[int] = ()) -
             group = Mobility.RECLAIMED if block.name in stays else block.mobility
             of_size = blocks[block.start]
             of_size[block.nbytes] = max(of_size.get(block.nbytes, 0), int(group))
-    made = {position: (tuple(found.items()), int(Mobility.TEMPORARY)) for position, found in blocks.items()}
+    made = {position: (tuple(found.items()), int(scratch)) for position, found in blocks.items()}
     for position, instruction in enumerate(schedule.instructions):
+        made.setdefault(position, ((), int(scratch)))
         if instruction.verb is Verb.RUN and graph.ops[instruction.target].phase is Phase.UPDATE:
             # An optimizer makes small things, as its count of steps, that stay and that no plan knows.
             made[position] = (made.get(position, SCRATCH_ONLY)[0], UNPLANNED)
