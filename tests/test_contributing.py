@@ -159,7 +159,7 @@ def test_the_model_is_planned_for_the_device(add: Add, tmp_path: Path) -> None:
     assert (device.name, device.kind) == ("my-gpu", "cuda")
     made = overspill.plan("mlp", batch=4, device=device)
     assert made.step_seconds > 0
-    assert made.budget_bytes == device.usable_bytes
+    assert made.asked_bytes == device.memory_bytes
 
 
 def test_the_solver_packs_a_trace(add: Add) -> None:

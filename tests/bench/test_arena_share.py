@@ -46,6 +46,7 @@ def step_bytes(**options: Any) -> int:
     return handed_out(step)
 
 
+@pytest.mark.long
 def test_what_lies_in_the_arena_is_not_handed_out(arena_share: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[str, str, int]] = []
     places_of = arena.places_of

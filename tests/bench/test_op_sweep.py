@@ -26,6 +26,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("op_sweep")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MENDED)
 def test_an_op_that_was_put_right_gives_eagers_bits(sweep: ModuleType, name: str) -> None:
@@ -36,6 +37,7 @@ def test_an_op_that_was_put_right_gives_eagers_bits(sweep: ModuleType, name: str
     assert any(v.outcome == sweep.IDENTICAL for v in found)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_record_says_what_is_not_identical_by_name(
     sweep: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

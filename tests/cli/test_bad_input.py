@@ -142,6 +142,7 @@ def test_a_disk_that_fails_in_the_middle_of_a_step_ends_in_one_line(
     assert not list(store_dir.iterdir())
 
 
+@pytest.mark.long
 def test_a_store_that_may_not_grow_ends_in_one_line_in_a_process_of_its_own(store_dir: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))

@@ -56,6 +56,7 @@ def measured_peak(build: Any, optimizer: str = "sgd") -> int:
     return train_plain(Training(build, BATCH, optimizer, 3), Options(backend="inductor")).measured_peak_bytes
 
 
+@pytest.mark.long
 def test_the_peak_is_that_of_stock_torch_compile() -> None:
     assert estimated_peak(net, "momentum") == measured_peak(net, "momentum")
 

@@ -205,6 +205,7 @@ def test_the_gpus_that_it_fits_on_are_those_that_it_fits_on() -> None:
     assert all(made.fits(name) for name in made.gpus)
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(st.integers(18, 90), st.sampled_from(["sgd", "adam"]))
 def test_the_largest_batch_fits_and_the_next_does_not(mebibytes: int, optimizer: str) -> None:

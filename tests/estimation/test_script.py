@@ -357,6 +357,7 @@ def test_a_process_of_torchrun_is_one_of_its_group(write: Callable[..., str], mo
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.long
 def test_what_it_prints_can_go_to_standard_error_also_that_of_children(write: Callable[..., str]) -> None:
     write("import os\nprint('said')\nos.system('echo child')\n" + TRAINING)
     program = (

@@ -221,6 +221,7 @@ def test_it_ends_with_one_line(text: str, message: str) -> None:
         run(text)
 
 
+@pytest.mark.long
 def test_when_its_time_is_over_it_says_where_it_was() -> None:
     with pytest.raises(RequestError, match=r"^train\.py:12 was still running after 1 seconds \(--time-limit\), before"):
         run("while True:\n    time.sleep(0.01)", time_limit=1)

@@ -7,7 +7,7 @@ from overspill.models import names
 ALIASES = {"vgg11", "vgg13", "vgg16", "vgg19", "vgg16-vdnn"}  # other names of vgg-a, vgg-b, vgg-d and vgg-e
 LIKE_ANOTHER = {
     "vgg-b", "vgg-d", "vgg-e", "vgg116", "vgg216", "vgg316", "vgg416", "resnet34", "resnet101", "resnet152",
-    "densenet161", "densenet169", "densenet201", "inception-v3-aux", "googlenet-aux",
+    "densenet161", "densenet169", "densenet201", "inception-v3-aux", "googlenet-aux", "seq2seq-varied",
 }  # fmt: skip
 """Models that are longer or wider than another, but not of other parts."""
 MODELS = [name for name in names() if name not in ALIASES]

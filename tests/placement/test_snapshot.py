@@ -51,6 +51,7 @@ def check(found: SnapshotReplay) -> None:
     assert found.misplaced == 0
 
 
+@pytest.mark.long
 @relaxed
 @given(seed=st.integers(0, 10**9))
 def test_a_written_run_replays_equal(random_case: Case, tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:

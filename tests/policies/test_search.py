@@ -57,6 +57,7 @@ def test_seconds_bytes_moved_and_peak_of_a_plan_are_those_of_its_schedule(
     assert found.made.plan.moved_bytes == sum(graph.tensors[t].nbytes for t in schedule.targets(Verb.OFFLOAD))
 
 
+@pytest.mark.long
 @given(long_networks(), devices(), SHARES)
 @settings(max_examples=25, deadline=None)
 def test_attempts_never_make_the_plan_slower_and_are_the_same_each_time(

@@ -15,7 +15,6 @@ from torch import nn
 QUICK = (
     ("vae", "train_step"),
     ("twins", "compile"),
-    ("super-resolution", "compile"),
     ("tied-autoencoder", "train_step"),
 )
 """Those that do not wait for the long suite."""

@@ -166,6 +166,7 @@ def test_sentences_of_varied_lengths_are_trained_on_with_planned_addresses() -> 
     assert len(set(managed.losses)) == 9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "placement", ["two-ended", "virtual"]
 )  # for planned addresses a program has an arena of its own

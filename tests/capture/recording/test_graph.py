@@ -20,7 +20,9 @@ def recorded(name: str, optimizer: str) -> Recording:
     return record(program)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "gpt2", "vgg11", "unet"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "vgg11", *(pytest.param(name, marks=pytest.mark.long) for name in ("resnet18", "unet"))]
+)
 def test_its_persistent_tensors_and_gradients_are_those_of_the_compiled_capture(name: str) -> None:
     eager = graph_of(recorded(name, "momentum"), name)
     training = Training(lambda: models.load(name, small=True), 4, "momentum")

@@ -26,7 +26,7 @@ def job(model: str = "resnet18", dtype: str = "float32", batch: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "amp"])
-@pytest.mark.parametrize("model", ["resnet18", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("resnet18", marks=pytest.mark.long), "gpt2"])
 def test_two_recordings_of_one_program_are_equal(model: str, dtype: str) -> None:
     assert record(job(model, dtype)) == record(job(model, dtype))
 
@@ -92,6 +92,7 @@ def test_nothing_outlives_a_program_that_fails(error: type[Exception]) -> None:
     assert [reference() for reference in kept] == [None, None]
 
 
+@pytest.mark.long
 def test_many_recordings_do_not_add_up() -> None:
     record(job())
     gc.collect()

@@ -46,6 +46,7 @@ def test_blocks_that_all_want_the_same_partner_take_no_long_time() -> None:
     assert len(waste) > 1000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [500, 3000])
 def test_a_square_that_was_cut_is_put_together_again(blocks: int) -> None:
     trace = tiling(blocks, random.Random(blocks), 1 << 24)  # hardly two lengths are equal by chance

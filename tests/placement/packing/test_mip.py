@@ -20,6 +20,7 @@ from overspill.placement.packing.solvers.processes import GRACE_SECONDS
 RING = ((0, 2, 4), (1, 4, 3), (3, 6, 4), (5, 8, 3), (0, 1, 2), (2, 7, 2))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(-2, 2))
 def test_it_finds_the_optimum_of_small_problems_and_proves_it(trace: Trace, spare: int) -> None:

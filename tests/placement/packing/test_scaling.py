@@ -27,6 +27,7 @@ def times(block: Block, factor: int) -> Block:
     return replace(block, nbytes=block.nbytes * factor, alignment=block.alignment * factor, pinned=pinned)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(SOLVERS) - set(PROGRAMS)))
 @given(data=st.data(), factor=FACTORS)
 @settings(max_examples=20, deadline=None)
@@ -40,6 +41,7 @@ def test_addresses_scale_with_the_sizes(name: str, data: st.DataObject, factor: 
     assert large.bound_bytes == factor * small.bound_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 @given(trace=traces(count=5), factor=FACTORS)
 @settings(max_examples=8, deadline=None)
