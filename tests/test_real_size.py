@@ -55,6 +55,7 @@ def trained_where_plain_training_fails(
     return result
 
 
+@pytest.mark.long
 def test_a_decoder_trains_in_an_address_space_in_which_plain_training_fails(tmp_path: Path) -> None:
     result = trained_where_plain_training_fails(
         SMALL_DECODER, 2, "adamw", "--whole-step", "--budget", "128MiB", limit_bytes=11 * 2**27, store_dir=tmp_path

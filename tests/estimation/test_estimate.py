@@ -198,6 +198,7 @@ def test_what_fits_on_a_gpu_fits_on_the_same_with_more_memory() -> None:
     assert sizes[-1] is True
 
 
+@pytest.mark.long
 def test_the_gpus_that_it_fits_on_are_those_that_it_fits_on() -> None:
     made = estimate("resnet152", optimizer="adamw", batch=96)
     assert "t4" not in made.gpus

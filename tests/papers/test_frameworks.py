@@ -118,7 +118,7 @@ def test_the_numbers_of_ops_and_what_they_are_called_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["alexnet", "resnet18", *(pytest.param(n, marks=pytest.mark.long) for n in ("googlenet", "resnet32-cifar"))]
+    "name", ["alexnet", *(pytest.param(n, marks=pytest.mark.long) for n in ("resnet18", "googlenet", "resnet32-cifar"))]
 )
 def test_every_policy_has_a_valid_schedule_of_a_networks_layers(name: str) -> None:
     plain = step_graph(Training(lambda: models.load(name, small=True), 4))

@@ -32,6 +32,7 @@ def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
     return step_graph(Training(lambda: models.load(name, small=True), batch, whole_step=whole_step))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "whole_step"),
     [("alexnet", False), pytest.param("resnet18", False, marks=pytest.mark.long), ("alexnet", True)],
@@ -42,6 +43,7 @@ def test_a_batch_between_two_captured_ones_is_as_if_captured(name: str, *, whole
     assert made.whole_step is whole_step
 
 
+@pytest.mark.long
 def test_two_different_steps_have_no_batch_between_them() -> None:
     with pytest.raises(ValueError, match=r"zip|is convolution"):
         between(small("alexnet", 2), small("resnet18", 4), 2, 4, 8)
@@ -93,6 +95,7 @@ def test_gradients_that_are_applied_at_once_take_nothing() -> None:
     assert network_wide_bytes(graph) - network_wide_bytes(applied) == sum(t.nbytes for t in gradients)
 
 
+@pytest.mark.long
 def test_dymems_pool_holds_at_least_the_live_bytes_and_a_step_that_repeats_no_more_than_chunks() -> None:
     lab = Lab()
     run = lab.run(Setting("resnet32-cifar", 2, batch_norm=False), "dymem:m")

@@ -88,6 +88,7 @@ def forget_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_a_program_that_is_planned_is_identical(judged: Any) -> None:
     assert judged() == IDENTICAL
 

@@ -117,6 +117,7 @@ def test_a_larger_batch_is_begun_again_with_beta_more_and_the_bits_are_those_of_
     assert pool.main_bytes <= pool.capacity_bytes < 64 * MIB
 
 
+@pytest.mark.long
 def test_compiled_models_go_on_beside_the_main_space_and_have_more_in_the_next_step() -> None:
     sizes = [512, 512, 2048, 2048, 2048]
     expected, state = loop(plain := net(), plain, sizes)
@@ -141,6 +142,7 @@ def test_another_batch_is_solved_anew_and_training_goes_on() -> None:
     assert pool.planned_share > 0.3
 
 
+@pytest.mark.long
 def test_an_evaluation_between_steps_does_not_disturb_planned_addresses() -> None:
     """Section 4.3's interrupt and resume: what is not part of each step is neither recorded nor planned."""
     managed = overspill.compile(model := net(), budget="64MiB", store="host", placement="planned")

@@ -35,6 +35,7 @@ def test_it_finds_the_optimum_and_proves_it(trace: Trace) -> None:
     assert found.layout.peak_bytes == optimum(trace) == found.bound_bytes
 
 
+@pytest.mark.long
 @needs_ortools
 def test_it_decides_a_capacity() -> None:
     best = optimum(MIXED)

@@ -35,6 +35,7 @@ def test_the_layout_is_valid_within_its_bound_and_the_same_each_time(
     assert (first.layout, first.bound_bytes) == (again.layout, again.bound_bytes)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(trace=small_traces())
 def test_of_small_problems_it_finds_the_optimum(trace: Trace) -> None:
