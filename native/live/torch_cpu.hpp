@@ -137,7 +137,7 @@ class TorchCpuAllocator final : public torch_abi::Allocator {
     }
 
     torch_abi::DataPtr allocate(std::size_t nbytes) override {
-        if (serving_thread.empty() || nbytes == 0 || forked_) {
+        if (serving_thread.empty() || nbytes <= kTinyBytes || forked_) {
             asked_.elsewhere += static_cast<std::int64_t>(nbytes);
             return torchs_own_.allocate(nbytes);
         }
@@ -167,6 +167,8 @@ class TorchCpuAllocator final : public torch_abi::Allocator {
     const Asked& asked() const { return asked_; }
 
   private:
+    // Handles and scalars, which may stay for long, and each of which would take 512 bytes of a pool.
+    static constexpr std::size_t kTinyBytes = 8;
     static constexpr Stream kStream = 0;  // the CPU has done its work when a block is freed
     static constexpr std::uint8_t kPriority = 255;
 

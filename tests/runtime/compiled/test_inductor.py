@@ -142,7 +142,7 @@ class CompiledOnce:
         if compiler.partition not in self.compilers:
             self.compilers[compiler.partition] = compiler, self._compile(compiler, module, examples)
         first, call = self.compilers[compiler.partition]
-        first._ran = compiler._ran
+        first._running = compiler._running
         compiler.__dict__ = first.__dict__  # so what it lowers is what `call` runs
         return call
 

@@ -55,6 +55,14 @@ def test_kernels_compute_the_same_there(allocator: LiveAllocator) -> None:
     assert held(allocator) == found.untyped_storage().nbytes()
 
 
+def test_the_handle_of_a_stored_tensor_takes_no_block_of_the_pool(allocator: LiveAllocator) -> None:
+    """A tight pool has none left: a whole step of ResNet-18 stopped at such a handle."""
+    with allocator.serving():
+        handle = torch.empty(1, dtype=torch.int64)
+    assert held(allocator) == 0
+    assert handle.nbytes == 8
+
+
 def test_a_storage_that_grows_does_so_where_the_thread_is(allocator: LiveAllocator) -> None:
     with allocator.serving():
         tensor = torch.arange(4.0)
