@@ -12,14 +12,12 @@ beside their results, and what the optimizer has, is not counted. 5 to 60 CPU se
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from paired import json_record
+from by_model import run_by_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.programs.graph import CapturedPrograms
@@ -122,23 +120,12 @@ def table(record: dict[str, Any]) -> str:
 def main() -> None:
     """Count, record, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(names()))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--budget")
-    parser.add_argument("--read", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.read is not None:
-        print(table(json.loads(arguments.read.read_text())))
-        return
-    torch.set_num_threads(1)
-    models: list[dict[str, Any]] = []
-    record = partial(json_record, CPU, batch=arguments.batch, budget=arguments.budget, models=models)
-    for model in arguments.models.split(","):
-        models.append(share(model, arguments.batch, arguments.budget))
-        arguments.out.write_text(record())
-        print(table(json.loads(record()) | {"models": models[-1:]}).splitlines()[-1], flush=True)
-    print(table(json.loads(record())))
+    run_by_model(
+        parser, ",".join(names()), RESULTS, lambda model, asked: [share(model, asked.batch, asked.budget)], table,
+        slice(-1, None), "batch", "budget",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

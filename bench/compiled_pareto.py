@@ -12,14 +12,12 @@ columns of times and of bytes are simulated. About a minute a model.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from paired import json_record
+from by_model import run_by_model
 
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Graph
@@ -146,25 +144,12 @@ def table(record: dict[str, Any]) -> str:
 def main() -> None:
     """Compare, record, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(names()))
-    parser.add_argument("--device", default="a100-40gb")
+    parser.add_argument("--device", dest="simulated_device", default="a100-40gb")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--read", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.read is not None:
-        print(table(json.loads(arguments.read.read_text())))
-        return
-    torch.set_num_threads(1)
-    models: list[dict[str, Any]] = []
-    record = partial(
-        json_record, torch.device("cpu"), simulated_device=arguments.device, batch=arguments.batch, models=models
-    )
-    for model in arguments.models.split(","):
-        models.append(compared(model, arguments.batch, arguments.device))
-        arguments.out.write_text(record())
-        print(*table(json.loads(record()) | {"models": models[-1:]}).splitlines()[4:-2], sep="\n", flush=True)
-    print(table(json.loads(record())))
+    run_by_model(
+        parser, ",".join(names()), RESULTS, lambda model, asked: [compared(model, asked.batch, asked.simulated_device)],
+        table, slice(4, -2), "simulated_device", "batch",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

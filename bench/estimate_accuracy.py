@@ -33,10 +33,9 @@ from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimation import Estimate
+from overspill.papers.dnnmem_tables import SOFTWARE as _DNNMEM_SOFTWARE
 
 _XMEM_SOFTWARE = Software("2.6", "12.4", {})
-# PyTorch 1.2 had one 4 MiB workspace a cuBLAS handle, which this environment variable stands for.
-_DNNMEM_SOFTWARE = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
 _XMEM_GPUS = {"NVIDIA GeForce RTX 3060": "rtx3060", "NVIDIA GeForce RTX 4060": "rtx4060"}
 
 

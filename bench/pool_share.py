@@ -1,6 +1,6 @@
 """What the live pools do in real steps on the CPU: the share of allocated bytes that they give, and what a step takes.
 
-    python bench/pool_share.py [--models resnet18,gpt2,…] [--batch 16] [--steps 6] [--budget 70%] [--out FILE]
+    python bench/pool_share.py [--models resnet18,gpt2,…] [--batch 16] [--steps 6] [--budget 90%] [--out FILE]
     python bench/pool_share.py --read bench/results/pool_share.json
 
 Small configurations with momentum are trained from each pool, and without one, compiled and as whole steps, on the eager
@@ -11,15 +11,17 @@ backend. The share is of the bytes that PyTorch's CPU tensors ask for in the las
 from __future__ import annotations
 
 import argparse
-import json
+from argparse import Namespace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from paired import json_record
+from by_model import run_by_model
 
+from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, format_seconds
 from overspill.models import load
 from overspill.runtime.live.need import LIVE_PLACEMENTS
@@ -38,9 +40,13 @@ def trained(
     training = Training(
         partial(load, model, small=True), batch, "momentum", steps, whole_step=whole_step, keep_state=False
     )
-    run = train(training, Options(budget, store="host", placement=placement))
-    found = {
-        "model": model, "whole_step": whole_step, "placement": placement, "budget_bytes": run.plan and run.plan.budget_bytes,
+    found: dict[str, Any] = {"model": model, "whole_step": whole_step, "placement": placement}
+    try:
+        run = train(training, Options(budget, store="host", placement=placement))
+    except InfeasibleBudget as refusal:
+        return found | {"feasible": False, "floor_bytes": refusal.floor_bytes}
+    found |= {
+        "budget_bytes": run.plan and run.plan.budget_bytes,
         "step_seconds": median(run.step_seconds[2:]),
     }  # fmt: skip
     if run.pool is not None:
@@ -50,6 +56,13 @@ def trained(
             "overflows": run.pool.overflows, "restarts": run.pool.restarts,
         }  # fmt: skip
     return found
+
+
+def all_ways(model: str, asked: Namespace) -> Iterator[dict[str, Any]]:
+    """Compiled and as a whole step, from each pool and without one."""
+    for whole in (False, True):
+        for placement in (None, *LIVE_PLACEMENTS):
+            yield trained(model, asked.batch, asked.steps, asked.budget, placement, whole_step=whole)
 
 
 def table(record: dict[str, Any]) -> str:
@@ -63,38 +76,29 @@ def table(record: dict[str, Any]) -> str:
     runs = {(r["model"], r["whole_step"], r["placement"]): r for r in record["runs"]}
     for model, whole in dict.fromkeys((r["model"], r["whole_step"]) for r in record["runs"]):
         pools = [runs[model, whole, placement] for placement in LIVE_PLACEMENTS]
-        cells = [f"{format_bytes(r['peak_bytes'])}, {format_seconds(r['step_seconds'])}" for r in pools]
-        plain = format_seconds(runs[model, whole, None]["step_seconds"])
+        cells = [
+            f"{format_bytes(r['peak_bytes'])}, {format_seconds(r['step_seconds'])}" if "peak_bytes" in r else "refused"
+            for r in pools
+        ]
+        plain = runs[model, whole, None].get("step_seconds")
         way = "whole step" if whole else "compiled"
-        share, room = min(r["served_share"] for r in pools), format_bytes(pools[-1]["capacity_bytes"])
-        lines.append(f"| {model} | {way} | {share:.0%} | {room} | {' | '.join(cells)} | {plain} |")
+        share = min((r["served_share"] for r in pools if "served_share" in r), default=None)
+        room = max((r["capacity_bytes"] for r in pools if "capacity_bytes" in r), default=None)
+        served = "" if share is None else f"{share:.0%}"
+        size = "" if room is None else format_bytes(room)
+        lines.append(
+            f"| {model} | {way} | {served} | {size} | {' | '.join(cells)} | {'refused' if plain is None else format_seconds(plain)} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Train, record, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=MODELS)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--budget", default="70%")
-    parser.add_argument("--read", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.read is not None:
-        print(table(json.loads(arguments.read.read_text())))
-        return
-    torch.set_num_threads(1)
-    runs: list[dict[str, Any]] = []
-    record = partial(json_record, torch.device("cpu"), batch=arguments.batch, budget=arguments.budget, runs=runs)
-    for model in arguments.models.split(","):
-        for whole in (False, True):
-            for placement in (None, *LIVE_PLACEMENTS):
-                asked = (model, arguments.batch, arguments.steps, arguments.budget, placement)
-                runs.append(trained(*asked, whole_step=whole))
-                print(runs[-1], flush=True)
-        arguments.out.write_text(record())
-    print(table(json.loads(record())))
+    parser.add_argument("--budget", default="90%")
+    run_by_model(parser, MODELS, RESULTS, all_ways, table, slice(4, None), "batch", "budget", rows="runs")
 
 
 if __name__ == "__main__":

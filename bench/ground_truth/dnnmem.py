@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.papers.dnnmem_tables import FRAMEWORKS, P40_GB, Row, load
+from overspill.papers.dnnmem_tables import FRAMEWORKS, LSTM_WIDTH, P40_GB, Row, load
 
 from . import torchvision_models, transformer_models
 from .jobs import Started, move, nothing
@@ -28,7 +28,6 @@ __all__ = ["FRAMEWORKS", "P40_GB", "Row", "build", "load", "run", "train"]
 
 ITERATIONS = 3
 _LEARNING_RATE = 0.001
-_LSTM_WIDTH = 5120
 _CLASSES = {"BERT": 2}
 _IMAGE_CLASSES = 1000
 
@@ -54,7 +53,7 @@ class _Lstm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.LSTM(_LSTM_WIDTH, _LSTM_WIDTH, num_layers=2)
+        self.layers = nn.LSTM(LSTM_WIDTH, LSTM_WIDTH, num_layers=2)
 
     def forward(self, steps: Tensor) -> Tensor:
         outputs, _ = self.layers(steps)
@@ -129,6 +128,6 @@ def _batch(row: Row) -> tuple[Tensor, ...]:
         return torch.randn(row.batch_size, 3, row.image_side, row.image_side), labels
     shape = (row.batch_size, row.seq_len or 1)
     if row.model == "LSTM":
-        return (torch.randn(shape[1], shape[0], _LSTM_WIDTH),)
+        return (torch.randn(shape[1], shape[0], LSTM_WIDTH),)
     mask, segments = torch.ones(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     return torch.randint(30522, shape), mask, segments, labels

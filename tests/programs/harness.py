@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 import overspill
 from overspill.capture.programs.allocations import Allocations, allocations, peak_of
+from overspill.core.errors import forgetful
 from overspill.core.units import format_bytes
 from overspill.errors import InfeasibleBudget, OverspillError
 from overspill.plans.plan import Plan
@@ -237,8 +238,7 @@ def _between(chosen: Program, way: str, plain_peak_bytes: int) -> int:
             run(chosen, memory, steps=SCOUTED)
         except InfeasibleBudget as error:
             # Its traceback would hold the batches of the refused run, and they would count beside those of the next.
-            error.__cause__ = error.__context__ = None
-            refusal = error.with_traceback(None)
+            refusal = forgetful(error)
             floor = max(floor + 1, error.floor_bytes + memory.beside_bytes)
         else:
             break

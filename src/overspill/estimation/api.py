@@ -176,18 +176,42 @@ def measured(
         return record(made, capability=setting.capability)
 
     FastFakeMode()  # what torch imports for it is not part of the estimate's time
+
+    def trace_compiled() -> Recording:
+        return record(program(batch, compiled=True), capability=setting.capability)
+
+    return traced(
+        trace, name, batch, setting, variants=variants, parallel=parallel,
+        under_compile=trace_compiled if compiled else None,
+    )  # fmt: skip
+
+
+def traced(
+    trace: Callable[[int | None, int | None], Recording], name: str, batch: int | None, setting: Setting,
+    *, variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
+    framework: str = "pytorch", under_compile: Callable[[], Recording] | None = None,
+) -> Estimate:  # fmt: skip
+    """The estimate of what `trace` records for a batch size (None: of a job that has none), and how long it took."""
     started = time.perf_counter()
-    recording = trace(batch)
+    recording = trace(batch, None)
     scaling = None
     if batch is not None:
         scaling = Scaling(
             trace, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
             traces={batch: recording},
         )  # fmt: skip
-    made = of_recording(recording, name, setting, batch=batch, scaling=scaling, variants=variants, parallel=parallel)
-    if compiled:
-        ours = record(program(batch, compiled=True), capability=setting.capability)
-        made = replace(made, compiled_recording=ours)
+    made = of_recording(
+        recording,
+        name,
+        setting,
+        batch=batch,
+        scaling=scaling,
+        variants=variants,
+        parallel=parallel,
+        framework=framework,
+    )
+    if under_compile is not None:
+        made = replace(made, compiled_recording=under_compile())
     made.fits()
     object.__setattr__(made, "seconds", time.perf_counter() - started)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from overspill.capture.tensorflow.trace import trace
 from overspill.core import Device
 from overspill.core.errors import RequestError
 
-from .api import Setting, of_recording
+from .api import Setting, traced
 from .estimate import Estimate
-from .scaling import Scaling
 from .source import BATCH, Source, shapes_of
 
 
@@ -26,20 +24,12 @@ def of_source(source: Source, batch: int, optimizer: str | None, setting: Settin
 
     Raises RequestError for what is wrong with the file or its inputs, UnsupportedError for operators that are not known.
     """
-    started = time.perf_counter()
     record = _RECORDERS[source.framework](source, optimizer, setting.device)
-    first = record(batch)
 
-    def trace(size: int | None, iterations: int | None = None) -> Recording:  # noqa: ARG001  # there is one, the same each time
+    def recorded(size: int | None, iterations: int | None) -> Recording:  # noqa: ARG001  # there is one, the same each time
         return record(size or batch)
 
-    scaling = Scaling(
-        trace, setting.device, batch, setting.allocator, setting.allocator_config, setting.software, traces={batch: first}
-    )  # fmt: skip
-    made = of_recording(first, source.target, setting, batch=batch, scaling=scaling, framework=source.framework)
-    made.fits()
-    object.__setattr__(made, "seconds", time.perf_counter() - started)
-    return made
+    return traced(recorded, source.target, batch, setting, framework=source.framework)
 
 
 def _mxnet(source: Source, optimizer: str | None, device: Device) -> Callable[[int], Recording]:

@@ -28,7 +28,6 @@ from overspill.capture.mxnet.operators import is_operator
 from overspill.capture.recording.recording import Recording
 from overspill.capture.tensorflow.executor import record as record_graph
 from overspill.capture.tensorflow.graph import at_batch, load
-from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimation import Estimate
 
@@ -38,7 +37,6 @@ from .lab import Lab
 from .symbols import NETWORKS, resnet50
 
 GIB = 1 << 30
-LSTM_WIDTH = 5120
 BERT_HEADS = 12
 _GRID_MODELS = ("VGG16", "ResNet50", "InceptionV3")
 _GRID_SIDES, _GRID_BATCHES = range(224, 301, 25), (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -51,8 +49,8 @@ _IN_PLACE = ("Activation", "Dropout", "Flatten", "Reshape", "_copy", "elemwise_a
 def _inputs(model: str, batch: int, length: int | None) -> dict[str, tuple[int, ...]]:
     """The inputs of a network's symbol."""
     if model == "LSTM":
-        states = {f"lstm{layer}_begin_{part}": (batch, LSTM_WIDTH) for layer in range(2) for part in "hc"}
-        return {"data": (tables.LSTM_STEPS, batch, LSTM_WIDTH), **states}
+        states = {f"lstm{layer}_begin_{part}": (batch, tables.LSTM_WIDTH) for layer in range(2) for part in "hc"}
+        return {"data": (tables.LSTM_STEPS, batch, tables.LSTM_WIDTH), **states}
     if model == "BERT":
         length = length or 1
         scores = (batch * BERT_HEADS, length, length)
@@ -84,9 +82,8 @@ def _estimate(framework: str, model: str, batch: int, length: int | None) -> Est
 
 def _of(recording: Recording, framework: str, model: str, batch: int) -> Estimate:
     """The estimate on the P40, with the software of the paper."""
-    software = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
     name = framework.lower()
-    return Estimate(model, recording, load_device("p40"), batch, name, software=software, framework=name)
+    return Estimate(model, recording, load_device("p40"), batch, name, software=tables.SOFTWARE, framework=name)
 
 
 def _total_gb(row: tables.Row, lab: Lab) -> float:
@@ -118,8 +115,8 @@ def _shape_inference_gb(row: tables.Row, lab: Lab) -> float:
     """Weights, inputs and what forward makes that is not in place; of TensorFlow, batch norm is in place too (§5.3)."""
     del lab
     if row.model == "LSTM":  # one operator a layer: two products of four gates, and its output
-        weights = 2 * (2 * 4 * LSTM_WIDTH * LSTM_WIDTH + 2 * 4 * LSTM_WIDTH)
-        return 4 * (weights + 3 * tables.LSTM_STEPS * row.batch_size * LSTM_WIDTH) / GIB
+        weights = 2 * (2 * 4 * tables.LSTM_WIDTH * tables.LSTM_WIDTH + 2 * 4 * tables.LSTM_WIDTH)
+        return 4 * (weights + 3 * tables.LSTM_STEPS * row.batch_size * tables.LSTM_WIDTH) / GIB
     keras = (row.framework, row.model) == ("TensorFlow", "ResNet50")
     symbol = resnet50(early=True) if keras else NETWORKS[row.model]()
     inputs = _inputs(row.model, row.batch_size, row.seq_len)
@@ -199,9 +196,7 @@ _GATE = "that gradients are asked for as Keras does, none waiting for another"
 _SUMS = "that Shape Inference takes sums to be in place"
 _SIDE = "that InceptionV3 reads images of 299 x 299"
 _KEYED: dict[tuple[str, str, int, bool], str] = {
-    ("TensorFlow", "ResNet50", 128, False): (
-        _GATE := "that gradients are asked for as Keras does, none waiting for another"
-    ),
+    ("TensorFlow", "ResNet50", 128, False): _GATE,
     ("TensorFlow", "ResNet50", 512, False): _GATE,
     ("PyTorch", "InceptionV3", 128, False): _SIDE,
     ("PyTorch", "BERT", 32, False): "that BERT is trained by Adam",

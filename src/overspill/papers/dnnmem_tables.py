@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from overspill.costs.scratch import Software
+
 P40_GB = 22.38
+SOFTWARE = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
+"""PyTorch 1.2 on CUDA 9: one workspace of 4 MiB a cuBLAS handle, which this environment variable stands for."""
+LSTM_WIDTH = 5120
 LSTM_STEPS = 100
 """The length of the LSTM's sequences, which the paper does not say: by it, weights, input and both layers' outputs are the
 2.3 GiB of Shape Inference."""

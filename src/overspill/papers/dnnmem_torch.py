@@ -18,15 +18,11 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record as run_on_virtual_gpu
 from overspill.costs import capability_of
-from overspill.costs.scratch import Software
 from overspill.devices import load_device
 
-from .dnnmem_tables import IMAGE_SIDES, LSTM_STEPS
+from .dnnmem_tables import IMAGE_SIDES, LSTM_STEPS, LSTM_WIDTH
 
 ITERATIONS = 3
-SOFTWARE = Software("2.0", "9.0", {"CUBLAS_WORKSPACE_CONFIG": ":4096:1"})
-"""PyTorch 1.2 on CUDA 9: one workspace of 4 MiB a cuBLAS handle, which this environment variable stands for."""
-LSTM_WIDTH = 5120
 _BUILT_IN = {"VGG16": "vgg16", "ResNet50": "resnet50", "InceptionV3": "inception-v3"}
 _LEARNING_RATE = 0.001
 _Job = tuple[nn.Module, Callable[[], tuple[Tensor, ...]], Callable[..., Tensor]]

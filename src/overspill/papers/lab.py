@@ -57,6 +57,7 @@ class Lab:
         self._say = say
         self._captured: dict[Setting, dict[int, Graph]] = {}
         self._runs: dict[tuple[Setting, str | Policy, int | None], Run] = {}
+        self._within: dict[tuple[Setting, str | Policy, Pool], tuple[Run, int]] = {}
 
     def device(self, setting: Setting) -> Device:
         """The machine of `setting`."""
@@ -111,6 +112,12 @@ class Lab:
         Room is taken to come with smaller budgets: the range is halved some times. Raises InfeasibleBudget where there is
         none at the least budget either.
         """
+        key = (setting, policy, pool)
+        if key not in self._within:
+            self._within[key] = self._largest_within(setting, policy, pool)
+        return self._within[key]
+
+    def _largest_within(self, setting: Setting, policy: str | Policy, pool: Pool) -> tuple[Run, int]:
         usable = self.device(setting).usable_bytes
         if (run := self.run(setting, policy)).fits(pool):
             return run, usable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import Literal, TypeVar
 
 from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
@@ -137,18 +137,15 @@ class Card:
             found, plan = make(error.floor_bytes)
         else:
             cause = "the policy has no smaller plan"
+        span = plan.unmanaged_peak_bytes - plan.peak_bytes
+        larger = (make(plan.peak_bytes + int(share * span)) for share in BETWEEN)
         least = None
-        for share in (0.0, *BETWEEN):
-            if share:
-                more = plan.peak_bytes + int(share * (plan.unmanaged_peak_bytes - plan.peak_bytes))
-                found, other = make(more)
-            else:
-                other = plan
-            other = replace(self.measured(other), device_budget_bytes=budget_bytes)
-            assert other.device_bytes is not None
-            if other.device_bytes <= budget_bytes:
-                return found, other
-            least = min(other, least or other, key=lambda p: p.device_bytes or 0)
+        for answer, made in chain([(found, plan)], larger):
+            tried = replace(self.measured(made), device_budget_bytes=budget_bytes)
+            assert tried.device_bytes is not None
+            if tried.device_bytes <= budget_bytes:
+                return answer, tried
+            least = min(tried, least or tried, key=lambda p: p.device_bytes or 0)
         assert least is not None
         raise self._too_small(least, budget_bytes, cause)
 

@@ -58,11 +58,11 @@ def reserved_by_pytorch(plan: Plan, capacity_bytes: int) -> Reserved:
 
 def reserved_on(plan: Plan, device: Device) -> Reserved:
     """The same on `device`; where it is known what its card must have, by the first steps, with what libraries keep."""
-    found = reserved_by_pytorch(plan, device.usable_bytes)
     if plan.reserved_bytes is None or plan.device_bytes is None:
-        return found
+        return reserved_by_pytorch(plan, device.usable_bytes)
     fits = plan.device_bytes <= device.memory_bytes
-    return Reserved(plan.reserved_bytes, 1 - plan.peak_bytes / plan.reserved_bytes, fits, fits or found.expandable_fits)
+    expandable_fits = fits or reserved_by_pytorch(plan, device.usable_bytes).expandable_fits
+    return Reserved(plan.reserved_bytes, 1 - plan.peak_bytes / plan.reserved_bytes, fits, expandable_fits)
 
 
 def row_figures(row: Row, device: Device) -> dict[str, Any]:

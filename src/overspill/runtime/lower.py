@@ -38,7 +38,7 @@ from overspill.core import Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
 from .halves import crossing, split
-from .live.groups import NOTHING_TOLD, SCRATCH_ONLY, Made, MadeBy, tell_groups
+from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
 from .transfer import ops
 
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
@@ -144,8 +144,7 @@ class _Emitter:
         self.arriving: dict[int, fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}
         self._views_of: dict[StorageKey, list[fx.Node]] = defaultdict(list)
-        self.made = made
-        self._told: Made | None = None
+        self._telling = Telling(made)
         self.groups: dict[int, tuple[int, ...]] = {}
         self.together: Together | None = None
         self.last_touch: dict[int, int] = {}
@@ -230,20 +229,14 @@ class _Emitter:
         for position, instruction in remaining:
             if self._is_end(instruction):
                 return
-            self._tell(position, instruction.verb)
+            if (made := self._telling.before(position, instruction.verb)) is not None:
+                self._call(tell_groups, (made,), "groups")
             if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
                 others = [next(remaining)[1] for _ in group[1:]]
                 assert group[1:] == tuple(other.target for other in others)
                 self._run_together([self.captured.graph.ops[op] for op in group])
             else:
                 self._emit(instruction.verb, instruction.target)
-
-    def _tell(self, position: int, verb: Verb) -> None:
-        """Tell a live pool of what the instruction makes, where it makes other blocks than the one before."""
-        made = self.made.get(position, SCRATCH_ONLY)
-        if self.made and verb in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH) and made != self._told:
-            self._told = made
-            self._call(tell_groups, (made,), "groups")
 
     def _is_end(self, instruction: Instruction) -> bool:
         ops_ = self.captured.graph.ops

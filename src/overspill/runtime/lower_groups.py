@@ -8,7 +8,8 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import storages
 from overspill.capture.compiled.whole_step import CapturedStep
 from overspill.capture.programs.graph import CapturedPrograms
-from overspill.core import Mobility, Schedule
+from overspill.core import Mobility
+from overspill.plans.plan import Plan
 
 from .arena import leaving_keys
 from .live.groups import NOTHING_TOLD, UNPLANNED, MadeBy, groups_of
@@ -16,13 +17,13 @@ from .live.steps import LiveSteps
 from .live.two_ended_steps import TwoEndedSteps
 
 
-def made_by(captured: Captured | CapturedPrograms, schedule: Schedule, steps: LiveSteps | None) -> MadeBy:
-    """What each instruction makes, if the pool of `steps` wants to know it. What the caller gets stays beyond the step."""
+def made_by(captured: Captured | CapturedPrograms, plan: Plan, steps: LiveSteps | None) -> MadeBy:
+    """What each instruction of `plan` makes, if the pool of `steps` wants to know it. What the caller gets stays beyond the step."""
     if not isinstance(steps, TwoEndedSteps):
         return NOTHING_TOLD
     # On CUDA libraries keep some of the scratch of their first calls for good.
     scratch = UNPLANNED if steps.allocator.device == "cuda" else Mobility.TEMPORARY
-    return groups_of(captured.graph, schedule, _leaving(captured), scratch)
+    return groups_of(plan, _leaving(captured), scratch)
 
 
 def _leaving(captured: Captured | CapturedPrograms) -> set[int]:

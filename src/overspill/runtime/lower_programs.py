@@ -30,7 +30,7 @@ from overspill.core.errors import InvalidSchedule, UnsupportedError
 
 from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
-from .live.groups import NOTHING_TOLD, SCRATCH_ONLY, Made, MadeBy, tell_groups
+from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
 from .transfer import ops
 
 Lowered = Callable[[list[Any]], list[Any]]
@@ -174,8 +174,7 @@ class _Text(Text):
         super().__init__(captured.programs)
         self.captured = captured
         self.places = places
-        self._made = made
-        self._told: Made | None = None
+        self._telling = Telling(made)
         self.returned: dict[int, str] = {}
         self.gradients: dict[int, str] = {}
         self._tensor_of = {key: tensor for tensor, key in captured.key_of.items()}
@@ -185,7 +184,7 @@ class _Text(Text):
         kept = {n for n in self.bound if n.startswith("handle_")}
         self.bound = {*bound, *kept}
         self.lines = []
-        self._told = None
+        self._telling.forget()
 
     def emit(self, instructions: Iterable[Instruction], first: int) -> None:
         """Emit what belongs to this function, from position `first` of the schedule on; gradients are handed out when they are complete, so what follows is dropped."""
@@ -194,7 +193,8 @@ class _Text(Text):
             verb, target = instruction.verb, instruction.target
             if verb is Verb.RUN and ops[target].phase is Phase.UPDATE:
                 return
-            self._tell(position, verb)
+            if (made := self._telling.before(position, verb)) is not None:
+                self.line(f"tell_groups({made!r})")
             if verb is Verb.RUN and target not in self.captured.calls:
                 self._hand_out(ops[target].name)
             elif verb in (Verb.RUN, Verb.RECOMPUTE):
@@ -203,13 +203,6 @@ class _Text(Text):
                 self._free(target)
             else:
                 self._transfer(verb, target, position)
-
-    def _tell(self, position: int, verb: Verb) -> None:
-        """Tell a live pool of what the instruction makes, where it makes other blocks than the one before."""
-        made = self._made.get(position, SCRATCH_ONLY)
-        if self._made and verb in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH) and made != self._told:
-            self._told = made
-            self.line(f"tell_groups({made!r})")
 
     def _hand_out(self, op: str) -> None:
         """What is handed out here may be freed by the schedule next: take it while it is there."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from overspill.capture.recording.recording import Allocation, RecordedOp, Recording
+from overspill.capture.recording.ledger import Ledger
+from overspill.capture.recording.recording import RecordedOp, Recording
 from overspill.core import Device, Phase, TensorKind
 from overspill.core.errors import RequestError
 from overspill.costs import Sizes, fastest_workspace_bytes
@@ -42,16 +43,13 @@ def record(symbol: Symbol, inputs: dict[str, Shape], device: Device, *, optimize
 
 
 class _Executor:
-    """Allocations in the order in which they are asked for; an event each."""
+    """Tells a ledger what is asked for, in order."""
 
     def __init__(self, step: Step, inputs: Mapping[str, Shape], device: Device) -> None:
         self.step, self.device = step, device
         self.plan = MemoryPlan(step)
         self._inputs = inputs
-        self._allocations: list[Allocation] = []
-        self._ends: dict[int, int] = {}
-        self._ops: list[RecordedOp] = []
-        self._events = 0
+        self._ledger = Ledger()
         self._arrays: dict[Entry, int] = {}
         self._storages: dict[int, int] = {}
         self._temporary: int | None = None
@@ -60,18 +58,12 @@ class _Executor:
     def run(self, states: int) -> Recording:
         """Bind, forward, backward, and the update with `states` arrays a weight."""
         self._bind()
-        start = self._events
+        start = self._ledger.events
         for i, node in enumerate(self.step.nodes):
             if not node.is_variable:
                 self._execute(i, node)
         self._update(states)
-        allocations = tuple(
-            Allocation(
-                a.start, self._ends.get(i, self._events), a.nbytes, a.kind, a.name, a.layer, a.phase, a.op, a.scratch
-            )
-            for i, a in enumerate(self._allocations)
-        )  # fmt: skip
-        return Recording(allocations, tuple(self._ops), (start,), self._events, self._parameters)
+        return self._ledger.recording((start,), self._parameters)
 
     def _bind(self) -> None:
         read = {entry for node in self.step.nodes for entry in node.inputs}
@@ -99,7 +91,7 @@ class _Executor:
         reads = tuple(dict.fromkeys(self._place(entry, phase, layer) for entry in node.inputs))
         writes = tuple(dict.fromkeys(self._place(Entry(i, k), phase, layer) for k in range(len(self.step.shapes[i]))))
         self._take_space(self._space_bytes(i), layer, phase)
-        self._ops.append(RecordedOp(node.op, layer, phase, 0, reads, writes))
+        self._ledger.add(RecordedOp(node.op, layer, phase, 0, reads, writes))
 
     def _place(self, entry: Entry, phase: Phase, layer: str) -> int:
         """The allocation in which `entry` lies; its storage is made now if nothing was in it before."""
@@ -115,11 +107,10 @@ class _Executor:
     def _take_space(self, nbytes: int, layer: str, phase: Phase) -> None:
         """Temporary space of `nbytes`: the last one if it is as large, else that goes and a new one comes."""
         last = self._temporary
-        if nbytes == 0 or (last is not None and self._allocations[last].nbytes >= nbytes):
+        if nbytes == 0 or (last is not None and self._ledger.allocations[last].nbytes >= nbytes):
             return
         if last is not None:
-            self._ends[last] = self._events
-            self._events += 1
+            self._ledger.end(last)
         self._temporary = self._allocate(nbytes, TensorKind.WORKSPACE, "temporary space", phase, layer)
 
     def _space_bytes(self, i: int) -> int:
@@ -151,17 +142,13 @@ class _Executor:
                 self._allocate(self._bytes(entry), TensorKind.OPTIMIZER_STATE, f"state of {name}", Phase.UPDATE)
                 for _ in range(states)
             )
-            self._ops.append(
+            self._ledger.add(
                 RecordedOp("update", name, Phase.UPDATE, 0, (weight, self._arrays[entry], *kept), (weight, *kept))
             )
 
     def _allocate(self, nbytes: int, kind: TensorKind, name: str, phase: Phase, layer: str = "") -> int:
         scratch = Scratch("bytes", (nbytes,), "float32") if kind is TensorKind.WORKSPACE else None
-        self._allocations.append(
-            Allocation(self._events, -1, nbytes, kind, name, layer, phase, len(self._ops), scratch)
-        )
-        self._events += 1
-        return len(self._allocations) - 1
+        return self._ledger.allocate(nbytes, kind, name, phase, layer, scratch)
 
     def _bytes(self, entry: Entry) -> int:
         return ITEM_BYTES * prod(self.step.shapes[entry.node][entry.number])

@@ -50,7 +50,6 @@ def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -
         model = onnx.load(str(path), load_external_data=False)
         inputs = _fix_inputs(model.graph, batch, shapes)
         model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-        importlib.import_module("onnx.numpy_helper")
     except RequestError:
         raise
     except Exception as error:  # protobuf's errors and onnx's have no base of their own

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from overspill.capture.recording.recording import Allocation, RecordedOp, Recording
+from overspill.capture.recording.ledger import Ledger
+from overspill.capture.recording.recording import RecordedOp, Recording
 from overspill.core import Device, Phase, TensorKind
 from overspill.costs import Sizes, fastest_workspace_bytes, workspaces
 from overspill.costs.scratch import Scratch
@@ -56,10 +57,7 @@ class _Executor:
                 self._uses[Output(fetch, index)] = self._uses.get(Output(fetch, index), 0) + 1
         self._held: dict[Output, _Buffer] = {}  # tensors that are there: by the output that made them
         self._kept: dict[int, _Buffer] = {}  # variables and constants
-        self._allocations: list[Allocation] = []
-        self._ends: dict[int, int] = {}
-        self._ops: list[RecordedOp] = []
-        self._events = 0
+        self._ledger = Ledger()
         self._tuned: set[tuple[str, Sizes]] = set()
         self._iteration = 0
         self._gradients = self._gradients_of_variables()
@@ -72,21 +70,15 @@ class _Executor:
                 self._keep(position, op)
         starts = []
         for self._iteration in range(iterations):
-            starts.append(self._events)
+            starts.append(self._ledger.events)
             for position in self.order:
                 self._execute(position, self.graph.ops[position])
             for fetch in self.graph.fetches:
                 for index in range(len(self.graph.ops[fetch].makes)):
                     self._release(self._held.get(Output(fetch, index)))
             self._held.clear()
-        allocations = tuple(
-            Allocation(
-                a.start, self._ends.get(i, self._events), a.nbytes, a.kind, a.name, a.layer, a.phase, a.op, a.scratch
-            )
-            for i, a in enumerate(self._allocations)
-        )  # fmt: skip
         parameters = sum(self._kept[op].nbytes for op in self.graph.trained if op in self._kept) // 4
-        return Recording(allocations, tuple(self._ops), tuple(starts), self._events, parameters)
+        return self._ledger.recording(starts, parameters)
 
     def _keep(self, position: int, op: GraphOp) -> None:
         if not op.makes or not kernels.is_large(op.makes[0]):
@@ -107,7 +99,7 @@ class _Executor:
         reads = tuple(dict.fromkeys(b.allocation for b in read if b is not None))
         writes = tuple(dict.fromkeys(b.allocation for b in made if b is not None))
         if reads or writes:
-            self._ops.append(RecordedOp(op.type, _layer(op), phase, self._iteration, reads, writes))
+            self._ledger.add(RecordedOp(op.type, _layer(op), phase, self._iteration, reads, writes))
         for index, buffer in enumerate(made):
             uses = self._uses.get(Output(position, index), 0)
             if buffer is not None and uses:
@@ -150,7 +142,7 @@ class _Executor:
         if sizes is None or output is None:
             return output
         nbytes, last_is_output = kernels.temporaries(op, sizes)
-        kind = self._allocations[output.allocation].kind
+        kind = self._ledger.allocations[output.allocation].kind
         beside = [self._allocate(size, TensorKind.TEMPORARY, op.name, op, phase) for size in nbytes[:-1]]
         result = self._allocate(nbytes[-1], kind if last_is_output else TensorKind.TEMPORARY, op.name, op, phase)
         if (op.type, sizes) not in self._tuned:
@@ -162,13 +154,12 @@ class _Executor:
         if best:
             self._scratch(best, op, phase)
         for buffer in [*beside, output if last_is_output else result]:
-            self._end(buffer)
+            self._ledger.end(buffer.allocation)
         return result if last_is_output else output
 
     def _scratch(self, nbytes: int, op: GraphOp, phase: Phase) -> None:
-        self._end(
-            self._allocate(nbytes, TensorKind.WORKSPACE, op.name, op, phase, Scratch(TRIAL, (nbytes,), "float32"))
-        )
+        scratch = Scratch(TRIAL, (nbytes,), "float32")
+        self._ledger.end(self._allocate(nbytes, TensorKind.WORKSPACE, op.name, op, phase, scratch).allocation)
 
     def _kind(self, position: int, index: int, op: GraphOp, phase: Phase) -> TensorKind:
         if op.type in kernels.INPUTS:
@@ -205,21 +196,13 @@ class _Executor:
             self._free_if_unused(buffer)
 
     def _free_if_unused(self, buffer: _Buffer) -> None:
-        if not buffer.persistent and buffer.references == 0 and buffer.allocation not in self._ends:
-            self._end(buffer)
+        if not buffer.persistent and buffer.references == 0 and not self._ledger.has_ended(buffer.allocation):
+            self._ledger.end(buffer.allocation)
 
     def _allocate(
         self, nbytes: int, kind: TensorKind, name: str, op: GraphOp, phase: Phase, scratch: Scratch | None = None
     ) -> _Buffer:
-        self._allocations.append(
-            Allocation(self._events, -1, nbytes, kind, name, _layer(op), phase, len(self._ops), scratch)
-        )
-        self._events += 1
-        return _Buffer(len(self._allocations) - 1, nbytes)
-
-    def _end(self, buffer: _Buffer) -> None:
-        self._ends[buffer.allocation] = self._events
-        self._events += 1
+        return _Buffer(self._ledger.allocate(nbytes, kind, name, phase, _layer(op), scratch), nbytes)
 
 
 def _ready_order(graph: StepGraph) -> Iterator[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from overspill.papers import plain_place
-from overspill.papers.lab import Lab
+from overspill.papers.lab import MIB, Lab
 
 Curve = Mapping[str, float] | Mapping[float, float]
 """From what is along the axis, a name or a number, to the value there."""
@@ -29,6 +29,12 @@ class Figure:
     compute: Callable[[Lab], Mapping[str, Curve]]
     lines: bool = False
     stacked: bool = False
+
+
+def in_parts(found: Mapping[str, Mapping[str, int]]) -> Mapping[str, Curve]:
+    """Of several things, each of the same parts in bytes, a curve a part, in MB: to be stacked."""
+    parts = next(iter(found.values()))
+    return {part: {name: of[part] / MIB for name, of in found.items()} for part in parts}
 
 
 def figures_of(paper: str, where: str | None = None) -> tuple[Figure, ...]:

@@ -23,7 +23,7 @@ from overspill.papers.dymem import (
 from overspill.papers.lab import MIB, Lab, Setting
 from overspill.papers.layers import bytes_by_kind, maps_by_layer, spans
 
-from . import Curve, Figure
+from . import Curve, Figure, in_parts
 
 NAMES = {"alexnet": "AlexNet", "vgg16-vdnn": "VGG-16", "resnet50": "ResNet-50", "inception-v4": "Inception-v4"}
 POLICIES = {"vDNN": DYNAMIC, "SuperNeurons": "superneurons-offload", "Dymem": "dymem"}
@@ -37,9 +37,7 @@ def _name(setting: Setting) -> str:
 
 
 def _breakdown(lab: Lab) -> Mapping[str, Curve]:
-    kinds = {_name(s): bytes_by_kind(lab.graph(s)) for s in NETWORKS}
-    parts = next(iter(kinds.values()))
-    return {part: {name: found[part] / MIB for name, found in kinds.items()} for part in parts}
+    return in_parts({_name(s): bytes_by_kind(lab.graph(s)) for s in NETWORKS})
 
 
 def _layers(lab: Lab) -> Mapping[str, Curve]:

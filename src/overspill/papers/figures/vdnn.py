@@ -12,7 +12,7 @@ from overspill.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans
 from overspill.papers.run import Run
 from overspill.papers.vdnn.measures import BASE, DEEP, DYNAMIC, SIX, VGG_64, VGG_256
 
-from . import Curve, Figure
+from . import Curve, Figure, in_parts
 
 POLICIES = {
     "all (m)": "vdnn-all:m", "all (p)": "vdnn-all", "conv (m)": "vdnn-conv:m", "conv (p)": "vdnn-conv", "dyn": DYNAMIC,
@@ -38,16 +38,15 @@ def _baseline(lab: Lab) -> Mapping[str, Curve]:
 
 
 def _breakdown(lab: Lab) -> Mapping[str, Curve]:
-    kinds = {_name(s): bytes_by_kind(lab.graph(_whole(s))) for s in SIX}
-    parts = next(iter(kinds.values()))
-    return {part: {name: found[part] / MIB for name, found in kinds.items()} for part in parts}
+    return in_parts({_name(s): bytes_by_kind(lab.graph(_whole(s))) for s in SIX})
 
 
 def _layer_memory(lab: Lab) -> Mapping[str, Curve]:
     graph = lab.graph(_whole(VGG_256))
-    rows = {name: bytes_of(graph, ops[0]) for name, ops in weighted(graph).items()}
     parts = ("feature maps", "weights", "workspace")
-    return {part: {name: row[i] / MIB for name, row in rows.items()} for i, part in enumerate(parts)}
+    return in_parts(
+        {name: dict(zip(parts, bytes_of(graph, ops[0]), strict=True)) for name, ops in weighted(graph).items()}
+    )
 
 
 def _layer_times(lab: Lab) -> Mapping[str, Curve]:

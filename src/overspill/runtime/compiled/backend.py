@@ -253,7 +253,7 @@ class _GraphCompiler:
         engine = self.session.engine_for(plan, torch_device(self.examples))
         places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
         self.has_arena = bool(places.offsets)
-        made = made_by(captured, plan.schedule, self.session.steps)
+        made = made_by(captured, plan, self.session.steps)
         return PlannedPrograms(captured, plan.schedule, places, self.session.arenas, engine, made)
 
     def partition(
@@ -265,7 +265,7 @@ class _GraphCompiler:
         plan = self.planned.plan
         device = torch_device(self.examples)
         engine = self.session.engine_for(plan, device)
-        lowered = lower(captured, plan.schedule, engine, made_by(captured, plan.schedule, self.session.steps))
+        lowered = lower(captured, plan.schedule, engine, made_by(captured, plan, self.session.steps))
         if self.session.options.profile:
             self.session.timer = OpTimer(captured.graph, device)
             for module in lowered:
@@ -278,7 +278,7 @@ class _GraphCompiler:
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
-        made = made_by(captured, plan.schedule, self.session.steps)
+        made = made_by(captured, plan, self.session.steps)
         return self._boxed(lower_inference(captured, plan.schedule, engine, made), _inputs)
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any) -> Compiled:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from torch.fx.node import has_side_effect
 
-from overspill.core import Graph, Mobility, Phase, Schedule, TensorKind, Verb
+from overspill.core import Graph, Mobility, Phase, TensorKind, Verb
+from overspill.plans.plan import Plan
 from overspill.simulate import trace_of
 
 with suppress(ImportError):  # where the native code is not there, nothing here is called
@@ -20,8 +21,6 @@ UNPLANNED = 3
 
 Made = tuple[tuple[tuple[int, int], ...], int]
 """What an instruction makes: the bytes and the group of each block, and the group of what no plan knows."""
-SCRATCH_ONLY: Made = ((), int(Mobility.TEMPORARY))
-"""Of an instruction that makes nothing. Scratch goes when the op is done."""
 MadeBy = Mapping[int, Made]
 """The same by the instruction's position in the schedule."""
 NOTHING_TOLD: MadeBy = MappingProxyType({})
@@ -33,28 +32,45 @@ def staying(graph: Graph) -> set[str]:
     return {t.name for t in graph.tensors if t.persistent or t.kind is TensorKind.GRADIENT}
 
 
-def groups_of(
-    graph: Graph, schedule: Schedule, leaving: Collection[int] = (), scratch: int = Mobility.TEMPORARY
-) -> MadeBy:
-    """What the instruction at each position makes.
+class Telling:
+    """What a lowered program tells a pool as it goes on: only what is not as it was before."""
+
+    def __init__(self, made: MadeBy) -> None:
+        self._made = made
+        self._told: Made | None = None
+
+    def before(self, position: int, verb: Verb) -> Made | None:
+        """What is to be told before the instruction at a position; None where nothing is."""
+        if not self._made or verb not in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH):
+            return None
+        told, self._told = self._told, self._made[position]
+        return None if self._told == told else self._told
+
+    def forget(self) -> None:
+        """As if nothing had been told: another function begins."""
+        self._told = None
+
+
+def groups_of(plan: Plan, leaving: Collection[int] = (), scratch: int = Mobility.TEMPORARY) -> MadeBy:
+    """What the instruction at each position of `plan` makes.
 
     What stays beyond the step (weights, gradients, the tensors `leaving`) is RECLAIMED: a main space that no block
     outlives can be made anew in another size. Of two blocks of one size the one that stays longer counts. `scratch` is the
     group of what no plan knows.
     """
+    graph, instructions = plan.graph, plan.schedule.instructions
     stays = staying(graph) | {graph.tensors[tensor].name for tensor in leaving}
     blocks: dict[int, dict[int, int]] = defaultdict(dict)
-    for block in trace_of(graph, schedule).blocks:
+    for block in trace_of(graph, plan.schedule, plan.groups).blocks:
         if block.nbytes:
             group = Mobility.RECLAIMED if block.name in stays else block.mobility
             of_size = blocks[block.start]
             of_size[block.nbytes] = max(of_size.get(block.nbytes, 0), int(group))
-    made = {position: (tuple(found.items()), int(scratch)) for position, found in blocks.items()}
-    for position, instruction in enumerate(schedule.instructions):
-        made.setdefault(position, ((), int(scratch)))
-        if instruction.verb is Verb.RUN and graph.ops[instruction.target].phase is Phase.UPDATE:
-            # An optimizer makes small things, as its count of steps, that stay and that no plan knows.
-            made[position] = (made.get(position, SCRATCH_ONLY)[0], UNPLANNED)
+    made: dict[int, Made] = {}
+    for position, instruction in enumerate(instructions):
+        # An optimizer makes small things, as its count of steps, that stay and that no plan knows.
+        updates = instruction.verb is Verb.RUN and graph.ops[instruction.target].phase is Phase.UPDATE
+        made[position] = tuple(blocks.get(position, {}).items()), UNPLANNED if updates else int(scratch)
     return made
 
 

@@ -82,7 +82,7 @@ def _inside(plan: Plan) -> Trace:
     """The blocks of a step that lie in the pool, in the groups that it is told of."""
     away = {t.name for t in plan.graph.tensors if lies_outside(plan.graph, t)}
     stays = staying(plan.graph)
-    blocks = [b for b in trace_of(plan.graph, plan.schedule).blocks if b.name not in away]
+    blocks = [b for b in trace_of(plan.graph, plan.schedule, plan.groups).blocks if b.name not in away]
     return Trace(
         tuple(
             replace(b, id=i, alignment=ALIGNMENT_BYTES, mobility=Mobility.RECLAIMED if b.name in stays else b.mobility)
@@ -114,5 +114,5 @@ def placed_live(plan: Plan, placement: str, budget_bytes: int) -> Placed:
     """How the blocks of `plan` lie with a live placement on the CPU: in its pool, and outside as they are."""
     began = time.perf_counter()
     need = need_of(plan, placement, budget_bytes).total_bytes + outside_bytes(plan.graph)
-    bound = trace_of(plan.graph, plan.schedule).lower_bound_bytes
+    bound = trace_of(plan.graph, plan.schedule, plan.groups).lower_bound_bytes
     return Placed(placement, max(need, bound), bound, None, time.perf_counter() - began)

@@ -324,7 +324,7 @@ class StepPlans:
         self.place_live(budget)
         if self.steps is not None:
             self.steps.limit_for(plan, budget)
-        made = made_by(captured, plan.schedule, self.steps)
+        made = made_by(captured, plan, self.steps)
         together = self.state.updates.together
         module = lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
         if self.options.profile:
