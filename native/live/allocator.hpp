@@ -162,7 +162,8 @@ class LiveAllocator {
         untold_ = mobility;
     }
 
-    // Whether what finds no room may lie elsewhere.
+    // Whether what finds no room may lie elsewhere; what no plan has may in any case, for it may come where an op that is
+    // stopped half-way cannot be done again.
     void let_spill(bool spills) {
         const std::lock_guard lock(mutex_);
         spills_ = spills;
@@ -171,7 +172,8 @@ class LiveAllocator {
     // Whether these bytes, which found no room, may lie elsewhere; they count until they are taken back.
     bool spill(Bytes nbytes) {
         const std::lock_guard lock(mutex_);
-        if (!spills_) return false;
+        const bool is_planned = !groups_of_thread || groups_of_thread->of(nbytes) != kUnplanned;
+        if (!spills_ && is_planned) return false;
         statistics_.spilled += nbytes;
         statistics_.peak_spilled = std::max(statistics_.peak_spilled, statistics_.spilled);
         return true;

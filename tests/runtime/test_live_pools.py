@@ -202,3 +202,13 @@ def test_what_cannot_work_together_is_refused_by_name() -> None:
     model = net()
     with pytest.raises(RequestError, match="is for compiled models on the CPU"):
         overspill.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), session=session)
+
+
+def test_a_first_step_that_finds_no_room_is_begun_again_too() -> None:
+    """On the CPU the pool is made while the first step runs. Scratch of U-Net's convolutions has no room there."""
+    job = Training(lambda: load("unet", small=True), batch=16, optimizer="momentum", steps=2, whole_step=True)
+    options = Options(budget="90%", store="host", placement="two-ended")
+    run = train(job, options)
+    assert run.pool is not None
+    assert run.pool.spilled_peak_bytes > 0
+    assert run.identical_to(train_plain(job, options))

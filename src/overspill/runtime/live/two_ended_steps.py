@@ -76,11 +76,11 @@ class TwoEndedSteps(LiveSteps):
         super().begin_step()
 
     def enlarge(self) -> bool:
-        """β more for the step that is begun again, or where the budget has no more, room elsewhere for scratch; whether there is."""
+        """β more for the step that is begun again, or where there can be no more, room elsewhere for scratch; whether there is."""
         before = self._main_bytes
-        if not self.restarts or not self._resize(before + self.beta_bytes):
+        if not self.restarts:
             return False
-        if self._main_bytes == before:
+        if not self._resize(before + self.beta_bytes) or self._main_bytes == before:
             return self._spill()
         self._squeezed = True  # what failed is not squeezed
         self._restarted += 1

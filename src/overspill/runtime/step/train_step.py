@@ -365,13 +365,11 @@ class TrainStep:
 
     def _carry_on(self, call: Call) -> None:
         """Run what is left of the micro-batch that is next, or as much of it as a live pool has room for."""
-        steps = self._plans.steps
-        if steps is None or not steps.restarts:
-            return self._run_part(call)
         try:
             return self._run_part(call)
         except Exception as error:
-            if not is_out_of_memory(error):
+            steps = self._plans.steps  # on the CPU the first plan has just made it
+            if steps is None or not steps.restarts or not is_out_of_memory(error):
                 raise
             failure = forgetful(error)  # what its frames hold would stay in the pool
         if not self._underway.has_more_room(call, self._state, steps):
