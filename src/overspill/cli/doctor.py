@@ -59,7 +59,7 @@ def doctor(json: AsJson = False) -> Outcome:
 
     with narrate() as narrator:
         quiet_torch()
-        findings = []
+        findings: list[Finding] = []
         for look in (_package, _torch, _gpu, _memory, _disk, _compiler, _scripts, _extras):
             narrator.now(f"looking at {look.__name__.strip('_')}", lasting=False)
             findings += look()
