@@ -73,6 +73,8 @@ def _rows_chart(where: str, rows: Sequence[Result]) -> Any:
     most = max([1.0, *(result.ratio or 0.0 for result in rows)])
     figure.update_xaxes(title_text="share of the paper's figure", range=(0, 1.15 * min(most, 3.0)))
     figure.update_yaxes(automargin=True)
+    # Above the bars, in their order from above.
+    figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "reversed"})
     return _laid_out(figure, where, AROUND_ROWS_PIXELS + ROW_PIXELS * len(rows))
 
 
@@ -93,8 +95,7 @@ def _curves_chart(figure: Figure, curves: Mapping[str, Curve]) -> Any:
 
 
 def _laid_out(chart: Any, title: str, height: int) -> Any:
-    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "reversed"}
-    return chart.update_layout(title=title, template="plotly_white", height=height, legend=legend)
+    return chart.update_layout(title=title, template="plotly_white", height=height)
 
 
 def _name(result: Result) -> str:
