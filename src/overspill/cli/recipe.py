@@ -1,0 +1,67 @@
+"""Options that say how a model is trained, and the recipe that they make; torch is not imported for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.errors import RequestError
+from overspill.estimation.parallel import parallel_of
+from overspill.estimation.recipe import Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16."),
+]
+Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="GPUs that train together; --batch is of each.", show_default=False),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel", metavar="NAME", help="ddp, fsdp or horovod.  [default: ddp with --gpus]", show_default=False
+    ),
+]
+Accumulate = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Micro-batches, of --batch samples each, that make a step.")
+]
+SetToNone = Annotated[
+    bool,
+    typer.Option("--set-to-none/--no-set-to-none", help="zero_grad gives gradients back, or fills them with zeros."),
+]
+Checkpointing = Annotated[
+    bool, typer.Option("--checkpointing", help="Compute the blocks that the model repeats again in backward.")
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
+        show_default=False,
+    ),
+]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="Model and images in the memory format of that name.")
+]
+
+
+def recipe_of(
+    optimizer: str, *, inference: bool, parallel: str | None, gpus: int | None, ways: Mapping[str, Any]
+) -> Recipe:
+    """What the options ask for; `ways` are fields of Recipe. Raises RequestError for what cannot be."""
+    if inference:  # which reads the name of an optimizer that it does not use
+        Recipe(optimizer)
+    return Recipe(None if inference else optimizer, parallel=parallel_of(parallel, gpus), **ways)
+
+
+def check_as_it_is(recipe: Recipe, whose: str) -> None:
+    """Raise RequestError where a job that says by itself how it trains was asked to do so otherwise."""
+    if ways := recipe.ways():
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in ways)
+        raise RequestError(f"{options}: for a model; {whose}")
