@@ -310,3 +310,35 @@ def test_the_public_function_takes_every_way() -> None:
     )  # fmt: skip
     assert made.fits()
     assert sum(made.breakdown.values()) == made.total_bytes
+
+
+# Layers that are cut
+
+LLAMA = (
+    "hf:llama,hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128,"
+    "vocab_size=200,max_position_embeddings=64"
+)
+UNCUT = 4 * 5 * 64  # the norms, in float32
+CUT = 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 2 * 200 * 64)  # both blocks, the embedding and the output
+
+
+def llama(recipe: Recipe) -> Recording:
+    return record(programs.of_job(lambda: models.load(LLAMA, seq_len=16), 2, recipe))
+
+
+def test_layers_that_are_cut_are_on_all_gpus_together_once() -> None:
+    pytest.importorskip("transformers")
+    recording = llama(Recipe("adamw", parallel=Parallel("tp", 2)))
+    assert alive(recording)[TensorKind.PARAMETER] == UNCUT + CUT // 2
+    assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * (UNCUT + CUT // 2)
+    generated = llama(Recipe(generate=4, parallel=Parallel("tp", 2)))
+    one_head = 4 * 2 * (16 + 4) * 16  # of two
+    assert len([a for a in generated.allocations if a.nbytes == one_head]) == 2 * 2 * generated.iterations
+
+
+def test_layers_are_cut_evenly_and_by_a_plan_or_not_at_all() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(RequestError, match="Gpt2 has no tensor-parallel plan"):
+        gpt2("sgd", parallel=Parallel("tp", 2))
+    with pytest.raises(RequestError, match="which 3 GPUs cannot share evenly"):
+        llama(Recipe("sgd", parallel=Parallel("tp", 3)))
