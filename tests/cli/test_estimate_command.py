@@ -73,6 +73,10 @@ def test_ways_to_train_are_options(overspill: Overspill) -> None:
     assert answer["ways"] == {
         "accumulate": 2, "set_to_none": False, "checkpointing": True, "attention": "flash", "lora": 4, "quantize": "4bit",
     }  # fmt: skip
+
+
+@pytest.mark.long
+def test_options_of_sharding_and_of_generation(overspill: Overspill) -> None:
     sharded = "estimate gpt2 --small --batch 2 --parallel zero3 --gpus 4 --param-dtype bfloat16 --cpu-offload --json"
     assert overspill(sharded).answer["parallel"] == "fsdp"
     assert overspill("estimate gpt2 --small --batch 2 --inference --generate 8 --json").answer["ways"] == {
