@@ -333,6 +333,12 @@ def llama(recipe: Recipe) -> Recording:
     return record(programs.of_job(lambda: models.load(LLAMA, seq_len=16), 2, recipe))
 
 
+def test_the_decoder_s_blocks_are_cut() -> None:
+    whole, half = (alive(gpt2("sgd", parallel=p))[TensorKind.PARAMETER] for p in (None, Parallel("tp", 2)))
+    weights, biases = sum(read * made for read, made in LINEAR), 192 + 256  # biases of what is cut by columns
+    assert whole - half == 2 * 4 * (weights + biases) // 2
+
+
 @pytest.mark.long
 def test_layers_that_are_cut_are_on_all_gpus_together_once() -> None:
     pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Linear layers cut among GPUs, by the plan that transformers has for the model: by columns, or by rows.
+"""Linear layers cut among GPUs, by the plan of the model (`_tp_plan`, as in transformers): by columns, or by rows.
 
 As Megatron-LM (Shoeybi et al., 2019, §3) and transformers (integrations/tensor_parallel.py) have it: a layer cut by
 columns makes some of the features of which the next, cut by rows, reads some; its output is summed up in place, as is the
@@ -43,13 +43,15 @@ def split_layers(model: nn.Module, gpus: int) -> None:
 def _plan(model: nn.Module) -> dict[str, str]:
     """How layers are to be cut, by patterns of their names."""
     config: Any = getattr(model, "config", None)
-    base: dict[str, str] | None = getattr(config, "base_model_tp_plan", None)
-    if not base:
-        raise RequestError(f"{type(model).__name__} has no tensor-parallel plan; many models of transformers have one")
+    base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefix: Any = getattr(model, "base_model_prefix", "")
     inner = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     own: dict[str, str] = getattr(model, "_tp_plan", None) or {}
     named = {inner + name: style for name, style in base.items()} | own
+    if not named:
+        raise RequestError(
+            f"{type(model).__name__} has no tensor-parallel plan; the built-in decoder and many models of transformers do"
+        )
     return {re.escape(name).replace(r"\*", r"\d+"): style for name, style in named.items()}
 
 
