@@ -97,7 +97,7 @@ def test_what_contradicts_itself_is_refused_in_one_line(fields: dict[str, Any], 
 
 
 def test_inference_refuses_what_only_training_has() -> None:
-    with pytest.raises(RequestError, match="checkpointing, lora is for training"):
+    with pytest.raises(RequestError, match="checkpointing, lora: only for training"):
         gpt2(checkpointing=True, lora=2)
 
 
