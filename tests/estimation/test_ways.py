@@ -204,6 +204,7 @@ def test_an_offloaded_optimizer_keeps_states_of_small_parameters() -> None:
     assert alive(recording)[TensorKind.GRADIENT] == 4 * (WEIGHTS + BIASES)
 
 
+@pytest.mark.long
 def test_zero_1_divides_the_states() -> None:
     whole = 2 * 4 * (WEIGHTS + BIASES)
     recording = trained("adamw", parallel=parallel_of("zero1", 4))
