@@ -21,7 +21,8 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.capture.virtual_gpu.record import record
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.estimation import programs
-from overspill.models import Job, load, optimizer_named
+from overspill.estimation.recipe import Recipe
+from overspill.models import Job, load
 from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview, train, train_plain
 
@@ -47,7 +48,7 @@ def net(width: int = 64) -> Job:
 
 def estimated_peak(build: Any, optimizer: str = "sgd") -> int:
     """Of the compiled step as tensors alone, without a GPU's workspaces."""
-    program = programs.of_job(build, BATCH, optimizer_named(optimizer), dtype="float32", compiled=True)
+    program = programs.of_job(build, BATCH, Recipe(optimizer), compiled=True)
     return record(program).peak_requested_bytes
 
 

@@ -15,7 +15,8 @@ from overspill.costs.nccl import nccl_bytes
 from overspill.devices import load_device
 from overspill.estimation import Estimate, programs
 from overspill.estimation.parallel import Parallel, parallel_of
-from overspill.estimation.wrappers import repeated_blocks
+from overspill.estimation.recipe import DTYPES, Recipe
+from overspill.estimation.training.wrappers import repeated_blocks
 
 A100 = load_device("a100-80gb")
 WIDTH, LAYERS = 256, 8
@@ -38,8 +39,8 @@ def network():
 
 def recorded(parallel, *, dtype="float32", optimizer="sgd", build=network):
     program = programs.training(
-        build, lambda: torch.zeros(4, WIDTH), lambda module, x: module(x).sum(), models.optimizer_named(optimizer),
-        dtype=dtype, parallel=parallel,
+        build, lambda: torch.zeros(4, WIDTH), lambda module, x: module(x).sum(),
+        Recipe(optimizer, dtype, parallel=parallel),
     )  # fmt: skip
     return record(program)
 
@@ -85,7 +86,7 @@ def test_the_breakdown_of_parallel_training_adds_up(parallel):
     assert estimate.breakdown["communication"] >= estimate.communication.central > 0
 
 
-@pytest.mark.parametrize("dtype", programs.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "horovod"])
 def test_every_kind_runs_in_every_dtype(kind, dtype):
     assert recorded(Parallel(kind, 2), dtype=dtype, optimizer="adamw").iterations == programs.ITERATIONS
@@ -96,10 +97,8 @@ def test_every_kind_runs_in_every_dtype(kind, dtype):
 )
 @pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fsdp", "horovod"))])
 def test_built_in_models_train_in_parallel(model, kind):
-    program = programs.of_job(
-        lambda: models.load(model), 2, models.optimizer_named("adamw"), dtype="float32", parallel=Parallel(kind, 8)
-    )
-    alone = programs.of_job(lambda: models.load(model), 2, models.optimizer_named("adamw"), dtype="float32")
+    program = programs.of_job(lambda: models.load(model), 2, Recipe("adamw", parallel=Parallel(kind, 8)))
+    alone = programs.of_job(lambda: models.load(model), 2, Recipe("adamw"))
     several, one = record(program), record(alone)
     assert several.parameters == one.parameters
     state = most(several, TensorKind.OPTIMIZER_STATE)
@@ -201,7 +200,7 @@ def test_a_model_without_blocks_is_refused_in_one_line():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "ring"}, "unknown kind of parallel training 'ring'; kinds: ddp, fsdp, horovod"),
+        ({"kind": "ring"}, "unknown kind of parallel training 'ring'; kinds: ddp, fsdp, horovod, tp"),
         ({"gpus": 0}, "gpus=0 is not a positive number"),
         ({"gpus": -4}, "gpus=-4 is not a positive number"),
         ({"kind": "fsdp", "gpus": 8, "replicas": 3}, "replicas=3 does not divide gpus=8"),
@@ -236,7 +235,7 @@ def test_the_command_lines_options_make_a_request():
 
 def test_inference_in_parallel_is_refused():
     with pytest.raises(RequestError, match=r"^ddp is for training"):
-        programs.of_job(lambda: models.load("gpt2"), 1, None, dtype="float32", parallel=Parallel())
+        programs.of_job(lambda: models.load("gpt2"), 1, Recipe(parallel=Parallel()))
 
 
 def test_a_model_with_nothing_to_train_is_refused():

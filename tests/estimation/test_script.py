@@ -20,6 +20,7 @@ from overspill.capture.virtual_gpu.record import record
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.estimation import programs
+from overspill.estimation.recipe import Recipe
 from overspill.estimation.script import ScriptRun, record_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -92,7 +93,7 @@ def expected(
     **options: object,
 ) -> Recording:  # fmt: skip
     try:
-        return record(programs.training(build, inputs, loss, optimizer, **options))
+        return record(programs.training(build, inputs, loss, Recipe(optimizer, **options)))
     finally:
         _HELD.clear()
 

@@ -12,7 +12,6 @@ import typer
 from overspill import models
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.estimation.parallel import parallel_of
 from overspill.estimation.source import Source
 
 from .common import (
@@ -20,7 +19,6 @@ from .common import (
     ImageSize,
     ModelChoice,
     Narrator,
-    OptimizerName,
     Outcome,
     SeqLen,
     Small,
@@ -28,12 +26,34 @@ from .common import (
     narrate,
     quiet_torch,
 )
+from .recipe import (
+    Accumulate,
+    Attention,
+    ChannelsLast,
+    Checkpointing,
+    CpuOffload,
+    CudnnBenchmark,
+    Dtype,
+    Generate,
+    Gpus,
+    Inference,
+    Kind,
+    Lora,
+    OffloadOptimizer,
+    Optimizer,
+    ParamDtype,
+    Quantize,
+    ReduceDtype,
+    SetToNone,
+    check_as_it_is,
+    recipe_of,
+)
 
 if TYPE_CHECKING:
     from overspill.core import Device
     from overspill.estimation import Estimate
     from overspill.estimation.api import Setting
-    from overspill.estimation.parallel import Parallel
+    from overspill.estimation.recipe import Recipe
     from overspill.plans.plan import Plan
 
 Words = Annotated[
@@ -46,10 +66,6 @@ Words = Annotated[
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a step.", show_default=False)]
-Dtype = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16."),
-]
 Gpu = Annotated[
     str | None,
     typer.Option(
@@ -74,7 +90,6 @@ AllocatorConfig = Annotated[
         show_default=False,
     ),
 ]
-Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
 Script = Annotated[
     Path | None,
     typer.Option(
@@ -90,16 +105,6 @@ TimeLimit = Annotated[
     float, typer.Option(metavar="SECONDS", help="When the script is ended, with an answer if it has trained by then.")
 ]
 Iterations = Annotated[int, typer.Option(min=1, metavar="N", help="Steps of the script to run.")]
-Gpus = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="GPUs that train together; --batch is of each.", show_default=False),
-]
-Kind = Annotated[
-    str | None,
-    typer.Option(
-        "--parallel", metavar="NAME", help="ddp, fsdp or horovod.  [default: ddp with --gpus]", show_default=False
-    ),
-]
 SnapshotFile = Annotated[
     Path | None,
     typer.Option(
@@ -151,7 +156,7 @@ _NO_BATCH = "say how many samples make a step, for instance --batch 32"
 def estimate(
     words: Words = None,
     batch: Batch = None,
-    optimizer: OptimizerName = "sgd",
+    optimizer: Optimizer = "sgd",
     dtype: Dtype = "float32",
     gpu: Gpu = None,
     inference: Inference = False,
@@ -170,6 +175,19 @@ def estimate(
     seq_len: SeqLen = None,
     gpus: Gpus = None,
     parallel: Kind = None,
+    accumulate: Accumulate = 1,
+    set_to_none: SetToNone = True,
+    checkpointing: Checkpointing = False,
+    attention: Attention = None,
+    channels_last: ChannelsLast = False,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    offload_optimizer: OffloadOptimizer = False,
+    cudnn_benchmark: CudnnBenchmark = False,
+    generate: Generate = None,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
     snapshot: SnapshotFile = None,
     compiled: Compiled = False,
     budget: Within = None,
@@ -177,22 +195,33 @@ def estimate(
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
     check_writable(snapshot)
-    models.check_optimizer(optimizer)
-    together = parallel_of(parallel, gpus)
-    limit = _budget(budget, compiled=compiled, inference=inference)
+    ways = {
+        "dtype": dtype, "accumulate": accumulate, "set_to_none": set_to_none, "checkpointing": checkpointing,
+        "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
+        "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": generate or 0,
+    }  # fmt: skip
+    sharded = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
+    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, sharded=sharded, ways=ways)
+    limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
         raise RequestError("--compiled is a model's; in a script torch.compile is left out")
     if source is not None:
-        others = (words, script, small, image_size, seq_len, together, compiled)
-        _check_source(source, batch, dtype, others=others)
+        others = (words, script, small, image_size, seq_len, recipe.parallel, compiled)
+        _check_source(source, batch, recipe, others=others)
     elif script is None:
         _check_model(words, batch)
-    elif together is not None or inference or small or any(size is not None for size in (batch, image_size, seq_len)):
+    elif (
+        recipe.parallel is not None
+        or inference
+        or small
+        or any(size is not None for size in (batch, image_size, seq_len))
+    ):
         raise RequestError(
             "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"
         )
     if script is not None:
+        check_as_it_is(recipe, "a script has its own way to train")
         from overspill.estimation.script_process import client
 
         client.start()  # it gets ready while this process does
@@ -203,24 +232,22 @@ def estimate(
 
         own = "pytorch" if source is None else source.allocator
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config)
-        trained_by = None if inference else optimizer
         within = None
         if source is not None:
-            made, request = _of_source(source, batch or 1, trained_by, setting, narrator)
+            made, request = _of_source(source, batch or 1, None if inference else optimizer, setting, narrator)
         elif script is not None:
             run = _Run(script, words or [], iterations, time_limit, allow_writes, quiet=json)
             made, request = _of_script(run, setting, narrator)
         else:
             choice = ModelChoice(_one_model(words), small, image_size, seq_len)
-            made, request = _of_model(
-                choice, batch or 1, trained_by, dtype, setting, narrator, together=together, compiled=compiled
-            )
+            made, request = _of_model(choice, batch or 1, recipe, setting, narrator, compiled=compiled)
             if limit is not None:
                 narrator.now(f"planning {choice.name} as torch.compile has it")
                 within = _plan(choice, batch or 1, optimizer, dtype, limit, setting.device)
         request |= {
-            "gpus": 1 if together is None else together.gpus,
-            "parallel": None if together is None else together.kind,
+            "gpus": 1 if recipe.parallel is None else recipe.parallel.gpus,
+            "parallel": None if recipe.parallel is None else recipe.parallel.kind,
+            "ways": {name: getattr(recipe, name) for name in recipe.ways()},
         }
         answer = estimate_answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
         if snapshot is not None:
@@ -284,28 +311,26 @@ def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
 
 
 def _of_model(
-    choice: ModelChoice, batch: int, optimizer: str | None, dtype: str, setting: Setting, narrator: Narrator,
-    *, together: Parallel | None, compiled: bool,
-) -> _Made:  # fmt: skip
+    choice: ModelChoice, batch: int, recipe: Recipe, setting: Setting, narrator: Narrator, *, compiled: bool
+) -> _Made:
     """The estimate of a model, and what was asked for."""
     from overspill.estimation.api import of_job
 
     narrator.now(f"tracing {choice.name}")
-    make_optimizer = None if optimizer is None else models.optimizer_named(optimizer)
-    made = of_job(
-        choice.build, choice.name, batch, make_optimizer, setting, dtype=dtype, parallel=together, compiled=compiled
-    )
-    return made, {"model": choice.name, "batch": batch, "optimizer": optimizer, "dtype": dtype}
+    made = of_job(choice.build, choice.name, batch, recipe, setting, compiled=compiled)
+    return made, {"model": choice.name, "batch": batch, "optimizer": recipe.optimizer, "dtype": recipe.dtype}
 
 
-def _budget(text: str | None, *, compiled: bool, inference: bool) -> Budget | None:
+def _budget(text: str | None, recipe: Recipe, *, compiled: bool) -> Budget | None:
     """The budget of the compiled step. Raises RequestError where there is no such step."""
     if text is None:
         return None
     if not compiled:
         raise RequestError("--budget is for --compiled; `overspill plan` plans the eager step within a budget")
-    if inference:
+    if recipe.optimizer is None:
         raise RequestError("--budget is for training; leave out --inference")
+    check_as_it_is(recipe, "what --budget plans is a plain step")
+    models.check_optimizer(str(recipe.optimizer))
     return Budget.parse(text)
 
 
@@ -313,26 +338,27 @@ def _plan(
     choice: ModelChoice, batch: int, optimizer: str, dtype: str, limit: Budget, device: Device
 ) -> Plan | InfeasibleBudget:
     """The plan of the compiled step within `limit` on `device`, or why there is none."""
-    from overspill.estimation.programs import checked_dtype
+    from overspill.estimation.training.prepare import whole_dtype
     from overspill.models.step import job_in_dtype
     from overspill.runtime.options import Options
     from overspill.runtime.training import Training, preview
 
-    training = Training(partial(job_in_dtype, choice.build, checked_dtype(dtype)), batch, optimizer)
+    training = Training(partial(job_in_dtype, choice.build, whole_dtype(dtype)), batch, optimizer)
     try:
         return preview(training, Options(limit, device=device, backend="inductor"))
     except InfeasibleBudget as error:
         return error
 
 
-def _check_source(source: Source, batch: int | None, dtype: str, others: tuple[object, ...]) -> None:
+def _check_source(source: Source, batch: int | None, recipe: Recipe, others: tuple[object, ...]) -> None:
     """Raise RequestError where a job of another framework was asked for together with what it does not have."""
     if any(others):
         raise RequestError(
             f"--{source.framework} is a job of its own: leave out MODEL, --script, --small, --image-size, --seq-len, "
             "--gpus, --parallel and --compiled"
         )
-    if dtype != "float32":
+    check_as_it_is(recipe, f"--{source.framework} is trained as its framework does")
+    if recipe.dtype != "float32":
         raise RequestError(f"--{source.framework} is read as float32; --dtype is for PyTorch's models")
     if batch is None:
         raise RequestError(_NO_BATCH)

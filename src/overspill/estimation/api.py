@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from overspill import models
@@ -30,10 +29,12 @@ from overspill.placement.allocators.registry import allocator_type
 from . import programs
 from .estimate import Estimate
 from .parallel import Parallel
+from .recipe import MakeOptimizer, Recipe
 from .scaling import Scaling
+from .training.generation import forward_of
 
 DEFAULT_DEVICE = "a100-80gb"
-# The program at a batch size (None: it has none), and optionally another `dtype` or number of `iterations`.
+# The program at a batch size (None: it has none) by a recipe, and optionally of another number of `iterations`.
 MakeProgram = Callable[..., programs.Program]
 
 
@@ -77,13 +78,22 @@ def estimate(
     build: str | nn.Module | Callable[[], nn.Module],
     inputs: Any = None,
     loss: Callable[..., Tensor] | None = None,
-    optimizer: str | Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+    optimizer: str | MakeOptimizer | None = None,
     *,
     device: str | Device = DEFAULT_DEVICE,
     batch: int | None = None,
     dtype: str = "float32",
     accumulate: int = 1,
+    set_to_none: bool = True,
     parallel: Parallel | None = None,
+    checkpointing: bool | tuple[str, ...] = False,
+    attention: str | None = None,
+    channels_last: bool = False,
+    lora: int | None = None,
+    quantize: str | None = None,
+    offload_optimizer: bool = False,
+    cudnn_benchmark: bool = False,
+    generate: int = 0,
     allocator: str = "pytorch",
     allocator_config: Any = None,
     compiled: bool = False,
@@ -94,94 +104,77 @@ def estimate(
     reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function that makes them, given
     the batch size if it takes one. `loss` is a criterion of torch.nn, given the model's output and the last of
     `inputs`, or a function of the model and all `inputs`; without it a model that is trained returns its own loss.
-    `optimizer` is a name such as `adamw` or a function of the parameters. `dtype` is float32, bfloat16, float16, amp
-    (autocast in float16 with a GradScaler) or amp-bfloat16. With `parallel` the answer is for each of several GPUs, and
-    a batch is what one of them reads. With `compiled`, the answer's `compiled` is that for the same step under stock
-    `torch.compile`, by the program that Inductor writes for the CPU.
+    `optimizer` is a name such as `adamw` or a function of the parameters. It, `dtype` and all down to `generate`
+    are those of `Recipe`. With `parallel` the answer is for each of several GPUs, and a batch is what one of them
+    reads. With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the
+    program that Inductor writes for the CPU.
 
     Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
     """
     setting = Setting.of(device, allocator, allocator_config)
-    make_optimizer = models.optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer
+    recipe = Recipe(optimizer, dtype, accumulate, set_to_none, parallel, checkpointing, attention, channels_last, lora, quantize,
+        offload_optimizer, cudnn_benchmark, generate,
+    )  # fmt: skip
     if isinstance(build, str):
         if inputs is not None or loss is not None:
             raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
         name, size = build, batch or 1
         models.check_name(name)
-        return of_job(
-            lambda: models.load(name), name, size, make_optimizer, setting, dtype=dtype, parallel=parallel,
-            compiled=compiled,
-        )  # fmt: skip
+        return of_job(lambda: models.load(name), name, size, recipe, setting, compiled=compiled)
     if inputs is None:
         raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
-    work = _Work(build, inputs, loss, make_optimizer, dtype, accumulate, parallel)
-    samples = batch or work.batch
+    work = _Work(build, inputs, loss)
     name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
-    variants = _lower_precision(work.program, samples, setting, dtype)
-    return measured(work.program, name, samples, setting, variants=variants, parallel=parallel, compiled=compiled)
+    return measured(work.program, name, batch or work.batch, recipe, setting, compiled=compiled)
 
 
 def of_job(
-    load: Callable[[], models.Job],
-    name: str,
-    batch: int,
-    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None,
-    setting: Setting,
-    *,
-    dtype: str = "float32",
-    parallel: Parallel | None = None,
-    compiled: bool = False,
+    load: Callable[[], models.Job], name: str, batch: int, recipe: Recipe, setting: Setting, *, compiled: bool = False
 ) -> Estimate:
-    """The estimate of a job at a batch size; without an optimizer, of its model's inference."""
+    """The estimate of a job at a batch size, trained by `recipe`; without an optimizer, of its model's inference."""
     if batch < 1:
         raise RequestError(f"batch {batch} is not a positive number")
 
     def program(
-        size: int | None, dtype: str = dtype, iterations: int = programs.ITERATIONS, *, compiled: bool = False
+        size: int | None, recipe: Recipe, iterations: int = programs.ITERATIONS, *, compiled: bool = False
     ) -> programs.Program:
-        return programs.of_job(
-            load, size or batch, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
-            compiled=compiled,
-        )  # fmt: skip
+        return programs.of_job(load, size or batch, recipe, iterations=iterations, compiled=compiled)
 
-    variants = _lower_precision(program, batch, setting, dtype)
-    return measured(program, name, batch, setting, variants=variants, parallel=parallel, compiled=compiled)
+    return measured(program, name, batch, recipe, setting, compiled=compiled)
 
 
 def _lower_precision(
-    program: MakeProgram, batch: int | None, setting: Setting, dtype: str
+    program: MakeProgram, batch: int | None, recipe: Recipe, setting: Setting
 ) -> dict[str, Callable[[], Recording]]:
     """The job in mixed precision and in bfloat16, where it is in float32 and the GPU can."""
-    if dtype != "float32" or setting.capability < (7, 0):
+    if recipe.dtype != "float32" or setting.capability < (7, 0):
         return {}
     choices = {"amp": "mixed precision: torch.autocast in float16, with a GradScaler"}
     if setting.capability >= (8, 0):
         choices["bfloat16"] = "the whole model in bfloat16"
 
     def recorded(other: str) -> Recording:
-        return record(program(batch, dtype=other), capability=setting.capability)
+        return record(program(batch, replace(recipe, dtype=other)), capability=setting.capability)
 
     return {what: partial(recorded, other) for other, what in choices.items()}
 
 
 def measured(
-    program: MakeProgram, name: str, batch: int | None, setting: Setting,
-    *, variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
-    compiled: bool = False,
-) -> Estimate:  # fmt: skip
+    program: MakeProgram, name: str, batch: int | None, recipe: Recipe, setting: Setting, *, compiled: bool = False
+) -> Estimate:
     """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
 
     def trace(size: int | None, iterations: int | None = None) -> Recording:
-        made = program(size, iterations=iterations or programs.ITERATIONS)
-        return record(made, capability=setting.capability)
+        return record(program(size, recipe, iterations or programs.ITERATIONS), capability=setting.capability)
 
     FastFakeMode()  # what torch imports for it is not part of the estimate's time
 
     def trace_compiled() -> Recording:
-        return record(program(batch, compiled=True), capability=setting.capability)
+        return record(program(batch, recipe, compiled=True), capability=setting.capability)
 
+    variants = _lower_precision(program, batch, recipe, setting)
     return traced(
-        trace, name, batch, setting, variants=variants, parallel=parallel,
+        trace, name, batch, setting, variants=variants, parallel=recipe.parallel,
         under_compile=trace_compiled if compiled else None,
     )  # fmt: skip
 
@@ -230,44 +223,31 @@ def of_recording(
 
 
 class _Work:
-    """The user's model, inputs, loss and optimizer, at any batch size."""
+    """The user's model, inputs and loss, at any batch size."""
 
     def __init__(
-        self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None,
-        make_optimizer: Any, dtype: str, accumulate: int, parallel: Parallel | None,
-    ) -> None:  # fmt: skip
+        self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None
+    ) -> None:
         if not callable(build):
             raise RequestError(f"build is a {type(build).__name__}; pass a module or a function that returns one")
-        if accumulate < 1:
-            raise RequestError(f"accumulate={accumulate} is not a positive number")
         self._build, self._inputs, self._loss = build, Inputs(inputs), loss
-        self._make_optimizer, self._dtype, self._accumulate = make_optimizer, dtype, accumulate
-        self._parallel = parallel
         self.batch = self._inputs.batch
 
     def program(
-        self,
-        size: int | None,
-        dtype: str | None = None,
-        iterations: int = programs.ITERATIONS,
-        *,
-        compiled: bool = False,
+        self, size: int | None, recipe: Recipe, iterations: int = programs.ITERATIONS, *, compiled: bool = False
     ) -> programs.Program:
-        """The loop at batch size `size`."""
-        chosen = dtype or self._dtype
+        """The loop at batch size `size`, by `recipe`."""
 
         def make() -> Any:
             return self._inputs.at(size)
 
         build = partial(self._module, compiled=compiled)
-        if self._loss is None and self._make_optimizer is None:
+        if self._loss is None and recipe.optimizer is None:
+            run = forward_of(_arguments, recipe.generate) if recipe.generate else _call
             return programs.inference(
-                build, make, _call, dtype=chosen, iterations=iterations, compiled=_call if compiled else None
+                build, make, run, recipe, iterations=iterations, compiled=_call if compiled else None
             )
-        return programs.training(
-            build, make, self._value, self._make_optimizer, dtype=chosen, iterations=iterations,
-            accumulate=self._accumulate, parallel=self._parallel, compiled=compiled,
-        )  # fmt: skip
+        return programs.training(build, make, self._value, recipe, iterations=iterations, compiled=compiled)
 
     def _module(self, *, compiled: bool) -> nn.Module:
         """The model, made where its parameters are fake; where it is `compiled`, also in torch's own fake mode."""
@@ -289,6 +269,12 @@ class _Work:
                 "a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs"
             )
         return self._loss(model(*inputs[:-1]), inputs[-1])
+
+
+def _arguments(_: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)), {}
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

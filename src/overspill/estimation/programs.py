@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,15 +15,15 @@ from overspill.core.errors import RequestError
 from overspill.models import Job
 from overspill.models.step import loss_in
 
-from .compiled import Call, compiled_step
-from .parallel import Parallel
-from .wrappers import data_parallel
+from .recipe import Recipe
+from .training.compiled import Call, compiled_step
+from .training.generation import forward_of
+from .training.optimizers import optimizer_of
+from .training.prepare import on_device, prepared, surroundings, whole_dtype
 
 ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
-DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
 
 Program = Callable[[Recorder], None]
-MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class _Reached(Exception):
@@ -36,63 +36,53 @@ def training(
     build: Callable[[], nn.Module],
     make_inputs: Callable[[], Any],
     loss: Callable[[nn.Module, Any], Tensor],
-    make_optimizer: MakeOptimizer | None,
+    recipe: Recipe,
     *,
-    dtype: str = "float32",
     iterations: int = ITERATIONS,
-    accumulate: int = 1,
-    parallel: Parallel | None = None,
     compiled: bool = False,
 ) -> Program:
-    """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`.
+    """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`, as `recipe` has them.
 
-    `amp` is `torch.autocast` in float16 with a GradScaler. With `accumulate`, that many micro-batches make a step.
-    With `parallel`, it is the loop of one of several GPUs. With `compiled`, `torch.compile` has compiled `loss`.
+    `amp` is `torch.autocast` in float16 with a GradScaler. With `compiled`, `torch.compile` has compiled `loss`.
     """
-    plain = checked_dtype(dtype)
     written = None
     if compiled:
-        _check_compiled(dtype, parallel)
-        written = compiled_step(build, make_inputs, loss, plain)
+        recipe.check_compiled()
+        written = compiled_step(build, make_inputs, loss, whole_dtype(recipe.dtype))
 
     def program(recorder: Recorder) -> None:
         value_of = loss if written is None else written(recorder)
-        if parallel is None:
-            module = build().to("cuda", plain).train()
-        else:
-            built = build().train()
-            module = data_parallel(built if plain is None else built.to(plain), parallel, recorder)
-        recorder.mark_module(module)
-        optimizer = make_optimizer(module.parameters()) if make_optimizer is not None else None
-        scaler = torch.amp.GradScaler("cuda") if dtype == "amp" else None
+        module = prepared(build().train(), recipe, recorder)
+        optimizer = optimizer_of(recipe, module)
+        scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
         for _ in range(iterations):
             recorder.start_iteration()
             if optimizer is not None:
-                optimizer.zero_grad()
-            for _ in range(accumulate):
-                inputs = _batch(recorder, make_inputs, plain)
-                with _autocast(dtype):
+                optimizer.zero_grad(recipe.set_to_none)
+            for _ in range(recipe.accumulate):
+                inputs = _batch(recorder, make_inputs, recipe)
+                with _autocast(recipe.dtype):
                     value = value_of(module, inputs)
                 if scaler is not None:
                     value = scaler.scale(value)
-                (value / accumulate if accumulate > 1 else value).backward()
+                (value / recipe.accumulate if recipe.accumulate > 1 else value).backward()
             if optimizer is not None and scaler is not None:
                 scaler.step(optimizer)
                 scaler.update()
             elif optimizer is not None:
                 optimizer.step()
             else:
-                module.zero_grad()
+                module.zero_grad(recipe.set_to_none)
 
-    return program
+    return surroundings(program, recipe)
 
 
 def inference(
     build: Callable[[], nn.Module],
     make_inputs: Callable[[], Any],
     forward: Callable[[nn.Module, Any], Any],
+    recipe: Recipe,
     *,
-    dtype: str = "float32",
     iterations: int = ITERATIONS,
     compiled: Call | None = None,
     arguments: Call = lambda _, inputs: inputs,
@@ -101,42 +91,35 @@ def inference(
 
     `compiled` is what `torch.compile` compiles in place of `forward`, given what `arguments` makes of the inputs.
     """
-    plain = checked_dtype(dtype)
+    recipe.check_inference()
     written = None
     if compiled is not None:
-        _check_compiled(dtype, None)
+        recipe.check_compiled()
+        plain = whole_dtype(recipe.dtype)
         written = compiled_step(build, make_inputs, compiled, plain, trains=False, arguments=arguments)
 
     def program(recorder: Recorder) -> None:
         run = forward if written is None else written(recorder)
-        module = build().to("cuda", plain).eval()
-        recorder.mark_module(module)
+        module = prepared(build().eval(), recipe, recorder)
         for _ in range(iterations):
             recorder.start_iteration()
-            inputs = _batch(recorder, make_inputs, plain)
-            with torch.no_grad(), _autocast(dtype):
+            inputs = _batch(recorder, make_inputs, recipe)
+            with torch.no_grad(), _autocast(recipe.dtype):
                 output = run(module, inputs)
         del output
 
-    return program
+    return surroundings(program, recipe)
 
 
 def of_job(
     load: Callable[[], Job],
     batch: int,
-    make_optimizer: MakeOptimizer | None,
+    recipe: Recipe,
     *,
-    dtype: str,
     iterations: int = ITERATIONS,
-    parallel: Parallel | None = None,
     compiled: bool = False,
 ) -> Program:
-    """The loop that trains a job at a batch size (of each GPU); without an optimizer, that which only runs its model.
-
-    Raises RequestError for inference on several GPUs.
-    """
-    if parallel is not None and make_optimizer is None:
-        raise RequestError(f"{parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU")
+    """The loop that trains a job at a batch size (of each GPU); without an optimizer, that which only runs its model."""
     jobs: list[Job] = []
 
     def build() -> nn.Module:
@@ -155,15 +138,13 @@ def of_job(
     def arguments(module: nn.Module, inputs: Any) -> Any:
         return _arguments(jobs[0], module, inputs)
 
-    if make_optimizer is None:
+    if recipe.optimizer is None:
+        run = forward_of(arguments, recipe.generate) if recipe.generate else forward
         return inference(
-            build, make_inputs, forward, dtype=dtype, iterations=iterations,
-            compiled=_call_with if compiled else None, arguments=arguments,
+            build, make_inputs, run, recipe, iterations=iterations, compiled=_call_with if compiled else None,
+            arguments=arguments,
         )  # fmt: skip
-    return training(
-        build, make_inputs, loss, make_optimizer, dtype=dtype, iterations=iterations, parallel=parallel,
-        compiled=compiled,
-    )  # fmt: skip
+    return training(build, make_inputs, loss, recipe, iterations=iterations, compiled=compiled)
 
 
 def _output(job: Job, module: nn.Module, inputs: Any) -> Any:
@@ -210,41 +191,13 @@ def loss_of(output: Any) -> Tensor:
     return found if found.dim() == 0 else found.float().mean()
 
 
-def _check_compiled(dtype: str, parallel: Parallel | None) -> None:
-    """Raise RequestError for what is only estimated of eager PyTorch."""
-    if parallel is not None:
-        raise RequestError(
-            f"a compiled step is estimated on one GPU, not with {parallel.kind}; leave one of the two out"
-        )
-    if dtype.startswith("amp"):
-        raise RequestError(f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({dtype})")
-
-
-def checked_dtype(dtype: str) -> torch.dtype | None:
-    """What the whole model is converted to; None where its weights stay as they are. Raises RequestError."""
-    if dtype not in DTYPES:
-        raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(DTYPES)}")
-    return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
-
-
 def _autocast(dtype: str) -> AbstractContextManager[Any]:
     if not dtype.startswith("amp"):
         return nullcontext()
     return torch.autocast("cuda", dtype=torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16)
 
 
-def _batch(recorder: Recorder, make_inputs: Callable[[], Any], dtype: torch.dtype | None) -> Any:
+def _batch(recorder: Recorder, make_inputs: Callable[[], Any], recipe: Recipe) -> Any:
     with recorder.fabricating():
         made = make_inputs()
-    return _on_device(made, dtype)
-
-
-def _on_device(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with every tensor on the device, floating ones in `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to("cuda", dtype if value.is_floating_point() else None)
-    if isinstance(value, dict):
-        return {name: _on_device(item, dtype) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_on_device(item, dtype) for item in value])
-    return value
+    return on_device(made, recipe)

@@ -18,7 +18,8 @@ from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core.errors import UnsupportedError
 from overspill.estimation.programs import of_job
-from overspill.models import load, optimizer_named, optimizer_names
+from overspill.estimation.recipe import Recipe
+from overspill.models import load, optimizer_names
 
 F = torch.nn.functional
 
@@ -239,8 +240,8 @@ def test_random_convolutions_agree_forward_and_backward(
 
 
 def recorded(model: str, optimizer: str, dtype: str = "float32") -> Recording:
-    make_optimizer = None if optimizer == "none" else optimizer_named(optimizer)
-    return record(of_job(lambda: load(model, small=True), 2, make_optimizer, dtype=dtype))
+    recipe = Recipe(None if optimizer == "none" else optimizer, dtype)
+    return record(of_job(lambda: load(model, small=True), 2, recipe))
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from overspill.core import Graph, Phase, TensorKind
 from overspill.core.errors import RequestError
 from overspill.devices import load_device
 from overspill.estimation.programs import of_job
+from overspill.estimation.recipe import Recipe
 from overspill.plans.plan import make_plan
 from overspill.runtime.options import Options
 from overspill.runtime.training import Training, preview
 
 
 def recorded(name: str, optimizer: str) -> Recording:
-    program = of_job(lambda: models.load(name, small=True), 4, models.optimizer_named(optimizer), dtype="float32")
+    program = of_job(lambda: models.load(name, small=True), 4, Recipe(optimizer))
     return record(program)
 
 

@@ -156,7 +156,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def retargeted(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, composite ops on fake CPU tensors compose as they do on a GPU of this compute capability."""
-    token = CAPABILITY.set(capability)
+    token, tried = CAPABILITY.set(capability), workspaces.TRIED.set(set())
     library = torch.library.Library("aten", "IMPL")
     try:
         for op, row in COMPOSITES.items():
@@ -165,6 +165,7 @@ def retargeted(capability: tuple[int, int]) -> Iterator[None]:
     finally:
         library._destroy()
         CAPABILITY.reset(token)
+        workspaces.TRIED.reset(tried)
 
 
 def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:

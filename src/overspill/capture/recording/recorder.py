@@ -259,6 +259,10 @@ class Recorder:
         self._clock += 1
         return self._clock - 1
 
+    def has_run(self, *names: str) -> bool:
+        """Whether an op of one of these names has run on the device."""
+        return any(op.name in names for op in self._ops)
+
     # Where in the step the program is
 
     def start_iteration(self) -> None:

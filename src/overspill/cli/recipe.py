@@ -1,0 +1,126 @@
+"""Options that say how a model is trained, and the recipe that they make; torch is not imported for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.errors import RequestError
+from overspill.estimation.parallel import parallel_of
+from overspill.estimation.recipe import Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16."),
+]
+Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="GPUs that train together; --batch is of each.", show_default=False),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        metavar="NAME",
+        help="ddp, fsdp, horovod, tp (layers are cut), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
+        show_default=False,
+    ),
+]
+Accumulate = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Micro-batches, of --batch samples each, that make a step.")
+]
+SetToNone = Annotated[
+    bool,
+    typer.Option("--set-to-none/--no-set-to-none", help="zero_grad gives gradients back, or fills them with zeros."),
+]
+Checkpointing = Annotated[
+    bool, typer.Option("--checkpointing", help="Compute the blocks that the model repeats again in backward.")
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
+        show_default=False,
+    ),
+]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="Model and images in the memory format of that name.")
+]
+
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
+        "also as paged-adam8bit.",
+    ),
+]
+ParamDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of fsdp: the dtype of gathered parameters, as bfloat16.", show_default=False),
+]
+ReduceDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of fsdp: the dtype in which gradients are reduced.", show_default=False),
+]
+CpuOffload = Annotated[
+    bool, typer.Option("--cpu-offload", help="Of fsdp: shards, their gradients and the optimizer are on the host.")
+]
+OffloadOptimizer = Annotated[
+    bool, typer.Option("--offload-optimizer", help="The optimizer and its states are on the host.")
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="RANK", help="Train adapters beside linear layers, as peft has them; all else is frozen.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BITS", help="4bit or 8bit: weights of linear layers as bitsandbytes has them.", show_default=False
+    ),
+]
+CudnnBenchmark = Annotated[
+    bool, typer.Option("--cudnn-benchmark", help="cuDNN tries its engines, as with torch.backends.cudnn.benchmark.")
+]
+Generate = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="With --inference: make N tokens, with a cache of keys and values.", show_default=False
+    ),
+]
+
+
+def recipe_of(
+    optimizer: str,
+    *,
+    inference: bool,
+    parallel: str | None,
+    gpus: int | None,
+    sharded: Mapping[str, Any],
+    ways: Mapping[str, Any],
+) -> Recipe:
+    """What the options ask for; `ways` are fields of Recipe, `sharded` of Parallel. Raises RequestError."""
+    if inference:  # which reads the name of an optimizer that it does not use
+        Recipe(optimizer)
+    together = parallel_of(parallel, gpus, **{name: value for name, value in sharded.items() if value})
+    if ways["generate"] and not inference:
+        raise RequestError("--generate is for --inference")
+    if together is None and (given := [name for name, value in sharded.items() if value]):
+        raise RequestError(f"--{given[0].replace('_', '-')} is for fsdp on several GPUs; pass --parallel fsdp --gpus N")
+    return Recipe(None if inference else optimizer, parallel=together, **ways)
+
+
+def check_as_it_is(recipe: Recipe, whose: str) -> None:
+    """Raise RequestError where a job that says by itself how it trains was asked to do so otherwise."""
+    if ways := recipe.ways():
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in ways)
+        raise RequestError(f"{options}: for a model; {whose}")
