@@ -10,7 +10,8 @@ from .blas_workspace import Lifetime, cublas_workspace_bytes, cublaslt_workspace
 from .capability import capability_of
 from .interval import NOTHING, Interval
 
-_MIB = 1 << 20
+LARGE_GPU = 132
+"""The multiprocessors of an H100, for where the GPU's are not known."""
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT",
@@ -68,7 +69,9 @@ def elastic(scratch: Scratch) -> bool:
     return scratch.family.startswith("conv_")
 
 
-def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software) -> Interval:
+def scratch_bytes(
+    scratch: Scratch, compute_capability: str, software: Software, multiprocessors: int = LARGE_GPU
+) -> Interval:
     """How much a library takes for `scratch` on a GPU of this compute capability."""
     sizes, item = scratch.sizes, _ITEM_BYTES.get(scratch.dtype, 4)
     if scratch.family in {"floats", "bytes", "conv_trial"}:
@@ -80,6 +83,8 @@ def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software)
         lt = cublaslt_workspace_bytes(compute_capability, software.environment, software.torch_version)
         wanted = Lifetime.CALL if scratch.family == "lt_call" else Lifetime.KEPT
         return _exactly(lt.own_bytes if lt.lifetime is wanted else 0)
+    if scratch.family in {"sum_parts", "sum_counts"}:
+        return _exactly(_shared_sum(scratch, capability_of(compute_capability), multiprocessors))
     if scratch.family == "sort":
         besides, pairs = sizes  # cub sorts few pairs within a block, more with as much memory as they take
         return Interval(besides, besides + pairs, besides + pairs)
@@ -90,6 +95,23 @@ def scratch_bytes(scratch: Scratch, compute_capability: str, software: Software)
 
 def _exactly(nbytes: int) -> Interval:
     return Interval(nbytes, nbytes, nbytes)
+
+
+def _shared_sum(scratch: Scratch, capability: tuple[int, int], multiprocessors: int) -> int:
+    """What the blocks that share a sum have for one another, or the count of them: Reduce.cuh, `setReduceConfig`."""
+    a_block, threads, grid, a_thread = scratch.sizes
+    at_once = multiprocessors * (_threads_of(capability) // threads)
+    blocks = max(min(-(-at_once // grid), -(-a_thread // 16)), -(-a_thread // 256)) if grid <= at_once else 1
+    if blocks == 1:
+        return 0
+    return a_block * blocks if scratch.family == "sum_parts" else 4 * grid
+
+
+def _threads_of(capability: tuple[int, int]) -> int:
+    """Threads that a multiprocessor has at once (NVIDIA CUDA C Programming Guide, technical specifications)."""
+    if capability == (7, 5):
+        return 1024
+    return 1536 if capability in {(8, 6), (8, 7), (8, 9)} or capability >= (12, 0) else 2048
 
 
 def _convolution(family: str, conv: Convolution, dtype: str, item: int, compute_capability: str) -> Interval:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import OutOfMemory
-from overspill.costs.scratch import Software, elastic, scratch_bytes
+from overspill.costs.scratch import LARGE_GPU, Software, elastic, scratch_bytes
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
 from overspill.placement.replay import replay
 
@@ -115,7 +115,9 @@ def demand_of(recording: Recording, device: Device, software: Software, *, choos
     may_fail = np.zeros(len(allocations), dtype=np.bool_)
     for position, allocation in enumerate(allocations):
         if allocation.scratch is not None:
-            bounds = scratch_bytes(allocation.scratch, device.compute_capability, software)
+            bounds = scratch_bytes(
+                allocation.scratch, device.compute_capability, software, device.multiprocessors or LARGE_GPU
+            )
             nbytes[position] = getattr(bounds, choose)
             may_fail[position] = elastic(allocation.scratch)
     return Demand(
