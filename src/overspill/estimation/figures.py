@@ -10,6 +10,7 @@ from typing import Any, Self
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.costs import Interval, context_bytes, kernel_image_bytes
+from overspill.costs.engines import UNEXPLAINED
 from overspill.costs.interval import NOTHING
 from overspill.costs.scratch import Software
 from overspill.devices import device_names, load_device
@@ -17,6 +18,7 @@ from overspill.placement.allocators.result import Replay
 from overspill.placement.replay import minimum_capacity, replay
 
 from .demand import Demand, demand_of, survives
+from .draws import Draws, interval, typical
 from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
@@ -50,26 +52,38 @@ class Figures:
     # The allocator
 
     @cached_property
-    def demand(self) -> Demand:
-        """What the job asks of the allocator, the most likely scratch included."""
+    def likeliest(self) -> Demand:
+        """What the job asks of the allocator with the likeliest engine for each convolution: what decides if it survives."""
         return demand_of(self.recording, self.device, self.software)
 
     @cached_property
-    def unlimited(self) -> Replay:
-        """The allocator's answer on a device of unlimited memory."""
-        return replay(self.demand.events, self.allocator, config=self.allocator_config)
+    def draws(self) -> Draws:
+        """What it may ask for instead."""
+        return Draws(self.recording, self.device, self.likeliest)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """The most device memory behind reserved bytes in each of `draws`."""
+        return tuple(self._replay(self.draws.demand(draw)).peak_device_bytes for draw in range(self.draws.count))
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What the job asks of the allocator in the draw whose peak is the median: what all peaks here are of."""
+        return self.draws.demand(typical(self.peaks)) if self.draws.count > 1 else self.likeliest
 
     @cached_property
     def replayed(self) -> Replay:
-        """The allocator's answer on this device; where the job does not survive, that on an unlimited one.
+        """The allocator's answer on this device; where the job does not survive, that on an unlimited one."""
+        return self._replay(self.demand)
 
-        Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
-        """
+    def _replay(self, demand: Demand) -> Replay:
+        # Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
+        unlimited = replay(demand.events, self.allocator, config=self.allocator_config)
         room = self.device.memory_bytes - self.outside_bytes
-        if self.unlimited.peak_device_bytes <= room or room <= 0:
-            return self.unlimited
-        limited = replay(self.demand.events, self.allocator, capacity_bytes=room, config=self.allocator_config)
-        return limited if limited.fits else self.unlimited
+        if unlimited.peak_device_bytes <= room or room <= 0:
+            return unlimited
+        limited = replay(demand.events, self.allocator, capacity_bytes=room, config=self.allocator_config)
+        return limited if limited.fits else unlimited
 
     @property
     def peak_requested_bytes(self) -> int:
@@ -122,27 +136,22 @@ class Figures:
 
     @cached_property
     def total(self) -> Interval:
-        """`total_bytes` with its uncertainty: scratch, context and communication at their least and most."""
-        totals = []
-        for choose in ("low", "high"):
-            demand = demand_of(self.recording, self.device, self.software, choose=choose)
-            reserved = replay(demand.events, self.allocator, config=self.allocator_config).peak_device_bytes
-            totals.append(reserved + getattr(self.context, choose) + getattr(self.communication, choose))
-        # Scratch that differs moves blocks around, and now and then more of it leads to a smaller cache.
-        return Interval(min(*totals, self.total_bytes), self.total_bytes, max(*totals, self.total_bytes))
+        """`total_bytes`, and what it lies between for nine of ten jobs, as engines, context and communication turn out."""
+        unexplained = UNEXPLAINED if self.draws.count > 1 else 0.0
+        return interval(self.peaks, self.context + self.communication, unexplained)
 
     # Does it fit
 
     @cached_property
     def minimum_capacity_bytes(self) -> int:
         """The smallest device memory that the job survives on, cached memory being given back where it must."""
-        return minimum_capacity(self.demand.events, self.allocator, self.allocator_config) + self.outside_bytes
+        return minimum_capacity(self.likeliest.events, self.allocator, self.allocator_config) + self.outside_bytes
 
     def fits(self, gpu: str | Device | None = None) -> bool:
         """Whether the job survives on `gpu` (a name or a device; None: the one it was estimated for)."""
         if gpu is not None:
             return self.on(gpu).fits()
-        return survives(self.demand, self.device, self.outside_bytes, self.allocator, self.allocator_config)
+        return survives(self.likeliest, self.device, self.outside_bytes, self.allocator, self.allocator_config)
 
     def on(self, gpu: str | Device) -> Self:
         """The same job on another GPU; its scratch and context are that GPU's."""
