@@ -6,17 +6,16 @@ profiles of Ampere the kernels that copy are counted: two before each such produ
 `nchw`):
 
     in place    reads and writes the tensors as they lie: direct and implicit products, 1x1 as a plain product; nothing
-    operands    reads channels-last copies, and writes the given layout itself (kernels called nhwckrsc_nchw)
+    operands    forward alone: reads channels-last copies, and writes the given layout (kernels called nhwckrsc_nchw)
     copies      reads and writes channels-last copies (nhwckrsc_nhwc, cutlass_tensorop_..._nhwc)
-    winograd    transformed weights, 16 numbers for 9 (ampere_scudnn_winograd_...); 3x3 of stride 1 alone
+    winograd    the data gradient of 3x3 with stride 1: transformed weights, 16 numbers for 9 (ampere_scudnn_winograd_...)
 
-Convolutions of one kind are much alike, so that a library takes the same engine for most of them in a job; SHARES says
-of how many jobs each is that engine.
+The measured jobs are explained best by engines that work in place, for all kinds of convolution; the others have even
+shares of the rest. Convolutions of one kind are much alike, so that in a job most of them take the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .capability import capability_of
@@ -24,20 +23,16 @@ from .capability import capability_of
 ENGINES = ("in place", "operands", "copies", "winograd")
 _FEW_CHANNELS = 4  # too few for the tiles of tensor cores
 
-Shares = Mapping[str, tuple[float, float, float, float]]
-SHARES: Shares = {
-    "dense forward": (0.2, 0.4, 0.4, 0.0),
-    "dense data": (0.6, 0.0, 0.1, 0.3),
-    "dense weight": (0.9, 0.0, 0.1, 0.0),
-    "pointwise forward": (0.6, 0.3, 0.1, 0.0),
-    "pointwise data": (0.95, 0.0, 0.05, 0.0),
-    "pointwise weight": (0.95, 0.0, 0.05, 0.0),
-    "grouped forward": (0.8, 0.1, 0.1, 0.0),
-    "grouped data": (0.9, 0.0, 0.1, 0.0),
-    "grouped weight": (0.9, 0.0, 0.1, 0.0),
-}
-"""The shares of ENGINES by kind of convolution and pass."""
 
+@dataclass(frozen=True)
+class Shares:
+    """Of how many kinds of convolution the engine works in place, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+SHARES = Shares(forward=0.6, backward=0.9)
 
 UNEXPLAINED = 0.04
 """How far measured jobs with convolutions lie outside what draws of engines make of them, as a share of the whole."""
@@ -91,6 +86,10 @@ def workspaces(family: str, conv: Convolution, item: int, compute_capability: st
     return 0, copies - writes if any_layout else copies, copies, min(winograd, copies)
 
 
-def likeliest(kind: str | None, shares: Shares = SHARES) -> int:
-    """The position in ENGINES of the engine that most jobs take for a kind of convolution."""
-    return 0 if kind is None else max(range(len(ENGINES)), key=lambda engine: shares[kind][engine])
+def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
+    """How likely each of ENGINES is for a kind of convolution."""
+    if kind.endswith("forward"):
+        rest = (1 - shares.forward) / 2
+        return shares.forward, rest, rest, 0.0
+    rest = 1 - shares.backward
+    return (shares.backward, 0.0, rest / 2, rest / 2) if kind == "dense data" else (shares.backward, 0.0, rest, 0.0)

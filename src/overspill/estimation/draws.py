@@ -7,19 +7,17 @@ shapes. Draws are the same every time, and the same for all batch sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from math import isqrt
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.costs import Interval
-from overspill.costs.engines import SHARES, Convolution, Shares, kind_of, workspaces
+from overspill.costs.engines import ENGINES, SHARES, Convolution, Shares, chances, kind_of, workspaces
 from overspill.costs.scratch import ITEM_BYTES, elastic
 
 from .demand import Demand
@@ -31,13 +29,10 @@ _TAIL = 0.05
 
 
 class Draws:
-    """Demands of one recording that differ in the engines of its convolutions; `likeliest` is what it asks else.
+    """Demands of one recording that differ in the engines of its convolutions; `likeliest` is what it asks else."""
 
-    `engines` is how many kinds of convolution there are to choose for; where it is 0, all demands are the same.
-    """
-
-    def __init__(self, recording: Recording, device: Device, likeliest: Demand, shares: Shares = SHARES) -> None:
-        self.likeliest = likeliest
+    def __init__(self, recording: Recording, device: Device, likeliest: Demand) -> None:
+        self._likeliest = likeliest
         shapes: dict[tuple[object, ...], int] = {}
         self._kinds: list[str] = []
         self._shapes: list[tuple[int, ...]] = []
@@ -61,69 +56,35 @@ class Draws:
             if shapes[key] >= 0:
                 places.append(place)
                 which.append(shapes[key])
-        self._shares = shares
-        self._options = np.array(options, dtype=np.int64).reshape(len(options), -1)
+        self._options = np.array(options, dtype=np.int64).reshape(-1, len(ENGINES))
         self._places, self._which = np.array(places, dtype=np.int64), np.array(which, dtype=np.int64)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of convolution of which the engine is not known, in the order of their first use."""
-        return tuple(dict.fromkeys(self._kinds))
-
-    @property
-    def count(self) -> int:
-        """How many different demands there can be, COUNT at most."""
-        return COUNT if self._kinds else 1
-
-    @cached_property
-    def of_kinds(self) -> dict[str, NDArray[np.int64]]:
-        """The engine, by position, that each draw has for a kind: evenly over the shares, in an order of its own."""
-        return {
-            kind: self._engine(kind, (_generator(kind).permutation(COUNT) + 0.5) / COUNT)
-            for kind in self.kinds
-        }  # fmt: skip
-
-    @cached_property
-    def _engines(self) -> NDArray[np.int64]:
-        """The engine of each shape in each draw."""
-        made = np.empty((len(self._kinds), COUNT), dtype=np.int64)
+    def demands(self, shares: Shares = SHARES) -> Iterator[Demand]:
+        """What the job asks for in each draw; none where there is nothing to draw."""
+        engines = np.empty((len(self._kinds), COUNT), dtype=np.int64)
+        # Of a kind: evenly over the chances, in an order of its own.
+        evenly = {kind: (_generator(kind).permutation(COUNT) + 0.5) / COUNT for kind in self._kinds}
         for row, (kind, shape) in enumerate(zip(self._kinds, self._shapes, strict=True)):
             generator = _generator(f"{kind} {shape}")
-            follows = generator.random(COUNT) < FOLLOWERS
-            made[row] = np.where(follows, self.of_kinds[kind], self._engine(kind, generator.random(COUNT)))
-        return made
-
-    def _engine(self, kind: str, share: NDArray[np.float64]) -> NDArray[np.int64]:
-        limits = np.cumsum(self._shares[kind])
-        return np.searchsorted(limits / limits[-1], share, side="right")
-
-    def demand(self, draw: int) -> Demand:
-        """What the job asks for with the engines of a draw."""
-        if not self._kinds:
-            return self.likeliest
-        nbytes = self.likeliest.nbytes.copy()
-        taken = self._options[np.arange(len(self._kinds)), self._engines[:, draw]]
-        nbytes[self._places] = taken[self._which]
-        return replace(self.likeliest, nbytes=nbytes)
+            share = np.where(generator.random(COUNT) < FOLLOWERS, evenly[kind], generator.random(COUNT))
+            engines[row] = np.searchsorted(np.cumsum(chances(kind, shares))[:-1], share, side="right")
+        for draw in range(COUNT if self._kinds else 0):
+            nbytes = self._likeliest.nbytes.copy()
+            nbytes[self._places] = self._options[np.arange(len(engines)), engines[:, draw]][self._which]
+            yield replace(self._likeliest, nbytes=nbytes)
 
 
-def typical(peaks: Sequence[int]) -> int:
-    """The position of the median of `peaks`, the lower of two."""
-    return int(np.argsort(np.array(peaks), kind="stable")[(len(peaks) - 1) // 2])
+def interval(peak: int, drawn: Sequence[int], outside: Interval, unexplained: float) -> Interval:
+    """What nine of ten jobs lie in whose likeliest peak is `peak`, drawn ones besides, and `outside` is the allocator's rest.
 
-
-def interval(peaks: Sequence[int], outside: Interval, unexplained: float) -> Interval:
-    """The interval that nine of ten jobs lie in, given draws of a job's peak and what it takes outside the allocator.
-
-    Their distances are independent, and so is `unexplained`, a share of the whole.
+    Their distances are independent, and so is what is `unexplained`, a share of the whole.
     """
-    peak = peaks[typical(peaks)]
     central = peak + outside.central
-    least, most = (int(np.quantile(peaks, tail, method="nearest")) for tail in (_TAIL, 1 - _TAIL))
+    least, most = (int(np.quantile([peak, *drawn], tail, method="nearest")) for tail in (_TAIL, 1 - _TAIL))
     beside = int(unexplained * central)
 
     def together(*distances: int) -> int:
-        return isqrt(sum(distance * distance for distance in distances))
+        return isqrt(sum(max(distance, 0) ** 2 for distance in distances))
 
     below = together(peak - least, outside.central - outside.low, beside)
     above = together(most - peak, outside.high - outside.central, beside)

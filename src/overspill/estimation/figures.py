@@ -15,10 +15,10 @@ from overspill.costs.interval import NOTHING
 from overspill.costs.scratch import Software
 from overspill.devices import device_names, load_device
 from overspill.placement.allocators.result import Replay
-from overspill.placement.replay import minimum_capacity, replay
+from overspill.placement.replay import minimum_capacity
 
-from .demand import Demand, demand_of, survives
-from .draws import Draws, interval, typical
+from .demand import Demand, demand_of, served, survives
+from .draws import Draws, interval
 from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
@@ -52,38 +52,23 @@ class Figures:
     # The allocator
 
     @cached_property
-    def likeliest(self) -> Demand:
-        """What the job asks of the allocator with the likeliest engine for each convolution: what decides if it survives."""
+    def demand(self) -> Demand:
+        """What the job asks of the allocator, with the likeliest engine for each convolution."""
         return demand_of(self.recording, self.device, self.software)
 
     @cached_property
     def draws(self) -> Draws:
-        """What it may ask for instead."""
-        return Draws(self.recording, self.device, self.likeliest)
-
-    @cached_property
-    def peaks(self) -> tuple[int, ...]:
-        """The most device memory behind reserved bytes in each of `draws`."""
-        return tuple(self._replay(self.draws.demand(draw)).peak_device_bytes for draw in range(self.draws.count))
-
-    @cached_property
-    def demand(self) -> Demand:
-        """What the job asks of the allocator in the draw whose peak is the median: what all peaks here are of."""
-        return self.draws.demand(typical(self.peaks)) if self.draws.count > 1 else self.likeliest
+        """What it may ask for instead, as cuDNN takes other engines."""
+        return Draws(self.recording, self.device, self.demand)
 
     @cached_property
     def replayed(self) -> Replay:
         """The allocator's answer on this device; where the job does not survive, that on an unlimited one."""
-        return self._replay(self.demand)
+        return self._served(self.demand)
 
-    def _replay(self, demand: Demand) -> Replay:
-        # Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
-        unlimited = replay(demand.events, self.allocator, config=self.allocator_config)
+    def _served(self, demand: Demand) -> Replay:
         room = self.device.memory_bytes - self.outside_bytes
-        if unlimited.peak_device_bytes <= room or room <= 0:
-            return unlimited
-        limited = replay(demand.events, self.allocator, capacity_bytes=room, config=self.allocator_config)
-        return limited if limited.fits else unlimited
+        return served(demand, room, self.allocator, self.allocator_config)
 
     @property
     def peak_requested_bytes(self) -> int:
@@ -111,8 +96,11 @@ class Figures:
     @cached_property
     def kernels(self) -> Interval:
         """What of the context comes in only while the job runs: the kernels that it uses."""
-        cudnn = any(op.name in _CUDNN for op in self.recording.ops)
-        return kernel_image_bytes(self.device, self.software.cuda_version, cudnn=cudnn)
+        return kernel_image_bytes(self.device, self.software.cuda_version, cudnn=self._convolves)
+
+    @cached_property
+    def _convolves(self) -> bool:
+        return any(op.name in _CUDNN for op in self.recording.ops)
 
     @cached_property
     def communication(self) -> Interval:
@@ -137,21 +125,22 @@ class Figures:
     @cached_property
     def total(self) -> Interval:
         """`total_bytes`, and what it lies between for nine of ten jobs, as engines, context and communication turn out."""
-        unexplained = UNEXPLAINED if self.draws.count > 1 else 0.0
-        return interval(self.peaks, self.context + self.communication, unexplained)
+        drawn = [self._served(demand).peak_device_bytes for demand in self.draws.demands()]
+        unexplained = UNEXPLAINED if self._convolves else 0.0
+        return interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
 
     # Does it fit
 
     @cached_property
     def minimum_capacity_bytes(self) -> int:
         """The smallest device memory that the job survives on, cached memory being given back where it must."""
-        return minimum_capacity(self.likeliest.events, self.allocator, self.allocator_config) + self.outside_bytes
+        return minimum_capacity(self.demand.events, self.allocator, self.allocator_config) + self.outside_bytes
 
     def fits(self, gpu: str | Device | None = None) -> bool:
         """Whether the job survives on `gpu` (a name or a device; None: the one it was estimated for)."""
         if gpu is not None:
             return self.on(gpu).fits()
-        return survives(self.likeliest, self.device, self.outside_bytes, self.allocator, self.allocator_config)
+        return survives(self.demand, self.device, self.outside_bytes, self.allocator, self.allocator_config)
 
     def on(self, gpu: str | Device) -> Self:
         """The same job on another GPU; its scratch and context are that GPU's."""
