@@ -37,7 +37,11 @@ _NEW_CODE, _OLD_CODE = Software("2.6", "12.4", {}), Software("2.6", "12.4", {"CU
 _COVERED = 0.9
 _UNKNOWN = 0.3  # the chance of mode 1 where nothing is recorded: one of three modes
 _PARTS = 20
-_FORWARD, _BACKWARD, _UNEXPLAINED = (0.4, 0.6, 0.8, 0.9, 0.95), (0.9, 0.95, 0.98), tuple(i / 200 for i in range(25))
+_FORWARD, _BACKWARD, _UNEXPLAINED = (
+    (0.5, 0.7, 0.9, 0.95, 0.99),
+    (0.9, 0.95, 0.98, 0.99),
+    tuple(i / 200 for i in range(25)),
+)
 
 
 @dataclass(frozen=True)
