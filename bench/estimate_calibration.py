@@ -185,15 +185,12 @@ def left_out(cases: Sequence[Case]) -> Iterator[tuple[Case, Constants]]:
 def main() -> None:
     """Print the constants that fit all rows, and how they vary as a family is left out."""
     cases = [Case(row) for row in jobs.load()]
-    for name, chosen in {"all": cases} | {
-        f"without {f}": [c for c in cases if c.family != f] for f in dict.fromkeys(c.family for c in cases)
-    }.items():
-        found = fit(chosen)
-        bounds = ", ".join(
-            f"{what} {'/'.join(str(n >> 20) for n in (b.low, b.central, b.high))} MiB"
-            for what, b in (("kernels", found.kernels), ("cudnn_kernels", found.cudnn_kernels))
-        )
-        print(f"{name}: {found.shares}, {bounds}, UNEXPLAINED {found.unexplained:.3f}, freed late {found.freed_late}")
+    for family in ("", *dict.fromkeys(case.family for case in cases)):
+        found = fit([case for case in cases if case.family != family])
+        print(f"{f'without {family}' if family else 'all rows'}: {found.shares}, UNEXPLAINED {found.unexplained:.3f}")
+        for name, bytes_ in (("kernels", found.kernels), ("cudnn_kernels", found.cudnn_kernels)):
+            print(f"    {name}: {bytes_.low >> 20}, {bytes_.central >> 20}, {bytes_.high >> 20} MiB")
+        print(f"    freed late: {found.freed_late}")
 
 
 if __name__ == "__main__":
