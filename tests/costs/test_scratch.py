@@ -3,7 +3,7 @@
 import pytest
 
 from overspill.costs import capability_of
-from overspill.costs.scratch import Scratch, Software, scratch_bytes
+from overspill.costs.scratch import Scratch, Software, room_bytes, scratch_bytes
 
 # x, w, y, batch, channels in and out, groups, taps, stride, channels last, dimensions
 SIZES = (32 * 64 * 56 * 56, 64 * 64 * 9, 32 * 64 * 56 * 56, 32, 64, 64, 1, 9, 1, 0, 2)
@@ -44,3 +44,12 @@ def test_a_small_gpu_shares_a_sum_among_fewer_blocks() -> None:
     assert taken("8.6", 28, values=320) == a_block * 20  # not fewer than 16 values a thread
     assert taken("8.6", 28, "sum_counts") == 4 * grid
     assert taken("8.6", 0) == 0  # as many sums as the GPU has room for: none is shared
+
+
+def test_a_plan_leaves_room_for_the_copies_that_a_faster_engine_reads() -> None:
+    software, (x, w, _, *_rest) = Software("2.13", "13.0", {}), SIZES
+    assert room_bytes(Scratch("conv_forward", SIZES, "float32"), "8.6", software) == 4 * (x + w)
+    assert room_bytes(Scratch("conv_backward_data", SIZES, "float32"), "8.6", software) == 16 * 64 * 64 * 4
+    assert room_bytes(Scratch("conv_backward_weight", SIZES, "float32"), "8.6", software) == 0
+    assert room_bytes(Scratch("conv_forward", SIZES, "float32"), "6.1", software) == 0
+    assert room_bytes(Scratch("bytes", (8,), ""), "6.1", software) == 8

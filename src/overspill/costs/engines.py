@@ -93,3 +93,8 @@ def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
         return shares.forward, rest, rest, 0.0
     rest = 1 - shares.backward
     return (shares.backward, 0.0, rest / 2, rest / 2) if kind == "dense data" else (shares.backward, 0.0, rest, 0.0)
+
+
+def roomy(kind: str) -> int:
+    """The position in ENGINES of what a plan leaves room for, so that cuDNN may take tensor cores or Winograd after all."""
+    return {"dense forward": 1, "dense data": 3}.get(kind, 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .blas_workspace import Lifetime, cublas_workspace_bytes, cublaslt_workspace_bytes
 from .capability import capability_of
-from .engines import Convolution, kind_of, workspaces
+from .engines import Convolution, kind_of, roomy, workspaces
 from .interval import NOTHING, Interval
 
 LARGE_GPU = 132
@@ -54,7 +54,7 @@ def scratch_bytes(
     scratch: Scratch, compute_capability: str, software: Software, multiprocessors: int = LARGE_GPU
 ) -> Interval:
     """How much a library takes for `scratch` on a GPU of this compute capability."""
-    sizes, item = scratch.sizes, ITEM_BYTES.get(scratch.dtype, 4)
+    sizes = scratch.sizes
     if scratch.family in {"floats", "bytes", "conv_trial"}:
         return _exactly(sizes[0] * (4 if scratch.family == "floats" else 1))
     if scratch.family == "gemm_handle":
@@ -70,7 +70,7 @@ def scratch_bytes(
         besides, pairs = sizes  # cub sorts few pairs within a block, more with as much memory as they take
         return Interval(besides, besides + pairs, besides + pairs)
     if scratch.family.startswith("conv_"):
-        return _convolution(scratch, item, compute_capability)
+        return _convolution(scratch, compute_capability)
     raise ValueError(f"unknown scratch {scratch.family!r}")
 
 
@@ -95,11 +95,22 @@ def _threads_of(capability: tuple[int, int]) -> int:
     return 1536 if capability in {(8, 6), (8, 7), (8, 9)} or capability >= (12, 0) else 2048
 
 
-def _convolution(scratch: Scratch, item: int, compute_capability: str) -> Interval:
+def room_bytes(scratch: Scratch, compute_capability: str, software: Software) -> int:
+    """What a plan leaves room for: the likeliest bytes, and of a convolution those of an engine that is faster."""
+    if elastic(scratch) and scratch.family != "conv_trial":
+        kind, found = _engines(scratch, compute_capability)
+        return found[roomy(kind)] if kind is not None else 0
+    return scratch_bytes(scratch, compute_capability, software).central
+
+
+def _convolution(scratch: Scratch, compute_capability: str) -> Interval:
     """The workspace of cuDNN's engine, benchmark off: none, which is likeliest, up to the largest."""
+    kind, found = _engines(scratch, compute_capability)
+    return NOTHING if kind is None else Interval(0, 0, max(found))
+
+
+def _engines(scratch: Scratch, compute_capability: str) -> tuple[str | None, tuple[int, int, int, int]]:
+    """The kind of a convolution, and the workspaces of its engines."""
     convolution = Convolution(*scratch.sizes)
     kind = kind_of(scratch.family, convolution, scratch.dtype, compute_capability)
-    if kind is None:
-        return NOTHING
-    found = workspaces(scratch.family, convolution, item, compute_capability)
-    return Interval(0, 0, max(found))
+    return kind, workspaces(scratch.family, convolution, ITEM_BYTES.get(scratch.dtype, 4), compute_capability)
