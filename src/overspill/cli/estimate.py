@@ -40,6 +40,7 @@ from .recipe import (
     check_as_it_is,
     recipe_of,
 )
+from .software import Cuda, Torch
 
 if TYPE_CHECKING:
     from overspill.core import Device
@@ -172,6 +173,8 @@ def estimate(
     checkpointing: Checkpointing = False,
     attention: Attention = None,
     channels_last: ChannelsLast = False,
+    torch: Torch = None,
+    cuda: Cuda = None,
     snapshot: SnapshotFile = None,
     compiled: Compiled = False,
     budget: Within = None,
@@ -213,7 +216,7 @@ def estimate(
         from overspill.report.estimate import estimate_answer, estimate_report
 
         own = "pytorch" if source is None else source.allocator
-        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config)
+        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config, torch, cuda)
         within = None
         if source is not None:
             made, request = _of_source(source, batch or 1, None if inference else optimizer, setting, narrator)
