@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from overspill.estimation.recipe import MakeOptimizer, Recipe
-from overspill.models import optimizer_names
+from overspill.estimation.recipe import EIGHT_BIT, MakeOptimizer, Recipe
+from overspill.models import optimizer_named, optimizer_names
 
 from .change import Change, Price
 
@@ -86,28 +86,34 @@ def _precision(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
 
 
 def _another_method(recipe: Recipe) -> Iterator[Change]:
-    """Optimizers of fewer bytes, state on the host, and training a few weights only, as far as a recipe has them."""
-    fields = type(recipe).__dataclass_fields__
-    eight = f"{recipe.optimizer}8bit"
-    if isinstance(recipe.optimizer, str) and eight in optimizer_names():
+    """Optimizers of fewer bytes, state on the host, and training a few weights only."""
+    parallel = recipe.parallel
+    if parallel is not None and parallel.kind == "fsdp":
+        if not parallel.cpu_offload:
+            yield Change(
+                "CPUOffloadPolicy: shards and their update on the host", "gradients and weights cross the link at each step",
+                Price.TIME, {"parallel": replace(parallel, cpu_offload=True)}, 0.0, 0.0,
+            )  # fmt: skip
+    elif not recipe.offload_optimizer:
         yield Change(
-            f"an 8-bit optimizer: bitsandbytes' {recipe.optimizer}", "state of 8 bits: nearly the same results",
-            Price.RESULTS, {"optimizer": eight}, state=0.2,
-        )  # fmt: skip
-    if "offload_optimizer" in fields and not recipe.offload_optimizer:
-        yield Change(
-            "optimizer state and update on the host", "gradients and weights cross the link at every step", Price.TIME,
+            "optimizer state and update on the host", "gradients and weights cross the link at each step", Price.TIME,
             {"offload_optimizer": True}, state=0.0,
         )  # fmt: skip
-    if "lora" in fields and recipe.lora is None:
+    eight = f"{recipe.optimizer}8bit"
+    if eight in EIGHT_BIT:
+        yield Change(
+            f"{eight} of bitsandbytes", "state of 8 bits: nearly the same results", Price.RESULTS, {"optimizer": eight},
+            state=0.2,
+        )  # fmt: skip
+    if recipe.lora is None:
         yield Change(
             f"LoRA: adapters of rank {RANK} alone are trained", "another training: the rest stays as it is",
             Price.RESULTS, {"lora": RANK}, state=0.0,
         )  # fmt: skip
-        if "quantize" in fields and recipe.quantize is None:
+        if recipe.quantize is None:
             yield Change(
-                "QLoRA: the same on weights of 4 bits", "another training, on rounded weights", Price.RESULTS,
-                {"lora": RANK, "quantize": "4bit"}, 0.12, 0.0,
+                f"QLoRA: adapters of rank {RANK} on weights of 4 bits", "another training, on rounded weights",
+                Price.RESULTS, {"lora": RANK, "quantize": "4bit"}, 0.12, 0.0,
             )  # fmt: skip
 
 
@@ -120,7 +126,9 @@ def _fused(recipe: Recipe) -> tuple[str, MakeOptimizer] | None:
     """The recipe's optimizer with one kernel for the whole update, and how it is written; None where it has none."""
     from torch import nn, zeros  # noqa: PLC0415
 
-    make = recipe.make_optimizer
+    make = recipe.optimizer
+    if isinstance(make, str):
+        make = optimizer_named(make) if make in optimizer_names() else None
     if make is None:
         return None
     try:
