@@ -19,7 +19,6 @@ from .common import (
     ImageSize,
     ModelChoice,
     Narrator,
-    OptimizerName,
     Outcome,
     SeqLen,
     Small,
@@ -32,10 +31,19 @@ from .recipe import (
     Attention,
     ChannelsLast,
     Checkpointing,
+    CpuOffload,
+    CudnnBenchmark,
     Dtype,
+    Generate,
     Gpus,
     Inference,
     Kind,
+    Lora,
+    OffloadOptimizer,
+    Optimizer,
+    ParamDtype,
+    Quantize,
+    ReduceDtype,
     SetToNone,
     check_as_it_is,
     recipe_of,
@@ -149,7 +157,7 @@ _NO_BATCH = "say how many samples make a step, for instance --batch 32"
 def estimate(
     words: Words = None,
     batch: Batch = None,
-    optimizer: OptimizerName = "sgd",
+    optimizer: Optimizer = "sgd",
     dtype: Dtype = "float32",
     gpu: Gpu = None,
     inference: Inference = False,
@@ -173,6 +181,14 @@ def estimate(
     checkpointing: Checkpointing = False,
     attention: Attention = None,
     channels_last: ChannelsLast = False,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    offload_optimizer: OffloadOptimizer = False,
+    cudnn_benchmark: CudnnBenchmark = False,
+    generate: Generate = None,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
     torch: Torch = None,
     cuda: Cuda = None,
     snapshot: SnapshotFile = None,
@@ -184,9 +200,11 @@ def estimate(
     check_writable(snapshot)
     ways = {
         "dtype": dtype, "accumulate": accumulate, "set_to_none": set_to_none, "checkpointing": checkpointing,
-        "attention": attention, "channels_last": channels_last,
+        "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
+        "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": generate or 0,
     }  # fmt: skip
-    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, ways=ways)
+    sharded = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
+    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, sharded=sharded, ways=ways)
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:

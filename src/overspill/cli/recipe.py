@@ -25,7 +25,10 @@ Gpus = Annotated[
 Kind = Annotated[
     str | None,
     typer.Option(
-        "--parallel", metavar="NAME", help="ddp, fsdp or horovod.  [default: ddp with --gpus]", show_default=False
+        "--parallel",
+        metavar="NAME",
+        help="ddp, fsdp, horovod, or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
+        show_default=False,
     ),
 ]
 Accumulate = Annotated[
@@ -50,14 +53,69 @@ ChannelsLast = Annotated[
     bool, typer.Option("--channels-last", help="Model and images in the memory format of that name.")
 ]
 
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; adam8bit, adamw8bit, lion8bit or, before them, paged-.",
+    ),
+]
+ParamDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of fsdp: the dtype of gathered parameters, as bfloat16.", show_default=False),
+]
+ReduceDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of fsdp: the dtype in which gradients are reduced.", show_default=False),
+]
+CpuOffload = Annotated[
+    bool, typer.Option("--cpu-offload", help="Of fsdp: shards, their gradients and the optimizer are on the host.")
+]
+OffloadOptimizer = Annotated[
+    bool, typer.Option("--offload-optimizer", help="The optimizer and its states are on the host.")
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="RANK", help="Train adapters beside linear layers, as peft has them; all else is frozen.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BITS", help="4bit or 8bit: weights of linear layers as bitsandbytes has them.", show_default=False
+    ),
+]
+CudnnBenchmark = Annotated[
+    bool, typer.Option("--cudnn-benchmark", help="cuDNN tries its engines, as with torch.backends.cudnn.benchmark.")
+]
+Generate = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="With --inference: make N tokens, with a cache of keys and values.", show_default=False
+    ),
+]
+
 
 def recipe_of(
-    optimizer: str, *, inference: bool, parallel: str | None, gpus: int | None, ways: Mapping[str, Any]
+    optimizer: str,
+    *,
+    inference: bool,
+    parallel: str | None,
+    gpus: int | None,
+    sharded: Mapping[str, Any],
+    ways: Mapping[str, Any],
 ) -> Recipe:
-    """What the options ask for; `ways` are fields of Recipe. Raises RequestError for what cannot be."""
+    """What the options ask for; `ways` are fields of Recipe, `sharded` of Parallel. Raises RequestError."""
     if inference:  # which reads the name of an optimizer that it does not use
         Recipe(optimizer)
-    return Recipe(None if inference else optimizer, parallel=parallel_of(parallel, gpus), **ways)
+    together = parallel_of(parallel, gpus, **{name: value for name, value in sharded.items() if value})
+    if ways["generate"] and not inference:
+        raise RequestError("--generate is for --inference")
+    if together is None and (given := [name for name, value in sharded.items() if value]):
+        raise RequestError(f"--{given[0].replace('_', '-')} is for fsdp on several GPUs; pass --parallel fsdp --gpus N")
+    return Recipe(None if inference else optimizer, parallel=together, **ways)
 
 
 def check_as_it_is(recipe: Recipe, whose: str) -> None:

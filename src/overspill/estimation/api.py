@@ -33,6 +33,7 @@ from .estimate import Estimate
 from .parallel import Parallel
 from .recipe import MakeOptimizer, Recipe
 from .scaling import Scaling
+from .training.generation import forward_of
 
 DEFAULT_DEVICE = "a100-80gb"
 # The program at a batch size (None: it has none) by a recipe, and optionally of another number of `iterations`.
@@ -93,6 +94,11 @@ def estimate(
     checkpointing: bool | tuple[str, ...] = False,
     attention: str | None = None,
     channels_last: bool = False,
+    lora: int | None = None,
+    quantize: str | None = None,
+    offload_optimizer: bool = False,
+    cudnn_benchmark: bool = False,
+    generate: int = 0,
     allocator: str = "pytorch",
     allocator_config: Any = None,
     torch: str | None = None,
@@ -105,17 +111,19 @@ def estimate(
     reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function that makes them, given
     the batch size if it takes one. `loss` is a criterion of torch.nn, given the model's output and the last of
     `inputs`, or a function of the model and all `inputs` (a dict, which gives the model keywords, is one argument of
-    the function); without it a model that is trained returns its own loss.
-    `optimizer` is a name such as `adamw` or a function of the parameters. It, `dtype` and all down to `channels_last`
-    are those of `Recipe`. With `parallel` the answer is for each of several GPUs, and a batch is what one of them
-    reads. `torch` and `cuda` are the releases that it will run with, as "2.6" and "12.4", where they are not those that
-    are here; its ops are those of the PyTorch that is here. With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the
-    program that Inductor writes for the CPU.
+    the function); without it a model that is trained returns its own loss. `optimizer` is a name such as `adamw` or a
+    function of the parameters. It, `dtype` and all down to `generate` are those of `Recipe`. With `parallel` the answer
+    is for each of several GPUs, and a batch is what one of them reads. `torch` and `cuda` are the releases that the job
+    will run with, as "2.6" and "12.4", where they are not those that are here; its ops are those of the PyTorch that is
+    here. With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the program
+    that Inductor writes for the CPU.
 
     Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
     """
     setting = Setting.of(device, allocator, allocator_config, torch, cuda)
-    recipe = Recipe(optimizer, dtype, accumulate, set_to_none, parallel, checkpointing, attention, channels_last)
+    recipe = Recipe(optimizer, dtype, accumulate, set_to_none, parallel, checkpointing, attention, channels_last, lora, quantize,
+        offload_optimizer, cudnn_benchmark, generate,
+    )  # fmt: skip
     if isinstance(build, str):
         if inputs is not None or loss is not None:
             raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
@@ -230,8 +238,9 @@ class _Work:
 
         build = partial(self._module, compiled=compiled)
         if self._loss is None and recipe.optimizer is None:
+            run = forward_of(_arguments, recipe.generate) if recipe.generate else _call
             return programs.inference(
-                build, make, _call, recipe, iterations=iterations, compiled=_call if compiled else None
+                build, make, run, recipe, iterations=iterations, compiled=_call if compiled else None
             )
         return programs.training(build, make, self._value, recipe, iterations=iterations, compiled=compiled)
 
@@ -257,6 +266,12 @@ class _Work:
                 "a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs"
             )
         return self._loss(model(*inputs[:-1]), inputs[-1])
+
+
+def _arguments(_: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)), {}
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:

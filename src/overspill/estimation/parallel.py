@@ -14,6 +14,12 @@ from overspill.costs.nccl import nccl_bytes
 KINDS = ("ddp", "fsdp", "horovod")
 MOST_GPUS = 1 << 17
 """More than any job has; torch's own set-up goes from one to the next, and so takes seconds."""
+_ZERO: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("ddp", {"shard_optimizer": True}),
+    "zero2": ("fsdp", {"reshard_after_forward": False}),
+    "zero3": ("fsdp", {}),
+}
+"""The stages of ZeRO (Rajbhandari et al., 2020) by what torch has of them; 2 keeps parameters from forward to backward."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -25,7 +31,8 @@ class Parallel:
     `static_graph` and `bucket_cap_mb` (None: 25 MiB). For `fsdp`: `reshard_after_forward` (False keeps each block's
     parameters from its forward to its backward), `param_dtype` and `reduce_dtype` of MixedPrecisionPolicy, `replicas`
     (HSDP: each shard is on that many GPUs) and `blocks`, the class names of the modules that are sharded one by one;
-    without them `repeated_blocks`. `nvlink` says whether GPUs that can be linked so are.
+    without them `repeated_blocks`, and `cpu_offload` (CPUOffloadPolicy: shards, their gradients and the optimizer are
+    on the host). For `ddp` also `shard_optimizer`: ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink` says whether GPUs that can be linked so are.
     """
 
     kind: str = "ddp"
@@ -39,11 +46,13 @@ class Parallel:
     reduce_dtype: str | None = None
     replicas: int = 1
     blocks: tuple[str, ...] = ()
+    cpu_offload: bool = False
+    shard_optimizer: bool = False
     nvlink: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join(KINDS)}")
+            raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join((*KINDS, *_ZERO))}")
         if not 1 <= self.gpus <= MOST_GPUS:
             wrong = "not a positive number" if self.gpus < 1 else f"more than the {MOST_GPUS} that an estimate takes"
             raise RequestError(f"gpus={self.gpus} is {wrong}")
@@ -55,8 +64,14 @@ class Parallel:
             if dtype is not None and dtype not in _DTYPES:
                 raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(_DTYPES)}")
         only = {
-            "ddp": ("gradient_as_bucket_view", "find_unused_parameters", "static_graph", "bucket_cap_mb"),
-            "fsdp": ("reshard_after_forward", "param_dtype", "reduce_dtype", "replicas", "blocks"),
+            "ddp": (
+                "gradient_as_bucket_view",
+                "find_unused_parameters",
+                "static_graph",
+                "bucket_cap_mb",
+                "shard_optimizer",
+            ),
+            "fsdp": ("reshard_after_forward", "param_dtype", "reduce_dtype", "replicas", "blocks", "cpu_offload"),
         }
         for kind, names in only.items():
             for name in names:
@@ -77,4 +92,5 @@ def parallel_of(kind: str | None, gpus: int | None, **options: Any) -> Parallel 
         return None
     if gpus is None:
         raise RequestError(f"{kind} needs the number of GPUs; pass --gpus")
-    return Parallel(kind or "ddp", gpus, **options)
+    name, of_kind = _ZERO.get(kind or "ddp", (kind or "ddp", {}))
+    return Parallel(name, gpus, **of_kind, **options)

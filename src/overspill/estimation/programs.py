@@ -17,6 +17,8 @@ from overspill.models.step import loss_in
 
 from .compiled import Call, compiled_step
 from .recipe import Recipe
+from .training.generation import forward_of
+from .training.optimizers import optimizer_of
 from .training.prepare import on_device, prepared, surroundings, whole_dtype
 
 ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
@@ -51,8 +53,7 @@ def training(
     def program(recorder: Recorder) -> None:
         value_of = loss if written is None else written(recorder)
         module = prepared(build().train(), recipe, recorder)
-        make_optimizer = recipe.make_optimizer
-        optimizer = None if make_optimizer is None else make_optimizer(module.parameters())
+        optimizer = optimizer_of(recipe, module)
         scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
         for _ in range(iterations):
             recorder.start_iteration()
@@ -138,8 +139,9 @@ def of_job(
         return _arguments(jobs[0], module, inputs)
 
     if recipe.optimizer is None:
+        run = forward_of(arguments, recipe.generate) if recipe.generate else forward
         return inference(
-            build, make_inputs, forward, recipe, iterations=iterations, compiled=_call_with if compiled else None,
+            build, make_inputs, run, recipe, iterations=iterations, compiled=_call_with if compiled else None,
             arguments=arguments,
         )  # fmt: skip
     return training(build, make_inputs, loss, recipe, iterations=iterations, compiled=compiled)

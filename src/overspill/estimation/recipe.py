@@ -16,6 +16,12 @@ if TYPE_CHECKING:  # the command line checks a recipe before it pays for torch
     from torch.optim import Optimizer
 
 DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
+EIGHT_BIT = {
+    "adam8bit": (2, False), "adamw8bit": (2, False), "paged-adam8bit": (2, True), "paged-adamw8bit": (2, True),
+    "lion8bit": (1, False), "paged-lion8bit": (1, True),
+}  # fmt: skip
+"""Optimizers of bitsandbytes: how many states an element has, and whether they are paged."""
+QUANTIZED = ("4bit", "8bit")
 ATTENTION = ("flash", "efficient", "math", "cudnn")
 
 MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
@@ -29,7 +35,10 @@ class Recipe:
     micro-batches make a step. `set_to_none` is `zero_grad`'s. `parallel` says how several GPUs share the work.
     `checkpointing`: the repeated blocks of the model, or the modules of the classes named, are computed again in
     backward. `attention`: the only kernel that scaled_dot_product_attention may choose, one of ATTENTION.
-    `channels_last`: model and images are in that memory format.
+    `channels_last`: model and images are in that memory format. `lora`: the rank of adapters beside linear layers, all
+    else being frozen. `quantize`: linear layers have weights of 4bit or 8bit, as in bitsandbytes. `offload_optimizer`:
+    its states are on the host. `cudnn_benchmark`: cuDNN tries its engines. `generate`: how many tokens a causal language
+    model makes, with a cache of keys and values.
     """
 
     optimizer: str | MakeOptimizer | None = None
@@ -49,7 +58,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Refuse, in one line each, what does not exist or contradicts itself."""
         if isinstance(self.optimizer, str):
-            models.check_optimizer(self.optimizer)
+            _check_optimizer(self.optimizer)
         if self.dtype not in DTYPES:
             raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}")
         if self.accumulate < 1:
@@ -57,13 +66,34 @@ class Recipe:
         if self.attention is not None and self.attention not in ATTENTION:
             raise RequestError(f"unknown attention {self.attention!r}; kernels: {', '.join(ATTENTION)}")
 
-        missing = self._changed("lora", "quantize", "offload_optimizer", "cudnn_benchmark", "generate")
-        self._refuse("cannot be estimated yet", missing)
+        if self.lora is not None and self.lora < 1:
+            raise RequestError(f"lora={self.lora} is not a positive rank")
+        if self.quantize is not None and self.quantize not in QUANTIZED:
+            raise RequestError(f"unknown quantize {self.quantize!r}; choices: {', '.join(QUANTIZED)}")
+        if self.generate < 0:
+            raise RequestError(f"generate={self.generate} is not a number of tokens")
+        self._check_together()
 
-    @property
-    def make_optimizer(self) -> MakeOptimizer | None:
-        """The optimizer as a function of the parameters; None: there is none."""
-        return models.optimizer_named(self.optimizer) if isinstance(self.optimizer, str) else self.optimizer
+    def _check_together(self) -> None:
+        """Refuse what no program does at once."""
+        eight_bit = isinstance(self.optimizer, str) and self.optimizer in EIGHT_BIT
+        sharded = self.parallel is not None and (self.parallel.kind == "fsdp" or self.parallel.shard_optimizer)
+        if self.optimizer is not None and self.quantize and self.lora is None:
+            raise RequestError(
+                f"weights of {self.quantize} are not trained themselves; add lora, or leave quantize out"
+            )
+        if self.optimizer is not None and self.generate:
+            raise RequestError("generate is for inference; leave the optimizer out")
+        if eight_bit and sharded:
+            raise RequestError(f"{self.optimizer} keeps whole parameters' states; not with sharded ones")
+        if self.quantize and self.parallel is not None and self.parallel.kind == "fsdp":
+            raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
+        if self.offload_optimizer and sharded:
+            raise RequestError("offload_optimizer is for whole parameters; fsdp has cpu_offload for sharded ones")
+        if self.offload_optimizer and eight_bit:
+            raise RequestError(f"{self.optimizer} runs on the GPU; leave it or offload_optimizer out")
+        if self.offload_optimizer and self.dtype == "amp":
+            raise RequestError("offload_optimizer has no GradScaler; take amp-bfloat16, or leave one out")
 
     def check_inference(self) -> None:
         """Raise RequestError where the model is only run, and the recipe has what only training has."""
@@ -71,9 +101,8 @@ class Recipe:
             raise RequestError(
                 f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
             )
-        self._refuse(
-            "is for training, and this is inference", self._changed("accumulate", "set_to_none", "checkpointing")
-        )
+        changed = self._changed("accumulate", "set_to_none", "checkpointing", "lora", "offload_optimizer")
+        self._refuse("is for training, and this is inference", changed)
 
     def check_compiled(self) -> None:
         """Raise RequestError for what is only estimated of eager PyTorch."""
@@ -85,7 +114,9 @@ class Recipe:
             raise RequestError(
                 f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype})"
             )
-        changed = self._changed("checkpointing", "attention", "channels_last")
+        changed = self._changed(
+            "checkpointing", "attention", "channels_last", "lora", "quantize", "cudnn_benchmark", "generate"
+        )
         self._refuse("is estimated of eager PyTorch alone; leave --compiled or it out", changed)
 
     def ways(self) -> list[str]:
@@ -101,3 +132,9 @@ class Recipe:
     def _refuse(why: str, names: list[str]) -> None:
         if names:
             raise RequestError(f"{', '.join(names)} {why}")
+
+
+def _check_optimizer(name: str) -> None:
+    known = (*models.optimizer_names(), *EIGHT_BIT)
+    if name not in known:
+        raise RequestError(f"unknown optimizer {name!r}; optimizers: {', '.join(known)}")

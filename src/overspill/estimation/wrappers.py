@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def _ddp(module: nn.Module, parallel: Parallel) -> nn.Module:
 def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
     """Blocks one by one and then the rest, as torch's tutorial and torchtitan do; the root is not resharded."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - slow to import, for this alone
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard  # noqa: PLC0415
 
     shards = parallel.gpus // parallel.replicas
     if parallel.replicas == 1:
@@ -66,12 +67,16 @@ def _fsdp(module: nn.Module, parallel: Parallel) -> nn.Module:
     else:
         mesh = init_device_mesh("cuda", (parallel.replicas, shards), mesh_dim_names=("replicate", "shard"))
     dtypes = [None if name is None else getattr(torch, name) for name in (parallel.param_dtype, parallel.reduce_dtype)]
-    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
+        "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
+    }
     for block in _blocks(module, parallel):
-        fully_shard(block, mesh=mesh, reshard_after_forward=parallel.reshard_after_forward, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=parallel.reshard_after_forward, **options)
     # None: torch keeps the root's parameters until backward, which begins with them.
     root = None if parallel.reshard_after_forward else False
-    fully_shard(module, mesh=mesh, reshard_after_forward=root, mp_policy=policy)
+    fully_shard(module, reshard_after_forward=root, **options)
     return module
 
 

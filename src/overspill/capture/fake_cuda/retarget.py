@@ -161,7 +161,7 @@ GRAPHED = (aten.dropout.default, aten.scaled_dot_product_attention.default)
 @contextmanager
 def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITES)) -> Iterator[None]:
     """Inside, composite `ops` on fake CPU tensors compose as they do on a GPU of this compute capability."""
-    token = CAPABILITY.set(capability)
+    token, tried = CAPABILITY.set(capability), workspaces.TRIED.set(set())
     library = torch.library.Library("aten", "IMPL")
     chosen = tuple(ops)
     try:
@@ -174,6 +174,7 @@ def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITE
         for op in chosen:
             op._dispatch_cache.clear()
         CAPABILITY.reset(token)
+        workspaces.TRIED.reset(tried)
 
 
 def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ position 9 stands for after all of them.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from math import gcd, prod
 from typing import Any
 
@@ -17,6 +18,8 @@ from overspill.costs.scratch import Scratch
 
 Wanted = list[tuple[int, Scratch]]
 _LAST = 9
+# The convolutions that cuDNN has tried its engines on, where torch.backends.cudnn.benchmark is set.
+TRIED: ContextVar[set[tuple[Any, ...]]] = ContextVar("tried")
 _LONG = 8  # bytes of an int64, CUDA's usual index
 
 
@@ -50,11 +53,26 @@ def _conv_sizes(x: Tensor, w: Tensor, y: Tensor, stride: Any, groups: int, trans
     )  # fmt: skip
 
 
+def _workspaces(family: str, sizes: tuple[int, ...], x: Tensor, position: int) -> Wanted:
+    """aten/src/ATen/native/cudnn/Conv_v8.cpp, `run_conv_plan`: a workspace for the time of the call.
+
+    With benchmark on, `get_plans_from_find` first runs all engines on sizes that are new, in a workspace for the largest:
+    here copies of input, weight and output, the most that an engine is known to take.
+    """
+    wanted = [(position, Scratch(family, sizes, _name(x.dtype)))]
+    key = (family, sizes, x.dtype)
+    own_kernel = sizes[6] == sizes[4] > 1 and x.dtype is torch.float32  # depthwise: PyTorch's, not cuDNN's
+    if not torch.backends.cudnn.benchmark or own_kernel or key in TRIED.get():
+        return wanted
+    TRIED.get().add(key)
+    return [(position, Scratch("conv_trial", (sum(sizes[:3]) * x.element_size(),), "")), *wanted]
+
+
 def convolution(args: Any, kwargs: Any, result: Tensor) -> Wanted:
-    """aten/src/ATen/native/cudnn/Conv_v8.cpp, `run_conv_plan`: a workspace for the time of the call."""
+    """A workspace; before that of the first of its sizes, perhaps one for trials."""
     x, w, _, stride, _, _, transposed, _, groups = args
     family = "conv_backward_data" if transposed else "conv_forward"
-    return [(0, Scratch(family, _conv_sizes(x, w, result, stride, groups, transposed), _name(x.dtype)))]
+    return _workspaces(family, _conv_sizes(x, w, result, stride, groups, transposed), x, 0)
 
 
 def convolution_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
@@ -63,9 +81,10 @@ def convolution_backward(args: Any, kwargs: Any, result: Any) -> Wanted:
     sizes = _conv_sizes(x, w, dy, stride, groups, transposed)
     families = ("conv_forward" if transposed else "conv_backward_data", "conv_backward_weight")
     return [
-        (position, Scratch(family, sizes, _name(x.dtype)))
+        workspace
         for position, family, wanted in zip((0, int(mask[0])), families, mask[:2], strict=True)
         if wanted
+        for workspace in _workspaces(family, sizes, x, position)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from overspill.core.errors import RequestError
 from overspill.estimation.recipe import Recipe
 from overspill.estimation.wrappers import data_parallel
 
+from .adapters import add_adapters
 from .checkpointing import checkpoint_blocks
+from .quantized import quantize_weights
 
 # cuDNN's kernel keeps the same tensors for backward as flash attention does (see capture/fake_cuda/attention.py).
 _KERNELS = {
@@ -35,15 +38,29 @@ def whole_dtype(dtype: str) -> torch.dtype | None:
 
 def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module:
     """`module` as `recipe` has it, on the device. Raises RequestError where that cannot be done to it."""
+    options = _conversion(module, recipe)
+    if recipe.quantize or recipe.lora:
+        module = module.to(**options)  # on the host: what is added has dtypes of its own
+        options = {}
+    if recipe.quantize:
+        quantize_weights(module, recipe.quantize, _compute_dtype(recipe.dtype))
+    if recipe.lora:
+        add_adapters(module, recipe.lora)
     if recipe.checkpointing:
         checkpoint_blocks(module, () if recipe.checkpointing is True else recipe.checkpointing)
-    options = _conversion(module, recipe)
     if recipe.parallel is None:
         module = module.to("cuda", **options)
     else:
         module = data_parallel(module.to(**options) if options else module, recipe.parallel, recorder)
     recorder.mark_module(module)
     return module
+
+
+def _compute_dtype(dtype: str) -> torch.dtype:
+    """What products with quantised weights are in."""
+    if dtype.startswith("amp"):
+        return torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16
+    return whole_dtype(dtype) or torch.float32
 
 
 def _conversion(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
@@ -75,14 +92,16 @@ def on_device(value: Any, recipe: Recipe) -> Any:
 
 def surroundings(program: Callable[[Recorder], None], recipe: Recipe) -> Callable[[Recorder], None]:
     """`program` under what the recipe sets in torch for the whole of it."""
-    if recipe.attention is None:
+    if recipe.attention is None and not recipe.cudnn_benchmark:
         return program
-    name, kernel = recipe.attention, _KERNELS[recipe.attention]
 
-    def with_one_kernel(recorder: Recorder) -> None:
-        with sdpa_kernel(kernel):
+    def surrounded(recorder: Recorder) -> None:
+        kernels = nullcontext() if recipe.attention is None else sdpa_kernel(_KERNELS[recipe.attention])
+        with kernels, torch.backends.cudnn.flags(enabled=True, benchmark=recipe.cudnn_benchmark):
             program(recorder)
-        if not recorder.has_run(*_ATTENTION_OPS):
-            raise RequestError(f"the model calls no scaled_dot_product_attention, for which attention={name} would be")
+        if recipe.attention is not None and not recorder.has_run(*_ATTENTION_OPS):
+            raise RequestError(
+                f"the model calls no scaled_dot_product_attention, which attention={recipe.attention} would be for"
+            )
 
-    return with_one_kernel
+    return surrounded

@@ -1,0 +1,48 @@
+"""The linear layers of a model, which adapters are added to and whose weights are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and layers; the `Conv1D` of transformers, a linear layer with its weight transposed, is one too."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            yield name, module
+
+
+def width_of(layer: nn.Module) -> tuple[int, int]:
+    """How many features `layer` reads, and how many it makes."""
+    weight: Any = layer.weight
+    made, read = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
+    return read, made
+
+
+def heads(model: nn.Module) -> set[nn.Module]:
+    """The layers that make the output, and those that share their weight with an embedding.
+
+    They are left as they are by transformers (integrations/bitsandbytes.py, `get_keys_to_not_convert`) and by peft's
+    "all-linear" (peft/utils/other.py).
+    """
+    get: Callable[[], Any] | None = getattr(model, "get_output_embeddings", None)
+    layers = [layer for _, layer in linear_layers(model)]
+    head = get() if get is not None else None
+    found = {layers[-1] if head is None else head} if layers else set[nn.Module]()
+    shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return found | {layer for layer in layers if id(layer.weight) in shared}
+
+
+def replace_layer(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` where the layer called `name` was."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, new)
+
+
+def bias_of(layer: nn.Module) -> Tensor | None:
+    """The layer's bias, if it has one."""
+    found: Any = layer.bias
+    return found

@@ -1,0 +1,146 @@
+"""Weights in 4 or 8 bits, by the formats of bitsandbytes, whose steps are taken with tensors of the right sizes.
+
+Nothing of bitsandbytes is needed. 4 bits is NF4 with double quantisation (Dettmers et al., "QLoRA", 2023, §3): two
+values a byte, a scale of 8 bits for 64 values, and of those scales one in float32 for 256. 8 bits is LLM.int8
+(Dettmers et al., 2022): a byte a value and a float32 scale a row. What forward and backward make and keep is that of
+bitsandbytes/autograd/_functions.py (`MatMul4Bit`, `MatMul8bitLt`) and nn/modules.py, 0.49. How many columns of an
+activation are outliers in LLM.int8 depends on values; none is assumed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from overspill.core.errors import RequestError
+
+from .linear import bias_of, heads, linear_layers, replace_layer, width_of
+
+_BLOCK, _BLOCK_OF_SCALES = 64, 256  # values that share a scale, and scales that share one
+_LEVELS = 16
+
+
+def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
+    """Replace the linear layers of `model`, the output's left aside as transformers does, by quantised ones.
+
+    `compute` is what products are in. Raises RequestError where there is none.
+    """
+    kept = heads(model)
+    layers = {name: layer for name, layer in linear_layers(model) if layer not in kept}
+    if not layers:
+        raise RequestError(f"{type(model).__name__} has no linear layers besides its output to be quantised")
+    for name, layer in layers.items():
+        replace_layer(model, name, Linear4bit(layer, compute) if bits == "4bit" else Linear8bit(layer))
+
+
+def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"), requires_grad=False)
+
+
+class Quantized(nn.Module):
+    """A linear layer of `read` to `made` features with its weight in few bits."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.read, self.made = width_of(layer)
+        self.bias = bias_of(layer)
+
+
+class Linear4bit(Quantized):
+    """Dequantised as a whole for each product."""
+
+    def __init__(self, layer: nn.Module, compute: torch.dtype) -> None:
+        super().__init__(layer)
+        self.compute = compute
+        values = self.read * self.made
+        blocks = -(-values // _BLOCK)
+        self.weight = _frozen(-(-values // 2), 1, dtype=torch.uint8)
+        self.absmax = _frozen(blocks, dtype=torch.uint8)
+        self.nested_absmax = _frozen(-(-blocks // _BLOCK_OF_SCALES), dtype=torch.float32)
+        self.offset = _frozen(dtype=torch.float32)
+        self.code = _frozen(_LEVELS, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in the dtype of `x`."""
+        dtype, x = x.dtype, x.to(self.compute)
+        bias = None if self.bias is None else self.bias.to(self.compute)
+        if x.numel() == x.shape[-1] and not x.requires_grad:
+            # gemv_4bit: one row is multiplied by the weight as it is.
+            scales = self._scales(x)
+            out = x.new_empty((*x.shape[:-1], self.made))
+            del scales
+            out = out if bias is None else out.add_(bias)
+        else:
+            out = _Product4bit.apply(x, self, bias)
+        return out.to(dtype)
+
+    def dequantized(self, like: Tensor) -> Tensor:
+        """The weight in the dtype of products, on the device of `like`; its scales are dequantised first."""
+        scales = self._scales(like)
+        weight = torch.empty((self.made, self.read), dtype=self.compute, device=like.device)
+        del scales
+        return weight.to(like.dtype)
+
+    def _scales(self, like: Tensor) -> Tensor:
+        return torch.empty(self.absmax.shape, dtype=torch.float32, device=like.device).add_(self.offset)
+
+
+class _Product4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Linear4bit, bias: Tensor | None) -> Tensor:
+        """The product; what it was made from is not kept, since the weight gets no gradient."""
+        ctx.layer = layer
+        return F.linear(x, layer.dequantized(x), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        """The gradient of `x`."""
+        return torch.matmul(grad, ctx.layer.dequantized(grad)) if ctx.needs_input_grad[0] else None, None, None
+
+
+class Linear8bit(Quantized):
+    """Multiplied as integers; dequantised for the gradient alone."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.weight = _frozen(self.made, self.read, dtype=torch.int8)
+        self.SCB = _frozen(self.made, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in the dtype of `x`."""
+        return _Product8bit.apply(x, self)
+
+
+class _Product8bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Linear8bit) -> Tensor:
+        """`x` in rows of int8 with a scale each, a product in int32, and its dequantised output."""
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        rows = x.reshape(-1, x.shape[-1])
+        half = rows.to(torch.float16)
+        outliers = half.abs() >= 6.0
+        del outliers
+        whole, scales = torch.empty_like(half, dtype=torch.int8), half.new_empty(len(half), dtype=torch.float32)
+        del half
+        product = rows.new_empty((len(rows), layer.made), dtype=torch.int32)
+        out = torch.empty_like(product, dtype=torch.float16)
+        del product, whole, scales
+        out = out.to(x.dtype)
+        if layer.bias is not None:
+            out.add_(layer.bias.to(x.dtype))
+        return out.view(*x.shape[:-1], layer.made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        """The gradient of `x`."""
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        (x,) = ctx.saved_tensors
+        layer: Linear8bit = ctx.layer
+        weight = layer.weight.to(x.dtype).mul_(layer.SCB.unsqueeze(1).mul(1 / 127))
+        rows = grad.reshape(-1, grad.shape[-1]).to(x.dtype)
+        return torch.matmul(rows, weight).view(x.shape), None

@@ -1,0 +1,307 @@
+"""Ways to train, each against bytes that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from overspill import models
+from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.record import record
+from overspill.core import Phase, TensorKind
+from overspill.core.errors import RequestError
+from overspill.estimation import Parallel, programs
+from overspill.estimation.parallel import parallel_of
+from overspill.estimation.recipe import Recipe
+
+WIDTH, DEPTH, BATCH = 256, 4, 64
+FEATURES = 4 * BATCH * WIDTH
+LAYERS = 2 * DEPTH
+WEIGHTS, BIASES = LAYERS * WIDTH * WIDTH, LAYERS * WIDTH  # elements
+FOUR_BITS, EIGHT_BITS = "4bit", "8bit"
+# The small GPT-2: features read and made by the linear layers of one of its two blocks, its heads, tokens and positions.
+LINEAR = ((64, 192), (64, 64), (64, 256), (256, 64))
+HEADS, HEAD_WIDTH, TOKENS, POSITIONS = 4, 16, 32, 1024
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+def network() -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(DEPTH)))
+
+
+def trained(optimizer: Any = "sgd", build: Any = network, shape: Any = (BATCH, WIDTH), **fields: Any) -> Recording:
+    recipe = Recipe(optimizer, **fields)
+    return record(programs.training(build, lambda: torch.zeros(shape), lambda m, x: m(x).mean(), recipe))
+
+
+@cache
+def gpt2(optimizer: str | None = None, **fields: Any) -> Recording:
+    return record(programs.of_job(lambda: models.load("gpt2", small=True), 2, Recipe(optimizer, **fields)))
+
+
+def alive(recording: Recording, at: int | None = None) -> Counter[TensorKind]:
+    """Bytes by kind when the last step begins, or at another event."""
+    moment = recording.starts[-1] if at is None else at
+    found: Counter[TensorKind] = Counter()
+    for a in recording.allocations:
+        if a.start < moment <= a.end:
+            found[a.kind] += a.nbytes
+    return found
+
+
+def kept_for_backward(recording: Recording) -> int:
+    """Activations when the last backward begins."""
+    begins = next(
+        a.start for a in recording.allocations if a.start > recording.starts[-1] and a.phase is Phase.BACKWARD
+    )
+    return alive(recording, begins)[TensorKind.ACTIVATION]
+
+
+# Contradictions
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"optimizer": "adamm"}, "unknown optimizer 'adamm'"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"accumulate": 0}, "accumulate=0 is not a positive number"),
+        ({"attention": "fast"}, "unknown attention 'fast'"),
+        ({"quantize": "3bit"}, "unknown quantize '3bit'"),
+        ({"lora": 0}, "lora=0 is not a positive rank"),
+        ({"generate": -1}, "generate=-1 is not"),
+        ({"optimizer": "sgd", "quantize": "4bit"}, "add lora"),
+        ({"optimizer": "sgd", "generate": 4}, "generate is for inference"),
+        ({"optimizer": "adamw8bit", "parallel": Parallel("fsdp", 2)}, "not with sharded ones"),
+        ({"optimizer": "sgd", "lora": 2, "quantize": "4bit", "parallel": Parallel("fsdp", 2)}, "not sharded by fsdp"),
+        ({"optimizer": "adamw", "offload_optimizer": True, "parallel": Parallel("fsdp", 2)}, "fsdp has cpu_offload"),
+        ({"optimizer": "adamw8bit", "offload_optimizer": True}, "adamw8bit runs on the GPU"),
+        ({"optimizer": "adamw", "offload_optimizer": True, "dtype": "amp"}, "no GradScaler"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Recipe(**fields)
+
+
+def test_inference_refuses_what_only_training_has() -> None:
+    with pytest.raises(RequestError, match="checkpointing, lora is for training"):
+        gpt2(checkpointing=True, lora=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "math"}, "calls no scaled_dot_product_attention"),
+        ({"channels_last": True}, "no convolutions of images"),
+        ({"checkpointing": ("Attention",)}, "no module of class Attention"),
+    ],
+)
+def test_what_a_model_has_nothing_for_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        trained(**fields)
+
+
+# The loop
+
+
+def test_accumulated_gradients_live_through_the_next_forward() -> None:
+    begins = {n: alive(r, r.starts[-1]) for n in (1, 2) if (r := trained(accumulate=n, set_to_none=True))}
+    assert begins[1] == begins[2]
+    once, twice = trained(accumulate=1), trained(accumulate=2)
+    weights = 4 * (WEIGHTS + BIASES)
+    assert twice.peak_requested_bytes - once.peak_requested_bytes > weights / 2
+    assert len(twice.ops) > 1.8 * len(once.ops)
+
+
+def test_zeroed_gradients_stay() -> None:
+    end = {none: trained(set_to_none=none) for none in (True, False)}
+    for none, recording in end.items():
+        second = next(a.start for a in recording.allocations if a.start > recording.starts[-1] and a.nbytes == FEATURES)
+        assert alive(recording, second)[TensorKind.GRADIENT] == (0 if none else 4 * (WEIGHTS + BIASES))
+
+
+def test_checkpointed_blocks_keep_their_inputs_alone() -> None:
+    # Each layer's output, for its ReLU and for the next layer; with checkpointing the output of all blocks but the last.
+    assert kept_for_backward(trained()) == pytest.approx(2 * DEPTH * FEATURES, abs=512)
+    assert kept_for_backward(trained(checkpointing=True)) == pytest.approx((DEPTH - 1) * FEATURES, abs=512)
+    assert kept_for_backward(trained(checkpointing=("Sequential",))) <= (DEPTH - 1) * FEATURES + 512
+
+
+@pytest.mark.parametrize(
+    ("attention", "op"),
+    [
+        ("flash", "_scaled_dot_product_flash_attention"),
+        ("cudnn", "_scaled_dot_product_flash_attention"),
+        ("efficient", "_scaled_dot_product_efficient_attention"),
+        ("math", "_safe_softmax"),
+    ],
+)
+def test_attention_is_the_kernel_that_was_named(attention: str, op: str) -> None:
+    ran = {
+        o.name for o in gpt2(dtype="bfloat16", attention=attention).ops if "attention" in o.name or "softmax" in o.name
+    }
+    assert ran == {op}
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
+
+
+def scratch(recording: Recording, family: str) -> list[tuple[int, ...]]:
+    return [a.scratch.sizes for a in recording.allocations if a.scratch and a.scratch.family.startswith(family)]
+
+
+def test_channels_last_reaches_the_convolutions() -> None:
+    shape = (2, 8, 16, 16)
+    plain = scratch(trained(build=convolutions, shape=shape), "conv_forward")
+    last = scratch(trained(build=convolutions, shape=shape, channels_last=True), "conv_forward")
+    assert [sizes[9] for sizes in plain] == [0] * len(plain)
+    assert [sizes[9] for sizes in last] == [1] * len(last) != []
+
+
+def test_cudnn_tries_its_engines_once_for_each_convolution() -> None:
+    shape = (2, 8, 16, 16)
+    plain = trained(build=convolutions, shape=shape)
+    tried = scratch(trained(build=convolutions, shape=shape, cudnn_benchmark=True), "conv_trial")
+    pixels = 2 * 16 * 16
+    first, second = 8 * pixels + 9 * 8 * 16 + 16 * pixels, 2 * 16 * pixels + 9 * 16 * 16
+    # Forward of both; backward of the second for data and weight, of the first for the weight alone.
+    assert Counter(tried) == Counter({(4 * first,): 2, (4 * second,): 3})
+    assert scratch(plain, "conv_trial") == []
+
+
+# Optimizers
+
+
+def test_states_of_8_bits_have_a_scale_for_256_elements() -> None:
+    states = alive(trained("adamw8bit"))[TensorKind.OPTIMIZER_STATE]
+    assert states == 2 * (WEIGHTS + 4 * WEIGHTS // 256) + 2 * 4 * BIASES
+    assert alive(trained("lion8bit"))[TensorKind.OPTIMIZER_STATE] == states // 2
+
+
+def test_paged_states_of_large_parameters_are_not_of_the_allocator() -> None:
+    wide = 512
+    recording = trained("paged-adamw8bit", build=lambda: nn.Linear(wide, wide), shape=(4, wide))
+    assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * 4 * wide * wide // 256 + 2 * 4 * wide
+
+
+def test_an_offloaded_optimizer_keeps_states_of_small_parameters() -> None:
+    recording = trained("adamw", offload_optimizer=True)
+    assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * 4 * BIASES
+    assert alive(recording)[TensorKind.GRADIENT] == 4 * (WEIGHTS + BIASES)
+
+
+def test_zero_1_divides_the_states() -> None:
+    whole = 2 * 4 * (WEIGHTS + BIASES)
+    recording = trained("adamw", parallel=parallel_of("zero1", 4))
+    assert alive(recording)[TensorKind.OPTIMIZER_STATE] == whole / 4
+    assert alive(recording)[TensorKind.PARAMETER] == 4 * (WEIGHTS + BIASES)
+
+
+def test_zero_2_and_3_are_torchs_own() -> None:
+    assert parallel_of("zero2", 4) == Parallel("fsdp", 4, reshard_after_forward=False)
+    assert parallel_of("zero3", 4, param_dtype="bfloat16") == Parallel("fsdp", 4, param_dtype="bfloat16")
+
+
+def test_shards_on_the_host_leave_the_gpu_between_steps() -> None:
+    kept, moved = (alive(trained("adamw", parallel=Parallel("fsdp", 4, cpu_offload=o))) for o in (False, True))
+    model = 4 * (WEIGHTS + BIASES)
+    assert kept[TensorKind.PARAMETER] == model / 4
+    assert kept[TensorKind.OPTIMIZER_STATE] == 2 * model / 4
+    assert moved[TensorKind.PARAMETER] == moved[TensorKind.OPTIMIZER_STATE] == 0
+
+
+# Adapters and weights in few bits
+
+
+def test_adapters_are_trained_and_the_rest_is_frozen() -> None:
+    rank, (read, made) = 4, LINEAR[0]
+    adapters = 2 * 4 * rank * (read + made)  # float32, in both layers, on the queries, keys and values
+    recording = gpt2("adamw", lora=rank, dtype="bfloat16")
+    assert alive(recording)[TensorKind.GRADIENT] == adapters
+    assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * adapters
+    plain = alive(gpt2(dtype="bfloat16"))[TensorKind.PARAMETER]
+    assert alive(recording)[TensorKind.PARAMETER] == plain + adapters
+
+
+def quantized_bytes(bits: str) -> int:
+    """All weights of the linear layers of both blocks."""
+    found = 0
+    for read, made in LINEAR:
+        values = read * made
+        blocks = values // 64
+        four = values // 2 + blocks + 4 * -(-blocks // 256) + 4 + 4 * 16
+        found += four if bits == FOUR_BITS else values + 4 * made
+    return 2 * found
+
+
+@pytest.mark.parametrize("bits", [FOUR_BITS, EIGHT_BITS])
+def test_weights_in_few_bits_have_the_bytes_of_their_format(bits: str) -> None:
+    plain = alive(gpt2(dtype="bfloat16"))[TensorKind.PARAMETER]
+    replaced = 2 * 2 * sum(read * made for read, made in LINEAR)
+    assert alive(gpt2(dtype="bfloat16", quantize=bits))[TensorKind.PARAMETER] == plain - replaced + quantized_bytes(
+        bits
+    )
+
+
+@pytest.mark.parametrize("bits", [FOUR_BITS, EIGHT_BITS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "amp-bfloat16"])
+def test_adapters_beside_weights_in_few_bits_are_trained(bits: str, dtype: str) -> None:
+    recording = gpt2("paged-adamw8bit", lora=4, quantize=bits, dtype=dtype, checkpointing=True, accumulate=2)
+    rank, (read, made) = 4, LINEAR[0]
+    assert alive(recording)[TensorKind.GRADIENT] == 2 * 4 * rank * (read + made)
+
+
+def test_a_layer_of_4_bits_keeps_no_input_and_one_of_8_bits_does() -> None:
+    kept = {
+        bits: kept_for_backward(gpt2("sgd", lora=4, quantize=bits, dtype="bfloat16"))
+        for bits in (FOUR_BITS, EIGHT_BITS)
+    }
+    assert kept[EIGHT_BITS] > kept[FOUR_BITS]
+
+
+def test_adapters_are_trained_on_several_gpus() -> None:
+    for parallel in (Parallel("ddp", 2), Parallel("fsdp", 2)):
+        assert gpt2("adamw", lora=4, parallel=parallel).iterations == programs.ITERATIONS
+
+
+# Generation
+
+
+def test_keys_and_values_have_their_full_length_from_the_start() -> None:
+    made = 8
+    recording = gpt2(generate=made, dtype="bfloat16")
+    layer = 2 * 2 * HEADS * (TOKENS + made) * HEAD_WIDTH  # bfloat16, two samples
+    caches = [a for a in recording.allocations if a.nbytes == layer]
+    assert len(caches) == 2 * 2 * recording.iterations
+    assert "argmax" in {op.name for op in recording.ops}
+
+
+def test_generation_refuses_models_that_read_no_tokens_and_texts_that_are_too_long() -> None:
+    with pytest.raises(RequestError, match="reads tokens"):
+        record(programs.of_job(lambda: models.load("resnet18", small=True), 2, Recipe(generate=4)))
+    with pytest.raises(RequestError, match=f"{TOKENS + POSITIONS} tokens; the model has {POSITIONS} positions"):
+        gpt2(generate=POSITIONS)
+
+
+# All at once
+
+
+def test_the_public_function_takes_every_way() -> None:
+    from overspill import estimate
+
+    made = estimate(
+        "decoder:width=64,depth=2,heads=4,vocabulary=211,seq_len=32", optimizer="paged-adamw8bit", dtype="bfloat16",
+        accumulate=2, set_to_none=False, checkpointing=True, attention="flash", lora=4, quantize="4bit", batch=2,
+    )  # fmt: skip
+    assert made.fits()
+    assert sum(made.breakdown.values()) == made.total_bytes
