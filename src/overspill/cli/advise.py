@@ -14,7 +14,6 @@ from .common import (
     ImageSize,
     ModelChoice,
     ModelName,
-    OptimizerName,
     Outcome,
     SeqLen,
     Small,
@@ -26,10 +25,18 @@ from .recipe import (
     Attention,
     ChannelsLast,
     Checkpointing,
+    CpuOffload,
+    CudnnBenchmark,
     Dtype,
     Gpus,
     Inference,
     Kind,
+    Lora,
+    OffloadOptimizer,
+    Optimizer,
+    ParamDtype,
+    Quantize,
+    ReduceDtype,
     SetToNone,
     recipe_of,
 )
@@ -46,7 +53,7 @@ def advise(
     model: ModelName,
     gpu: TrainedOn,
     batch: Samples = 1,
-    optimizer: OptimizerName = "sgd",
+    optimizer: Optimizer = "sgd",
     dtype: Dtype = "float32",
     inference: Inference = False,
     small: Small = False,
@@ -59,6 +66,13 @@ def advise(
     checkpointing: Checkpointing = False,
     attention: Attention = None,
     channels_last: ChannelsLast = False,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    offload_optimizer: OffloadOptimizer = False,
+    cudnn_benchmark: CudnnBenchmark = False,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
     torch: Torch = None,
     cuda: Cuda = None,
     json: AsJson = False,
@@ -69,9 +83,11 @@ def advise(
     models.check_name(model)
     ways = {
         "dtype": dtype, "accumulate": accumulate, "set_to_none": set_to_none, "checkpointing": checkpointing,
-        "attention": attention, "channels_last": channels_last,
+        "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
+        "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": 0,
     }  # fmt: skip
-    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, ways=ways)
+    sharded = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
+    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, sharded=sharded, ways=ways)
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import Setting, of_job
