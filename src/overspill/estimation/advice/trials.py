@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from overspill.core import TensorKind
@@ -46,11 +47,12 @@ class _Trials:
     progress: Progress
 
     def __post_init__(self) -> None:
-        """What decides whether a change is worth a try."""
+        """What decides whether a change is worth a try; `solved`: the job fits, or has been found to fit with a change."""
         self.fits = self.estimate.fits()
         self.weights, self.state = _persistent(self.estimate)
         self.helpful: list[Change] = []
-        self.expandable = self.solved = False
+        self.expandable = False
+        self.solved = self.fits
 
     def run(self, planner: Planner | None) -> Iterator[Advice]:
         """All advice, in order."""
@@ -64,8 +66,8 @@ class _Trials:
                 yield from self._smaller_batch()
                 yield from self._planned(planner)
             yield from self._recipes([change for change in options if change.price is price])
-        if not self.solved and (found := self._together()) is not None:
-            yield found
+            if price in (Price.TIME, Price.RESULTS) and not self.solved:
+                yield from self._together(price)
         yield from self._more_gpus()
         yield from self._another_gpu()
 
@@ -119,7 +121,7 @@ class _Trials:
         self.solved |= changed.fits()
         return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus)
 
-    def _hopeless(self, chosen: Sequence[Change], gpus: int = 1) -> bool:
+    def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
         """Whether what stays on the device is by itself too much, so that there is nothing to try."""
         weights, state = float(self.weights), float(self.state)
         for change in chosen:
@@ -150,7 +152,7 @@ class _Trials:
             parts = split * retrace.recipe.accumulate
             what = f"batch {micro} instead of {batch}, accumulating gradients over {parts} of them"
             # Two micro-batches have all that more have: the first meets no gradients, the second does.
-            changed = self._changed(micro, lambda recipe: replace(recipe, accumulate=2), what)
+            changed = self._changed(micro, partial(replace, accumulate=2), what)
             found = None if changed is None else self._advice(changed, what, cost, Price.TIME)
             if found is not None and found.fits:
                 yield found
@@ -177,18 +179,35 @@ class _Trials:
             Price.TIME,
         )
 
-    def _together(self) -> Advice | None:
-        """The cheapest changes together, as many as it takes, at last in smaller micro-batches; None where no such do."""
-        chosen: list[Change] = []
-        for change in sorted(self.helpful, key=lambda c: c.price):
-            if chosen and chosen[-1].price >= Price.RESULTS:
-                break  # one that changes results is enough
-            chosen = [other for other in chosen if not other.fields.keys() & change.fields.keys()] + [change]
-            if (len(chosen) > 1 or self.expandable) and (found := self._all_of(chosen)) is not None:
-                return found
-        batch = self.estimate.batch or 1
-        splits = (2**power for power in range(1, batch.bit_length()))
-        return next((found for split in splits if (found := self._all_of(chosen, split)) is not None), None)
+    def _together(self, price: Price) -> Iterator[Advice]:
+        """The cheapest changes together, as many as it takes, where none does it alone; of those that change results one."""
+        keeping = [change for change in self.helpful if change.price < Price.RESULTS]
+        if price is Price.TIME:
+            chosen: list[Change] = []
+            for change in keeping:
+                chosen = [*_beside(change, chosen), change]
+                if (len(chosen) > 1 or self.expandable) and (found := self._all_of(chosen)) is not None:
+                    yield found
+                    return
+            candidates = [chosen]
+        else:
+            changing = [change for change in self.helpful if change.price is price]
+            candidates = [[*_beside(change, keeping), change] for change in changing]
+        for chosen in candidates:
+            if (found := self._all_of(chosen) or self._in_micro_batches(chosen)) is not None:
+                yield found
+                return
+
+    def _in_micro_batches(self, chosen: Sequence[Change]) -> Advice | None:
+        """The job with all of `chosen` in the fewest micro-batches, a power of two, in which it fits."""
+        most = (self.estimate.batch or 1).bit_length() - 1
+        found = self._all_of(chosen, 2**most) if most else None
+        low, high = 0, most
+        while found is not None and high - low > 1:
+            middle = (low + high) // 2
+            fewer = self._all_of(chosen, 2**middle)
+            low, high, found = (low, middle, fewer) if fewer is not None else (middle, high, found)
+        return found
 
     def _all_of(self, chosen: Sequence[Change], split: int = 1) -> Advice | None:
         """The job with all of `chosen`, in `split` micro-batches, where it fits then."""
@@ -220,27 +239,34 @@ class _Trials:
             return
         have = self.estimate.parallel
         gpus = 2 if have is None else 2 * have.gpus
-        grads = self.weights
-        kind = "ddp" if self.weights + grads + self.state < self.estimate.device.memory_bytes and batch > 1 else "fsdp"
-        if have is not None and have.kind == "fsdp":
-            kind = "fsdp"
-        while kind == "fsdp" and gpus <= MOST_GPUS and self._hopeless([], gpus if have is None else gpus // have.gpus):
-            gpus *= 2
-        for _ in range(_GPUS_TRIED):
-            if gpus > MOST_GPUS:
-                return
-            each = -(-batch // gpus) if have is None else batch
-            other = Parallel(kind, gpus) if have is None or have.kind != kind else replace(have, gpus=gpus)
-            how = "FSDP (ZeRO-3)" if kind == "fsdp" else "DistributedDataParallel"
-            what = f"{how} over {gpus} GPUs, batch {each} on each"
-            changed = self._changed(each, lambda recipe, other=other: replace(recipe, parallel=other), what)
-            if changed is None:
-                return
-            found = self._advice(changed, what, f"{gpus} of {self.estimate.device.name}", Price.HARDWARE)
-            if found is not None and found.fits:
+        # Gradients are as large as weights, and all three must fit beside one another on each.
+        whole = 2 * self.weights + self.state < self.estimate.device.memory_bytes - self.estimate.outside_bytes
+        for kind in ("ddp", "fsdp") if have is None and batch > 1 and whole else ("fsdp",):
+            if (found := self._over_gpus(kind, gpus)) is not None:
                 yield found
                 return
+
+    def _over_gpus(self, kind: str, gpus: int) -> Advice | None:
+        """The job over the fewest GPUs, from `gpus` on, on which it fits."""
+        have, batch, device = self.estimate.parallel, self.estimate.batch or 1, self.estimate.device
+        shards = 1 if have is None or have.kind != "fsdp" else have.gpus
+        while kind == "fsdp" and gpus <= MOST_GPUS and self._hopeless([], gpus / shards):
             gpus *= 2
+        how = "FSDP (ZeRO-3)" if kind == "fsdp" else "DistributedDataParallel"
+        for _ in range(_GPUS_TRIED):
+            if gpus > MOST_GPUS:
+                break
+            each = -(-batch // gpus) if have is None else batch
+            other = Parallel(kind, gpus) if have is None or have.kind != kind else replace(have, gpus=gpus)
+            what = f"{how} over {gpus} GPUs, batch {each} on each"
+            changed = self._changed(each, partial(replace, parallel=other), what)
+            if changed is None:  # a model that cannot be wrapped so
+                break
+            found = self._advice(changed, what, f"{gpus} of {device.name}", Price.HARDWARE)
+            if found is not None and found.fits:
+                return found
+            gpus *= 2
+        return None
 
     def _another_gpu(self) -> Iterator[Advice]:
         fitting = self.estimate.gpus
@@ -252,6 +278,11 @@ class _Trials:
             several, "another card", Price.HARDWARE, on.minimum_capacity_bytes, on.total_bytes, fits=True,
             gpus=1 if on.parallel is None else on.parallel.gpus,
         )  # fmt: skip
+
+
+def _beside(change: Change, chosen: Sequence[Change]) -> list[Change]:
+    """Those of `chosen` that `change` does not undo."""
+    return [other for other in chosen if not other.fields.keys() & change.fields.keys()]
 
 
 def _persistent(estimate: Figures) -> tuple[int, int]:
