@@ -43,7 +43,7 @@ def advise_report(made: Estimate, found: Sequence[Advice]) -> RenderableType:
     rows = [("as it is", *_bytes(made.minimum_capacity_bytes, made.total_bytes), yes(fits) or "no", "", "")]
     rows += [_row(advice) for advice in found]
     table = listing(_COLUMNS, rows, numbers=(1, 2, 4))
-    table.columns[0].no_wrap = False
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     parts: list[RenderableType] = [
         Text(verdict(made), style="bold green" if fits else "bold red"),
         "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from overspill.core import Device
 from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
@@ -28,7 +27,9 @@ def advise(
     retrace = estimate.retrace
     planner = None
     if retrace is not None and _can_plan(retrace.recipe) and estimate.batch:
-        planner = partial(_planned, load, retrace.recipe, estimate.batch, estimate.device)
+        planner = partial(
+            _planned, load, retrace.recipe, estimate.batch, Options(device=estimate.device, software=estimate.software)
+        )
     return advice(estimate, planner, progress)
 
 
@@ -37,20 +38,24 @@ def _can_plan(recipe: Recipe) -> bool:
     return isinstance(recipe.optimizer, str) and not recipe.dtype.startswith("amp") and not recipe.ways()
 
 
-def _planned(load: Callable[[], Job], recipe: Recipe, batch: int, device: Device) -> Advice | None:
-    """The plan of the job within all of `device`; where feature maps are not enough, with parameters and their update too."""
+def _planned(load: Callable[[], Job], recipe: Recipe, batch: int, options: Options) -> Advice | None:
+    """The plan of the job within all of the device; where feature maps are not enough, with parameters and their update too.
+
+    Where that is not enough either, what the smallest plan needs.
+    """
     assert isinstance(recipe.optimizer, str)
     build = partial(job_in_dtype, load, whole_dtype(recipe.dtype))
+    least = None
     for whole_step, what in ((False, _COMPILE), (True, _TRAIN_STEP)):
         training = Training(build, batch, recipe.optimizer, whole_step=whole_step)
         try:
-            plan = preview(training, Options(device=device))
-        except InfeasibleBudget:
-            continue
+            return _as_advice(preview(training, options), what)
+        except InfeasibleBudget as error:
+            found = Advice(what, "time; the same numbers", Price.TIME, error.floor_bytes, error.floor_bytes, fits=False)
+            least = min(least or found, found, key=lambda advice: advice.minimum_capacity_bytes or 0)
         except OverspillError:  # a model that is no one graph
-            return None
-        return _as_advice(plan, what)
-    return None
+            return least
+    return least
 
 
 def _as_advice(plan: Plan, what: str) -> Advice:

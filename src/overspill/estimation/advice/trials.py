@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """How many pieces of advice `overspill estimate` shows."""
+_LEAST_SAVING = 0.01  # of what the job needs; what saves less is told only where it decides
 _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest that could do
 _SPLITS_TRIED = 4  # sizes of micro-batches
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -31,7 +32,7 @@ Progress = Callable[[str], None]
 
 
 def advice(estimate: Figures, planner: Planner | None = None, progress: Progress | None = None) -> Iterator[Advice]:
-    """Changes by which the job needs less, each tried: those that cost least first, at last several together.
+    """Changes by which the job needs at least one percent less, each tried: those that cost least first, at last several together.
 
     Where the job fits as it is, only those that cost neither results nor hardware. `planner` plans the job within the
     device by Overspill; without it that advice has no figures. `progress` is told what is being tried.
@@ -115,7 +116,7 @@ class _Trials:
     def _advice(self, changed: Figures, what: str, cost: str, price: Price) -> Advice | None:
         """`changed` as advice, where the job needs less by it."""
         needed = changed.minimum_capacity_bytes
-        if needed >= self.estimate.minimum_capacity_bytes:
+        if needed > (1 - _LEAST_SAVING) * self.estimate.minimum_capacity_bytes and (self.fits or not changed.fits()):
             return None
         gpus = 1 if changed.parallel is None else changed.parallel.gpus
         self.solved |= changed.fits()
@@ -169,7 +170,9 @@ class _Trials:
             return
         if planner is not None:
             self.progress("planning within the device's memory")
-            if (found := planner()) is not None:
+            found = planner()
+            if found is not None and (found.minimum_capacity_bytes or 0) < self.estimate.minimum_capacity_bytes:
+                self.solved |= bool(found.fits)
                 yield found
             return
         saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
