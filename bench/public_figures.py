@@ -60,7 +60,8 @@ class Figure:
 
 def _figure(row: dict[str, str]) -> Figure:
     made = _estimate(row)
-    published = round(float(row["figure"]) * _UNITS[row["unit"]])
+    # A figure of the whole device is less what the document itself measured of the context.
+    published = round((float(row["figure"]) - float(row["context"])) * _UNITS[row["unit"]])
     ours = _cache_bytes(row, made) if row["of"] == "cache" else _bytes(made, row["of"])
     return Figure(
         row["document"], row["url"], row["date"], row["kind"], row["of"], row["job"], row["assumed"], published, ours,
@@ -88,6 +89,8 @@ def _bytes(made: Estimate, of: str) -> int:
     """What a document's figure is of."""
     if of == "device":
         return made.total_bytes
+    if of == "reserved":
+        return made.peak_reserved_bytes
     if of == "allocated":
         return made.peak_allocated_bytes
     if of == "weights":

@@ -44,10 +44,10 @@ BATCH = torch.randn(512, 64), torch.randint(0, 256, (512,))
 def test_plan_of_a_module_leaves_it_as_it_is_and_is_that_of_the_function_that_makes_it() -> None:
     model = mlp()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    one = overspill.plan(model, BATCH, nn.CrossEntropyLoss(), "adamw", budget=0.8, device="t4")
-    other = overspill.plan(mlp, lambda: BATCH, nn.CrossEntropyLoss(), "adamw", budget=0.8, device="t4")
+    one = overspill.plan(model, BATCH, nn.CrossEntropyLoss(), "adamw", budget=0.9, device="t4")
+    other = overspill.plan(mlp, lambda: BATCH, nn.CrossEntropyLoss(), "adamw", budget=0.9, device="t4")
     assert one.graph == other.graph
-    assert one.peak_bytes <= one.budget_bytes == int(0.8 * one.unmanaged_peak_bytes)
+    assert one.peak_bytes <= one.budget_bytes == int(0.9 * one.unmanaged_peak_bytes)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -42,7 +42,7 @@ class Estimate(Figures):
     @cached_property
     def changes(self) -> tuple[Advice, ...]:
         """The first that would help the job to fit, cheapest first; empty where it fits. `overspill.advise` has all."""
-        return () if self.fits() else tuple(islice(advice(self), SHOWN))
+        return () if self.fits() else tuple(islice(advice(self, quick=True), SHOWN))
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the simulated run as a memory snapshot, which https://pytorch.org/memory_viz shows.

@@ -52,7 +52,7 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join((*KINDS, *_ZERO))}")
+            raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join(KINDS)}")
         if not 1 <= self.gpus <= MOST_GPUS:
             wrong = "not a positive number" if self.gpus < 1 else f"more than the {MOST_GPUS} that an estimate takes"
             raise RequestError(f"gpus={self.gpus} is {wrong}")
@@ -92,5 +92,7 @@ def parallel_of(kind: str | None, gpus: int | None, **options: Any) -> Parallel 
         return None
     if gpus is None:
         raise RequestError(f"{kind} needs the number of GPUs; pass --gpus")
+    if kind is not None and kind not in (known := (*KINDS, *_ZERO)):
+        raise RequestError(f"unknown kind of parallel training {kind!r}; kinds: {', '.join(known)}")
     name, of_kind = _ZERO.get(kind or "ddp", (kind or "ddp", {}))
     return Parallel(name, gpus, **of_kind, **options)

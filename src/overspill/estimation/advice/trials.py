@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SHOWN = 5
 """How many pieces of advice `overspill estimate` shows."""
 _LEAST_SAVING = 0.01  # of what the job needs; what saves less is told only where it decides
+_QUICK_TRIALS, _QUICK_OPS = 8, 60_000  # how many changes, and of how many recorded ops in all, a quick answer tries
 _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest that could do
 _SPLITS_TRIED = 4  # sizes of micro-batches
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -31,13 +32,16 @@ Planner = Callable[[], Advice | None]
 Progress = Callable[[str], None]
 
 
-def advice(estimate: Figures, planner: Planner | None = None, progress: Progress | None = None) -> Iterator[Advice]:
+def advice(
+    estimate: Figures, planner: Planner | None = None, progress: Progress | None = None, *, quick: bool = False
+) -> Iterator[Advice]:
     """Changes by which the job needs at least one percent less, each tried: those that cost least first, at last several together.
 
     Where the job fits as it is, only those that cost neither results nor hardware. `planner` plans the job within the
-    device by Overspill; without it that advice has no figures. `progress` is told what is being tried.
+    device by Overspill; without it that advice has no figures. `progress` is told what is being tried. What is `quick`
+    tries no more than takes a few seconds, by count, and more GPUs not at all.
     """
-    yield from _Trials(estimate, progress or (lambda _: None)).run(planner)
+    yield from _Trials(estimate, progress or (lambda _: None), quick).run(planner)
 
 
 @dataclass
@@ -46,6 +50,7 @@ class _Trials:
 
     estimate: Figures
     progress: Progress
+    quick: bool
 
     def __post_init__(self) -> None:
         """What decides whether a change is worth a try; `solved`: the job fits, or has been found to fit with a change."""
@@ -54,6 +59,8 @@ class _Trials:
         self.helpful: list[Change] = []
         self.expandable = False
         self.solved = self.fits
+        ops = max(len(self.estimate.recording.ops), 1)
+        self.left = max(1, min(_QUICK_TRIALS, _QUICK_OPS // ops)) if self.quick else None
 
     def run(self, planner: Planner | None) -> Iterator[Advice]:
         """All advice, in order."""
@@ -101,6 +108,10 @@ class _Trials:
         """The estimate of the job with its recipe edited; None where that is no job."""
         retrace = self.estimate.retrace
         assert retrace is not None
+        if self.left is not None:
+            if not self.left:
+                return None
+            self.left -= 1
         self.progress(f"trying {what}")
         try:
             recipe = edit(retrace.recipe)
@@ -175,12 +186,13 @@ class _Trials:
                 self.solved |= bool(found.fits)
                 yield found
             return
-        saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
-        yield Advice(
-            "overspill.compile(model, budget=…)",
-            f"time, by `overspill plan`; the same numbers: up to {format_bytes(saved)} can leave the device or be recomputed",
-            Price.TIME,
-        )
+        if self._hopeless([]):
+            what, cost = "overspill.train_step(…)", "parameters and optimizer state may leave the device too"
+        else:
+            saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
+            what = "overspill.compile(model, budget=…)"
+            cost = f"up to {format_bytes(saved)} can leave the device or be recomputed"
+        yield Advice(what, f"time, by `overspill plan`; the same numbers: {cost}", Price.TIME)
 
     def _together(self, price: Price) -> Iterator[Advice]:
         """The cheapest changes together, as many as it takes, where none does it alone; of those that change results one."""
@@ -256,6 +268,10 @@ class _Trials:
         while kind == "fsdp" and gpus <= MOST_GPUS and self._hopeless([], gpus / shards):
             gpus *= 2
         how = "FSDP (ZeRO-3)" if kind == "fsdp" else "DistributedDataParallel"
+        if self.quick:
+            return Advice(
+                f"{how} over {gpus} GPUs or more", "that hardware; `overspill advise` tries it", Price.HARDWARE
+            )
         for _ in range(_GPUS_TRIED):
             if gpus > MOST_GPUS:
                 break

@@ -28,7 +28,7 @@ def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:
     if not blocks:
         raise RequestError(f"{type(module).__name__} {missing}")
     for block in blocks:
-        block.forward = _again(block.forward)  # type: ignore[method-assign]
+        block.forward = _again(block.forward)
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:

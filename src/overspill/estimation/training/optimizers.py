@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -42,10 +43,12 @@ def _make_optimizer(recipe: Recipe) -> MakeOptimizer | None:
 
 def _sharded(module: nn.Module, make: MakeOptimizer) -> Optimizer:
     """ZeRO-1 as torch has it: each GPU updates some of the parameters, and sends them to the others."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - slow to import, for this alone
+    with warnings.catch_warnings():  # torch scripts its functional optimizers when this is imported
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - slow, and for this alone
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return ZeroRedundancyOptimizer(trained, make)  # type: ignore[arg-type]  # it calls it, no more
+    return ZeroRedundancyOptimizer(trained, make)  # which it calls, no more
 
 
 class Blockwise8bit(Optimizer):
@@ -61,10 +64,9 @@ class Blockwise8bit(Optimizer):
         self._states, self._paged = states, paged
         self._maps: list[Tensor] = []
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the states of parameters that have none yet."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:

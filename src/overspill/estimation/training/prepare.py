@@ -47,7 +47,7 @@ def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module
     if recipe.lora:
         add_adapters(module, recipe.lora)
     if recipe.checkpointing:
-        checkpoint_blocks(module, () if recipe.checkpointing is True else recipe.checkpointing)
+        checkpoint_blocks(module, () if isinstance(recipe.checkpointing, bool) else recipe.checkpointing)
     if recipe.parallel is None:
         module = module.to("cuda", **options)
     else:
