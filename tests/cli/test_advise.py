@@ -14,6 +14,7 @@ CHANGE = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_it_ranks_what_was_tried_and_plans_the_step(overspill: Overspill) -> None:
     done = overspill(
         "advise decoder:width=512,depth=4,heads=8,vocabulary=64 --batch 400 --gpu t4 --optimizer adamw --json"

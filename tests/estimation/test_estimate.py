@@ -228,6 +228,7 @@ def test_a_model_that_does_not_fit_at_all_has_a_largest_batch_of_none() -> None:
     assert not made.fits()
 
 
+@pytest.mark.long
 def test_what_would_help_is_worked_out_where_it_does_not_fit() -> None:
     made = estimate("gpt2", optimizer="adamw", batch=64, device="rtx3060")
     assert not made.fits()

@@ -125,6 +125,7 @@ def _feasible(
         "peak_bytes": made.peak_bytes,
         "reserved_bytes": made.reserved_bytes,
         "device_bytes": made.device_bytes,
+        "library_bytes": made.library_bytes,
         "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
         "feasible": True,
         "offloaded_bytes": made.offloaded_bytes,
@@ -155,7 +156,7 @@ def _feasible(
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
-        "peak_bytes", "reserved_bytes", "device_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
+        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip
