@@ -52,7 +52,6 @@ class Figure:
     kind: str
     of: str
     job: str
-    assumed: str
     published_bytes: int
     overspill_bytes: int
     error: float
@@ -64,7 +63,7 @@ def _figure(row: dict[str, str]) -> Figure:
     published = round((float(row["figure"]) - float(row["context"])) * _UNITS[row["unit"]])
     ours = _cache_bytes(row, made) if row["of"] == "cache" else _bytes(made, row["of"])
     return Figure(
-        row["document"], row["url"], row["date"], row["kind"], row["of"], row["job"], row["assumed"], published, ours,
+        row["document"], row["url"], row["date"], row["kind"], row["of"], row["job"], published, ours,
         ours / published - 1,
     )  # fmt: skip
 

@@ -31,7 +31,15 @@ def t5_3b() -> tuple[nn.Module, Callable[[int], dict[str, Tensor]]]:
     import transformers  # noqa: PLC0415
 
     config: Any = transformers.T5Config(
-        d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, num_decoder_layers=24, vocab_size=32128
+        d_model=1024,
+        d_ff=16384,
+        d_kv=128,
+        num_heads=32,
+        num_layers=24,
+        num_decoder_layers=24,
+        vocab_size=32128,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     module = transformers.T5ForConditionalGeneration(config)
 

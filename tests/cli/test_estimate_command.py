@@ -66,6 +66,25 @@ def test_inference_takes_less_than_training(overspill: Overspill) -> None:
     assert inference["optimizer"] is None
 
 
+def test_ways_to_train_are_options(overspill: Overspill) -> None:
+    answer = overspill(
+        "estimate gpt2 --small --batch 2 --optimizer paged-adamw8bit --dtype bfloat16 --accumulate 2 --no-set-to-none "
+        "--checkpointing --attention flash --lora 4 --quantize 4bit --json"
+    ).answer
+    assert answer["ways"] == {
+        "accumulate": 2, "set_to_none": False, "checkpointing": True, "attention": "flash", "lora": 4, "quantize": "4bit",
+    }  # fmt: skip
+
+
+@pytest.mark.long
+def test_options_of_sharding_and_of_generation(overspill: Overspill) -> None:
+    sharded = "estimate gpt2 --small --batch 2 --parallel zero3 --gpus 4 --param-dtype bfloat16 --cpu-offload --json"
+    assert overspill(sharded).answer["parallel"] == "fsdp"
+    assert overspill("estimate gpt2 --small --batch 2 --inference --generate 8 --json").answer["ways"] == {
+        "generate": 8
+    }
+
+
 @pytest.mark.parametrize(
     "allocator",
     [
@@ -105,6 +124,13 @@ def test_a_users_own_model_is_estimated(overspill: Overspill) -> None:
         ("resnet50 --batch 1 --seq-len 8", "seq_len"),
         ("nets:forward_raises --batch 2", "no such luck and more"),
         ("nets:raises --batch 2", "KeyError"),
+        ("gpt2 --batch 1 --quantize 4bit", "add lora"),
+        ("gpt2 --batch 1 --generate 8", "--generate is for --inference"),
+        ("gpt2 --batch 1 --inference --lora 8", "lora is for training"),
+        ("gpt2 --batch 1 --param-dtype bfloat16", "--parallel fsdp --gpus N"),
+        ("gpt2 --batch 1 --gpus 2 --parallel ring", "kinds: ddp, fsdp, horovod, tp, zero1, zero2, zero3"),
+        ("gpt2 --batch 1 --compiled --checkpointing", "checkpointing is estimated of eager PyTorch alone"),
+        ("--script nets.py --lora 8", "--lora: for a model; a script has its own way to train"),
         ("--script nowhere.py", "nowhere.py"),
         ("--script nets.py --batch 3", "--batch"),
     ],

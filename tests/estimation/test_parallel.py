@@ -200,7 +200,7 @@ def test_a_model_without_blocks_is_refused_in_one_line():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "ring"}, "unknown kind of parallel training 'ring'; kinds: ddp, fsdp, horovod"),
+        ({"kind": "ring"}, "unknown kind of parallel training 'ring'; kinds: ddp, fsdp, horovod, tp"),
         ({"gpus": 0}, "gpus=0 is not a positive number"),
         ({"gpus": -4}, "gpus=-4 is not a positive number"),
         ({"kind": "fsdp", "gpus": 8, "replicas": 3}, "replicas=3 does not divide gpus=8"),

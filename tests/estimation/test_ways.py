@@ -106,6 +106,7 @@ def test_inference_refuses_what_only_training_has() -> None:
     [
         ({"attention": "math"}, "calls no scaled_dot_product_attention"),
         ({"channels_last": True}, "no convolutions of images"),
+        ({"parallel": Parallel("tp", 2)}, "no tensor-parallel plan"),
         ({"checkpointing": ("Attention",)}, "no module of class Attention"),
     ],
 )
@@ -215,6 +216,7 @@ def test_zero_2_and_3_are_torchs_own() -> None:
     assert parallel_of("zero3", 4, param_dtype="bfloat16") == Parallel("fsdp", 4, param_dtype="bfloat16")
 
 
+@pytest.mark.long
 def test_shards_on_the_host_leave_the_gpu_between_steps() -> None:
     kept, moved = (alive(trained("adamw", parallel=Parallel("fsdp", 4, cpu_offload=o))) for o in (False, True))
     model = 4 * (WEIGHTS + BIASES)
@@ -256,8 +258,11 @@ def test_weights_in_few_bits_have_the_bytes_of_their_format(bits: str) -> None:
     )
 
 
-@pytest.mark.parametrize("bits", [FOUR_BITS, EIGHT_BITS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "amp-bfloat16"])
+@pytest.mark.parametrize("bits", [FOUR_BITS, pytest.param(EIGHT_BITS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float32", "amp", "amp-bfloat16"))],
+)
 def test_adapters_beside_weights_in_few_bits_are_trained(bits: str, dtype: str) -> None:
     recording = gpt2("paged-adamw8bit", lora=4, quantize=bits, dtype=dtype, checkpointing=True, accumulate=2)
     rank, (read, made) = 4, LINEAR[0]
@@ -274,6 +279,7 @@ def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not() -> None:
     assert eight - four == 2 * (stream + hidden) + stream
 
 
+@pytest.mark.long
 def test_adapters_are_trained_on_several_gpus() -> None:
     for parallel in (Parallel("ddp", 2), Parallel("fsdp", 2)):
         assert gpt2("adamw", lora=4, parallel=parallel).iterations == programs.ITERATIONS
@@ -301,6 +307,7 @@ def test_generation_refuses_models_that_read_no_tokens_and_texts_that_are_too_lo
 # All at once
 
 
+@pytest.mark.long
 def test_the_public_function_takes_every_way() -> None:
     from overspill import estimate
 
@@ -310,3 +317,41 @@ def test_the_public_function_takes_every_way() -> None:
     )  # fmt: skip
     assert made.fits()
     assert sum(made.breakdown.values()) == made.total_bytes
+
+
+# Layers that are cut
+
+LLAMA = (
+    "hf:llama,hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=128,"
+    "vocab_size=200,max_position_embeddings=64"
+)
+UNCUT = 4 * 5 * 64  # the norms, in float32
+CUT = 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 2 * 200 * 64)  # both blocks, the embedding and the output
+
+
+def llama(recipe: Recipe) -> Recording:
+    return record(programs.of_job(lambda: models.load(LLAMA, seq_len=16), 2, recipe))
+
+
+def test_the_decoder_s_blocks_are_cut() -> None:
+    whole, half = (alive(gpt2("sgd", parallel=p))[TensorKind.PARAMETER] for p in (None, Parallel("tp", 2)))
+    weights, biases = sum(read * made for read, made in LINEAR), 192 + 256  # biases of what is cut by columns
+    assert whole - half == 2 * 4 * (weights + biases) // 2
+
+
+@pytest.mark.long
+def test_layers_that_are_cut_are_on_all_gpus_together_once() -> None:
+    pytest.importorskip("transformers")
+    recording = llama(Recipe("adamw", parallel=Parallel("tp", 2)))
+    assert alive(recording)[TensorKind.PARAMETER] == UNCUT + CUT // 2
+    assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * (UNCUT + CUT // 2)
+    generated = llama(Recipe(generate=4, parallel=Parallel("tp", 2)))
+    one_head = 4 * 2 * (16 + 4) * 16  # of two
+    assert len([a for a in generated.allocations if a.nbytes == one_head]) == 2 * 2 * generated.iterations
+
+
+@pytest.mark.long
+def test_layers_are_cut_evenly_or_not_at_all() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(RequestError, match="which 3 GPUs cannot share evenly"):
+        llama(Recipe("sgd", parallel=Parallel("tp", 3)))

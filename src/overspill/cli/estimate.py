@@ -333,6 +333,7 @@ def _budget(text: str | None, recipe: Recipe, *, compiled: bool) -> Budget | Non
     if recipe.optimizer is None:
         raise RequestError("--budget is for training; leave out --inference")
     check_as_it_is(recipe, "what --budget plans is a plain step")
+    models.check_optimizer(str(recipe.optimizer))
     return Budget.parse(text)
 
 

@@ -27,7 +27,7 @@ Kind = Annotated[
     typer.Option(
         "--parallel",
         metavar="NAME",
-        help="ddp, fsdp, horovod, or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
+        help="ddp, fsdp, horovod, tp (layers are cut), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
         show_default=False,
     ),
 ]

@@ -11,7 +11,7 @@ from overspill.core.errors import RequestError
 from overspill.costs import Interval
 from overspill.costs.nccl import nccl_bytes
 
-KINDS = ("ddp", "fsdp", "horovod")
+KINDS = ("ddp", "fsdp", "horovod", "tp")
 MOST_GPUS = 1 << 17
 """More than any job has; torch's own set-up goes from one to the next, and so takes seconds."""
 _ZERO: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +32,7 @@ class Parallel:
     parameters from its forward to its backward), `param_dtype` and `reduce_dtype` of MixedPrecisionPolicy, `replicas`
     (HSDP: each shard is on that many GPUs) and `blocks`, the class names of the modules that are sharded one by one;
     without them `repeated_blocks`, and `cpu_offload` (CPUOffloadPolicy: shards, their gradients and the optimizer are
-    on the host). For `ddp` also `shard_optimizer`: ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink` says whether GPUs that can be linked so are.
+    on the host). `tp` cuts linear layers, and all GPUs read the same batch. For `ddp` also `shard_optimizer`: ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink` says whether GPUs that can be linked so are.
     """
 
     kind: str = "ddp"

@@ -88,6 +88,8 @@ class Recipe:
             raise RequestError(f"{self.optimizer} keeps whole parameters' states; not with sharded ones")
         if self.quantize and self.parallel is not None and self.parallel.kind == "fsdp":
             raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
+        if self.parallel is not None and self.parallel.kind == "tp" and (self.quantize or self.lora):
+            raise RequestError("adapters and quantised weights are not cut by tp here; leave one of the two out")
         if self.offload_optimizer and sharded:
             raise RequestError("offload_optimizer is for whole parameters; fsdp has cpu_offload for sharded ones")
         if self.offload_optimizer and eight_bit:
@@ -97,7 +99,7 @@ class Recipe:
 
     def check_inference(self) -> None:
         """Raise RequestError where the model is only run, and the recipe has what only training has."""
-        if self.parallel is not None:
+        if self.parallel is not None and self.parallel.kind != "tp":
             raise RequestError(
                 f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
             )

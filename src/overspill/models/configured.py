@@ -121,6 +121,8 @@ def _made(name: str, config: Any, attention: str, auto: Any) -> nn.Module:
     try:
         try:
             return auto.from_config(config, attn_implementation=attention)
+        except KeyError:  # a model with a class of its own for each attention that it has
+            return auto.from_config(config, attn_implementation="sdpa")
         except ValueError as error:
             if "attention implementation" not in str(error):
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -50,18 +51,18 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.head_width = shape.width // shape.heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns each position's mix of the positions up to it, (batch, positions, width)."""
-        batch, positions, width = x.shape
-        heads_of = (batch, positions, self.heads, width // self.heads)
-        query, key, value = (part.view(heads_of).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        batch, positions, _ = x.shape
+        heads_of = (batch, positions, -1, self.head_width)
+        query, key, value = (part.view(heads_of).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
         dropout = _DROPOUT if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, positions, -1))
 
 
 class Block(nn.Module):
@@ -84,6 +85,12 @@ class Block(nn.Module):
 
 class Gpt2(nn.Module):
     """The decoder; the output head shares the token embedding's weight."""
+
+    # How layers are cut among GPUs, in the words of transformers.
+    _tp_plan: ClassVar[dict[str, str]] = {
+        "blocks.*.attention.qkv": "colwise", "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise",
+    }  # fmt: skip
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from overspill.estimation.wrappers import data_parallel
 from .adapters import add_adapters
 from .checkpointing import checkpoint_blocks
 from .quantized import quantize_weights
+from .tensor_parallel import split_layers
 
 # cuDNN's kernel keeps the same tensors for backward as flash attention does (see capture/fake_cuda/attention.py).
 _KERNELS = {
@@ -39,6 +40,8 @@ def whole_dtype(dtype: str) -> torch.dtype | None:
 def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module:
     """`module` as `recipe` has it, on the device. Raises RequestError where that cannot be done to it."""
     options = _conversion(module, recipe)
+    if recipe.parallel is not None and recipe.parallel.kind == "tp":
+        split_layers(module, recipe.parallel.gpus)
     if recipe.quantize or recipe.lora:
         module = module.to(**options)  # on the host: what is added has dtypes of its own
         options = {}
@@ -48,7 +51,7 @@ def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module
         add_adapters(module, recipe.lora)
     if recipe.checkpointing:
         checkpoint_blocks(module, () if isinstance(recipe.checkpointing, bool) else recipe.checkpointing)
-    if recipe.parallel is None:
+    if recipe.parallel is None or recipe.parallel.kind == "tp":
         module = module.to("cuda", **options)
     else:
         module = data_parallel(module.to(**options) if options else module, recipe.parallel, recorder)
