@@ -74,7 +74,7 @@ class _Trials:
                 yield from self._smaller_batch()
                 yield from self._planned(planner)
             yield from self._recipes([change for change in options if change.price is price])
-            if price in (Price.TIME, Price.RESULTS) and not self.solved:
+            if price in (Price.TIME, Price.RESULTS) and retrace is not None and not self.solved:
                 yield from self._together(price)
         yield from self._more_gpus()
         yield from self._another_gpu()
@@ -153,7 +153,8 @@ class _Trials:
             scaling = self.estimate.scaling
             assert scaling is not None
             needed = scaling.minimum_capacity_bytes(largest, self.estimate.outside_bytes)
-            yield Advice(f"batch {largest} instead of {batch}", "more steps", Price.TIME, needed, fits=True)
+            over = "" if retrace is not None else f", accumulating gradients over {-(-batch // largest)} of them"
+            yield Advice(f"batch {largest} instead of {batch}{over}", "more steps", Price.TIME, needed, fits=True)
             return
         cost = "the same gradients; many small micro-batches take longer"
         if averages_over_batch(self.estimate):
