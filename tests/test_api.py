@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -173,3 +174,19 @@ def test_an_installed_package_brings_policies_allocators_stores_solvers_models_a
     assert load_device("Other Device").name == "other-device"
     plan = overspill.plan("other-model", batch=2, policy="other-policy", device="other-device")
     assert isinstance(plan.schedule, Schedule)
+
+
+@pytest.mark.long
+def test_advice_on_a_users_own_model_has_a_plan_of_it() -> None:
+    model, batch = (
+        mlp(),
+        (torch.empty(200_000, 64, device="meta"), torch.empty(200_000, dtype=torch.long, device="meta")),
+    )
+    everything = overspill.estimate(model, batch, nn.CrossEntropyLoss(), "adamw", device="t4")
+    small = replace(everything.device, memory_bytes=int(0.8 * everything.minimum_capacity_bytes))
+    found = overspill.advise(model, batch, nn.CrossEntropyLoss(), "adamw", device=small)
+    planned = next(one for one in found if one.what.startswith("overspill.compile"))
+    assert planned.fits
+    assert planned.slowdown is not None
+    assert planned.slowdown >= 1
+    assert planned.minimum_capacity_bytes <= small.memory_bytes  # type: ignore[operator]

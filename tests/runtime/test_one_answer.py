@@ -38,7 +38,7 @@ def test_the_page_of_a_plan_names_what_an_estimate_counts_otherwise() -> None:
         return nn.Sequential(nn.Conv2d(3, 64, 5, padding=2), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 32 * 32, 10))
 
     batch = torch.empty(64, 3, 32, 32), torch.zeros(64, dtype=torch.long)
-    plan = overspill.plan(net, batch, nn.CrossEntropyLoss(), device="t4", budget=1.0)
+    plan = overspill.plan(net, batch, nn.CrossEntropyLoss(), device="t4", budget=1.0, torch="2.13")
     notes = dict(unmanaged_notes(plan))
     assert notes["  cuBLAS keeps beside it"] == plan.library_bytes == 2 * 8_519_680
     assert all(nbytes > 0 for nbytes in notes.values())

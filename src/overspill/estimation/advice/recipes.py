@@ -27,6 +27,11 @@ def changes(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
     yield from _for_nothing(estimate, recipe)
     yield from _precision(estimate, recipe)
     if recipe.optimizer is None:
+        if recipe.quantize is None:
+            yield Change(
+                "linear layers with weights of 4 bits, as bitsandbytes has them", "rounded weights: other results",
+                Price.RESULTS, {"quantize": "4bit"}, 0.12,
+            )  # fmt: skip
         return
     if not recipe.checkpointing:
         yield Change(
