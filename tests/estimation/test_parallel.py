@@ -16,7 +16,7 @@ from overspill.devices import load_device
 from overspill.estimation import Estimate, programs
 from overspill.estimation.parallel import Parallel, parallel_of
 from overspill.estimation.recipe import DTYPES, Recipe
-from overspill.estimation.wrappers import repeated_blocks
+from overspill.estimation.training.wrappers import repeated_blocks
 
 A100 = load_device("a100-80gb")
 WIDTH, LAYERS = 256, 8

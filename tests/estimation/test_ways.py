@@ -97,7 +97,7 @@ def test_what_contradicts_itself_is_refused_in_one_line(fields: dict[str, Any], 
 
 
 def test_inference_refuses_what_only_training_has() -> None:
-    with pytest.raises(RequestError, match="checkpointing, lora is for training"):
+    with pytest.raises(RequestError, match="checkpointing, lora: only for training"):
         gpt2(checkpointing=True, lora=2)
 
 
@@ -204,6 +204,7 @@ def test_an_offloaded_optimizer_keeps_states_of_small_parameters() -> None:
     assert alive(recording)[TensorKind.GRADIENT] == 4 * (WEIGHTS + BIASES)
 
 
+@pytest.mark.long
 def test_zero_1_divides_the_states() -> None:
     whole = 2 * 4 * (WEIGHTS + BIASES)
     recording = trained("adamw", parallel=parallel_of("zero1", 4))

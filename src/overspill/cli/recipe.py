@@ -57,7 +57,8 @@ Optimizer = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; adam8bit, adamw8bit, lion8bit or, before them, paged-.",
+        help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
+        "also as paged-adam8bit.",
     ),
 ]
 ParamDtype = Annotated[

@@ -15,8 +15,8 @@ from overspill.core.errors import RequestError
 from overspill.models import Job
 from overspill.models.step import loss_in
 
-from .compiled import Call, compiled_step
 from .recipe import Recipe
+from .training.compiled import Call, compiled_step
 from .training.generation import forward_of
 from .training.optimizers import optimizer_of
 from .training.prepare import on_device, prepared, surroundings, whole_dtype

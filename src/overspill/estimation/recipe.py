@@ -104,7 +104,7 @@ class Recipe:
                 f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
             )
         changed = self._changed("accumulate", "set_to_none", "checkpointing", "lora", "offload_optimizer")
-        self._refuse("is for training, and this is inference", changed)
+        self._refuse("only for training, and this is inference", changed)
 
     def check_compiled(self) -> None:
         """Raise RequestError for what is only estimated of eager PyTorch."""
@@ -119,7 +119,7 @@ class Recipe:
         changed = self._changed(
             "checkpointing", "attention", "channels_last", "lora", "quantize", "cudnn_benchmark", "generate"
         )
-        self._refuse("is estimated of eager PyTorch alone; leave --compiled or it out", changed)
+        self._refuse("estimated of eager PyTorch alone; leave out that or the compiled step", changed)
 
     def ways(self) -> list[str]:
         """The fields in which training differs from the plain loop, optimizer, dtype and number of GPUs left aside."""
@@ -133,7 +133,7 @@ class Recipe:
     @staticmethod
     def _refuse(why: str, names: list[str]) -> None:
         if names:
-            raise RequestError(f"{', '.join(names)} {why}")
+            raise RequestError(f"{', '.join(names)}: {why}")
 
 
 def _check_optimizer(name: str) -> None:

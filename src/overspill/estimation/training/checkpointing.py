@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overspill.core.errors import RequestError
-from overspill.estimation.wrappers import repeated_blocks
+
+from .wrappers import repeated_blocks
 
 
 def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:

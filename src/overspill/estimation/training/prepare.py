@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.estimation.recipe import Recipe
-from overspill.estimation.wrappers import data_parallel
 
 from .adapters import add_adapters
 from .checkpointing import checkpoint_blocks
 from .quantized import quantize_weights
 from .tensor_parallel import split_layers
+from .wrappers import data_parallel
 
 # cuDNN's kernel keeps the same tensors for backward as flash attention does (see capture/fake_cuda/attention.py).
 _KERNELS = {
