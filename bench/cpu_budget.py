@@ -1,14 +1,16 @@
 """The price of a budget on the CPU: paired ratios of step times, budgeted over plain, for three jobs.
 
-    python bench/cpu_budget.py [--models resnet50,vgg16-vdnn,gpt2] [--pairs 3] [--out bench/results/cpu_budget.json]
+    python bench/cpu_budget.py [--models resnet50,vgg16-vdnn,gpt2] [--pairs 3] [--out FILE]
 
 Budgets are 75 %, 50 % and the smallest that works, each with the disk and the host store. Prints one line a case and
-writes all figures as JSON. A full run takes about half an hour on two cores.
+writes all figures as JSON; rows of models that are not asked for stay in FILE. A full run takes about half an hour on two
+cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -43,8 +45,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_budget.json")
     arguments = parser.parse_args()
     device = torch.device("cpu")
-    rows = []
-    for name in arguments.models.split(","):
+    names = arguments.models.split(",")
+    earlier = json.loads(arguments.out.read_text())["rows"] if arguments.out.exists() else []
+    rows = [row for row in earlier if row["model"] not in names]
+    for name in names:
         case = CASES[name]
         budgets: dict[str, str | int] = {"75%": "0.75", "50%": "0.5", "smallest": floor_and_peak(case)[0]}
         for label, budget in budgets.items():

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import overspill
+from overspill.cli.doctor import build_facts
 
 ROOT = Path(__file__).parents[2]
-VERSION = f"overspill {overspill.__version__}"
+VERSION = f"overspill {overspill.__version__} ({build_facts()})"
 PACKED = """
 <!-- file blocks.csv -->
 ```

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +215,9 @@ def test_calibrate_prints_the_profile_and_keeps_it_where_plans_find_it(
 
 
 def test_the_version_is_the_packages(overspill: Overspill) -> None:
-    assert overspill("--version").out == f"overspill {package.__version__}\n"
+    said = overspill("--version").out
+    assert said.startswith(f"overspill {package.__version__} (CPython {platform.python_version()}, ")
+    assert said.endswith(f"torch {version('torch')})\n")
 
 
 def test_help_names_every_command_and_option(overspill: Overspill) -> None:

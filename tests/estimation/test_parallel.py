@@ -95,7 +95,7 @@ def test_every_kind_runs_in_every_dtype(kind, dtype):
 @pytest.mark.parametrize(
     "model", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert-base", "resnet50"))]
 )
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.long), "fsdp", "horovod"])
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fsdp", "horovod"))])
 def test_built_in_models_train_in_parallel(model, kind):
     program = programs.of_job(lambda: models.load(model), 2, Recipe("adamw", parallel=Parallel(kind, 8)))
     alone = programs.of_job(lambda: models.load(model), 2, Recipe("adamw"))

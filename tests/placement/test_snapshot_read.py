@@ -62,7 +62,7 @@ def test_every_protocol_of_pickle_is_read(tmp_path: Path, protocol: int) -> None
 
 def test_nothing_in_a_pickle_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+    for protocol in (0, pickle.HIGHEST_PROTOCOL):
         for bad in (Command(os.system, f"touch {mark}"), Command(eval, "1"), Command(Path, "x"), Path, os.system):
             for content in (bad, [bad], {"segments": [], "device_traces": bad}, {bad: 1} if bad is not Path else bad):
                 said = refusal(saved(content, tmp_path / "evil.pickle", protocol))

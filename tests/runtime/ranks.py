@@ -1,4 +1,4 @@
-"""What `test_parallel.py` looks at, done by two processes: `python -m tests.runtime.ranks RANK STORE DIRECTORY`.
+"""What `test_parallel.py` looks at, done by two processes: `python -m tests.runtime.ranks RANK STORE DIRECTORY [CASE …]`.
 
 Each case runs on both ranks and returns what it saw; all of it is saved in the directory, one file a rank.
 """

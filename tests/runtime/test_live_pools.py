@@ -19,7 +19,13 @@ from overspill.runtime.options import LIVE_PLACEMENTS, Options
 from overspill.runtime.training import Training, train, train_plain
 
 MIB = 1 << 20
-every_placement = pytest.mark.parametrize("placement", LIVE_PLACEMENTS)
+
+
+def every_placement_quickly(quick: str) -> pytest.MarkDecorator:
+    """Every placement, all but `quick` in the long suite."""
+    return pytest.mark.parametrize(
+        "placement", [pytest.param(name, marks=() if name == quick else pytest.mark.long) for name in LIVE_PLACEMENTS]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +78,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:steps keep the addresses")
-@every_placement
+@every_placement_quickly("planned")
 def test_a_compiled_model_trains_from_the_pool_with_the_same_bits(placement: str) -> None:
     sizes = [2048] * 5
     expected, state = loop(plain := net(), plain, sizes)
@@ -94,7 +100,7 @@ def test_a_compiled_model_trains_from_the_pool_with_the_same_bits(placement: str
 
 
 @pytest.mark.filterwarnings("ignore:steps keep the addresses")
-@every_placement
+@every_placement_quickly("two-ended")
 def test_a_whole_step_trains_from_the_pool_with_the_same_bits(placement: str) -> None:
     sizes = [2048] * 5
     expected, state = loop(plain := net(), plain, sizes)

@@ -22,11 +22,26 @@ SECONDS = 150
 """What all cases may take on a busy machine; a collective that waits for nobody fails after 30 (`ranks.py`)."""
 
 
+COMPILED = ("compiled outside", "compiled inside", "split")
+LIKE_MOMENTUM = ("adamw",)
+QUICK = ("momentum", "accumulated", "odd", "combined", "errors", "schedules")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
-    # Once for all test processes: the first to come runs it, the others wait.
-    directory = tmp_path_factory.getbasetemp().parent / "ranks" if XDIST else tmp_path_factory.mktemp("ranks")
+    return run_once(tmp_path_factory, "ranks", QUICK)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The same of cases that take longer."""
+    return run_once(tmp_path_factory, "more_ranks", (*LIKE_MOMENTUM, *COMPILED))
+
+
+def run_once(factory: pytest.TempPathFactory, name: str, cases: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Two ranks run `cases`, once for all test processes: the first to come runs them, the others wait."""
+    directory = factory.getbasetemp().parent / name if XDIST else factory.mktemp(name)
     done = directory / "done"
     try:
         directory.mkdir(exist_ok=not XDIST)
@@ -38,7 +53,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.runtime.ranks"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen([*command, str(rank), directory / "rendezvous", directory], cwd=ROOT, env=environment)
+        subprocess.Popen([*command, str(rank), directory / "rendezvous", directory, *cases], cwd=ROOT, env=environment)
         for rank in range(2)
     ]
     try:
@@ -72,8 +87,18 @@ def learned(result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in result.items() if "running" not in name and name != "losses"}
 
 
-@pytest.mark.parametrize("case", ["momentum", "adamw", "accumulated", "odd", "compiled outside", "compiled inside"])
+@pytest.mark.parametrize("case", ["momentum", "accumulated", "odd"])
 def test_each_rank_gets_the_bits_of_ddp(ranks: list[dict[str, Any]], case: str) -> None:
+    assert_bits_of_ddp(ranks, case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*LIKE_MOMENTUM, "compiled outside", "compiled inside"])
+def test_each_rank_gets_the_bits_of_ddp_by_other_ways(more: list[dict[str, Any]], case: str) -> None:
+    assert_bits_of_ddp(more, case)
+
+
+def assert_bits_of_ddp(ranks: list[dict[str, Any]], case: str) -> None:
     first, second = of(ranks, case)
     for ours, ddp, *_ in (first, second):
         assert_same(ours, ddp)
@@ -152,11 +177,12 @@ def test_no_schedule_may_change_the_order_of_collectives(ranks: list[dict[str, A
         check(graph, Schedule("swapped", (*instructions[: late + 1], first, *instructions[late + 1 :])))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["compiled outside", "compiled inside"])
 def test_a_compiled_model_in_ddp_is_one_graph_whose_budget_counts_the_buckets(
-    ranks: list[dict[str, Any]], case: str
+    more: list[dict[str, Any]], case: str
 ) -> None:
-    for ours, _, plans, measured_bytes in of(ranks, case):
+    for ours, _, plans, measured_bytes in of(more, case):
         (plan,) = plans
         gradients = sum(value.nbytes for name, value in ours.items() if name != "losses")
         buckets = sum(t.nbytes for t in plan.graph.tensors if t.name == "communication elsewhere")
@@ -166,6 +192,7 @@ def test_a_compiled_model_in_ddp_is_one_graph_whose_budget_counts_the_buckets(
         assert measured_bytes + buckets <= plan.peak_bytes <= plan.budget_bytes
 
 
-def test_parts_of_a_model_that_dynamo_splits_are_refused(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+@pytest.mark.long
+def test_parts_of_a_model_that_dynamo_splits_are_refused(more: list[dict[str, Any]]) -> None:
+    for rank in more:
         assert "torch._dynamo.config.optimize_ddp = False" in rank["split"]

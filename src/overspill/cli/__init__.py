@@ -16,7 +16,21 @@ import typer
 
 import overspill
 
-from . import advise, calibrate, compare, devices, estimate, models, pack, plan, policies, reproduce, snapshot, train
+from . import (
+    advise,
+    calibrate,
+    compare,
+    devices,
+    doctor,
+    estimate,
+    models,
+    pack,
+    plan,
+    policies,
+    reproduce,
+    snapshot,
+    train,
+)
 from .common import Outcome
 from .failures import OUTSIDE_FAILURE, Failure, explain
 from .output import Stream, print_error, print_human, print_json, shown, streams
@@ -36,6 +50,7 @@ app.command("pack")(pack.pack)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)
 app.command("devices")(devices.devices)
+app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
 app.command("reproduce")(reproduce.reproduce)
 app.command("snapshot")(snapshot.snapshot)
@@ -107,7 +122,7 @@ def _top(
 ) -> None:
     """Know what a model takes before it runs, and train it in less, with the same numbers to the last bit."""
     if version:
-        sys.stdout.write(f"overspill {overspill.__version__}\n")
+        sys.stdout.write(f"overspill {overspill.__version__} ({doctor.build_facts()})\n")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from overspill.core.errors import RequestError
@@ -15,7 +16,9 @@ from .plot import COLOURS, check_plot
 from .reproduce import short_figure
 
 PAPERS_COLOUR, OURS_COLOUR = COLOURS[1], COLOURS[0]
-HEIGHT_PIXELS, ROW_PIXELS = 420, 34
+HEIGHT_PIXELS, AROUND_ROWS_PIXELS, ROW_PIXELS = 420, 190, 46
+NAME_LETTERS = 48
+"""Longer names of rows are broken into lines."""
 _STYLE = "body{font-family:sans-serif;margin:2em auto;max-width:72em;padding:0 1em} p{color:#444}"
 
 
@@ -65,12 +68,14 @@ def _rows_chart(where: str, rows: Sequence[Result]) -> Any:
     ):
         figure.add_bar(
             y=names, x=values[::-1], text=texts[::-1], name=label, orientation="h", marker_color=colour,
-            hovertemplate="%{y}: %{text}<extra></extra>",
+            hovertemplate="%{y}: %{text}<extra></extra>", textfont_size=12, textangle=0, constraintext="none",
         )  # fmt: skip
     most = max([1.0, *(result.ratio or 0.0 for result in rows)])
-    figure.update_xaxes(title_text="share of the paper's figure", range=(0, 1.05 * min(most, 3.0)))
+    figure.update_xaxes(title_text="share of the paper's figure", range=(0, 1.15 * min(most, 3.0)))
     figure.update_yaxes(automargin=True)
-    return _laid_out(figure, where, HEIGHT_PIXELS // 3 + ROW_PIXELS * len(rows))
+    # Above the bars, in their order from above.
+    figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "reversed"})
+    return _laid_out(figure, where, AROUND_ROWS_PIXELS + ROW_PIXELS * len(rows))
 
 
 def _curves_chart(figure: Figure, curves: Mapping[str, Curve]) -> Any:
@@ -95,7 +100,8 @@ def _laid_out(chart: Any, title: str, height: int) -> Any:
 
 def _name(result: Result) -> str:
     uncounted = "fitted" if result.claim.fitted else "aside" if result.claim.aside else ""
-    return f"{result.claim.what} ({uncounted})" if uncounted else result.claim.what
+    name = f"{result.claim.what} ({uncounted})" if uncounted else result.claim.what
+    return "<br>".join(map(escape, wrap(name, NAME_LETTERS)))
 
 
 def _bound(result: Result) -> str:

@@ -10,7 +10,7 @@ from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import UnsupportedError
 from overspill.models import Job
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview
+from overspill.runtime.training import Training, preview, train
 
 
 class Net(nn.Module):
@@ -188,3 +188,23 @@ def test_dynamic_shapes_are_no_graph_of_ours() -> None:
     torch._dynamo.reset()
     with pytest.raises(UnsupportedError, match="dynamic shapes"):
         JointGraph(captured[0], 1)
+
+
+class Wide(nn.Module):
+    """A convolution whose weight is most of the step, on images in channels-last: so is then the gradient of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 96, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x.to(memory_format=torch.channels_last)).square().mean()
+
+
+def test_a_gradient_that_lies_otherwise_than_its_parameter_is_there_twice_for_a_moment() -> None:
+    job = Job("wide", Wide(), lambda batch: (torch.randn(batch, 64, 4, 4),), lambda module, x: module(x))
+    run = train(Training(lambda: job, 2, "sgd", steps=3), Options("100%"))
+    assert run.plan is not None
+    gradients = next(op for op in run.plan.graph.ops if op.name == "step.gradients")
+    assert gradients.workspace_bytes == job.module.conv.weight.nbytes
+    assert 0.98 * run.planned_peak_bytes <= run.measured_peak_bytes <= run.planned_peak_bytes

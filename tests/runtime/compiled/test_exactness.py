@@ -43,7 +43,7 @@ COMPILED = [
     for k, model in enumerate(BY_TURNS)
 ]
 """Every policy through the compiler on one of these models; on all of them in the long suite."""
-SHORT = ("auto", "dymem", "superneurons", "window")
+SHORT = ("auto", "window")
 LOWERED = [
     pytest.param(
         model.values[0],

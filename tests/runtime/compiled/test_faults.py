@@ -80,6 +80,7 @@ def test_offloading_without_waiting_for_the_copy_is_caught_by_the_checker() -> N
             check(plan.graph, replace(plan.schedule, instructions=cut))
 
 
+@pytest.mark.long  # as the store alone does, in tests/runtime/transfer/test_disk_store.py
 def test_a_killed_process_leaves_nothing_behind(tmp_path) -> None:
     script = textwrap.dedent(f"""
         import sys

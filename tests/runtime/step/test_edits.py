@@ -154,7 +154,7 @@ def seed() -> int:
 
 def test_random_edits_are_followed_or_refused() -> None:
     print("seed", chosen := seed())  # noqa: T201
-    assert fuzz(5, chosen) > 0
+    assert fuzz(2, chosen) > 0
 
 
 @pytest.mark.long

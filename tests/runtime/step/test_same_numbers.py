@@ -108,8 +108,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),
 }  # fmt: skip
-LIKE_LSTM = {
-    "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",
+LIKE_ANOTHER = {
+    "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",
+    "GRU whose units leave no rest", "dropout in float16", "no autocast",
 }  # fmt: skip
 """What takes the way of another case; in the long suite."""
 
@@ -153,7 +154,7 @@ def assert_same(plain: nn.Module, losses: list[Tensor], model: nn.Module, found:
     assert not differing
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long if c in LIKE_LSTM else ()) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long if c in LIKE_ANOTHER else ()) for c in CASES])
 def test_both_doors_train_as_plain_pytorch_does(case: str) -> None:
     torch.manual_seed(0)
     make, around = CASES[case]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -312,6 +313,17 @@ class CaptureOfStep:
                 sizes.update(storage_bytes(node))
         return sum(sizes.values())
 
+    def _relaid_bytes(self) -> int:
+        """Of the largest gradient that lies otherwise than its parameter: autograd copies it, and then lets it go."""
+        values = dict(zip(self.joint.backward_outputs, self._gradient_values(), strict=True))
+        pairs = ((values[made], primal.meta["val"]) for primal, made in self.joint.gradients.items())
+        found = (value for value, of in pairs if isinstance(value, torch.Tensor) and not _lies_as(value, of))
+        return max((value.numel() * value.element_size() for value in found), default=0)
+
+    def _gradient_values(self) -> Sequence[Any]:
+        """What backward returns, as fake tensors, by position."""
+        return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in self.joint.backward_outputs]
+
     def _add_gradients_and_update(self) -> None:
         tangents = () if TANGENTS_ARE_GIVEN else self._ids({k for n in self.joint.tangents for k in storages(n)})
         gradients = self._ids({key for key in self.grads if key in self.tensor_of})
@@ -322,7 +334,7 @@ class CaptureOfStep:
             nbytes = sum(self.tensors[t].nbytes for t in gradients)
             kept = (self._add_tensor(nbytes, TensorKind.GRADIENT, "accumulated gradients", persistent=True),)
         reads = tuple(dict.fromkeys((*gradients, *tangents, *kept, *self.pending)))
-        self._add_op(GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept)
+        self._add_op(GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept, workspace_bytes=self._relaid_bytes())
         owned = tuple(
             t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent
         )
@@ -330,6 +342,14 @@ class CaptureOfStep:
             UPDATE, "", LayerType.UPDATE, Phase.UPDATE, tuple(dict.fromkeys((*owned, *(kept or gradients)))), owned,
             workspace_bytes=self.surroundings.update_bytes,
         )  # fmt: skip
+
+
+def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd keeps a gradient as it is (`obeys_layout_contract`, torch/csrc/autograd/utils/grad_layout_contract.h)."""
+    if not is_non_overlapping_and_dense_or_false(parameter):
+        return gradient.is_contiguous()
+    places = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return all(ours == theirs for size, ours, theirs in places if size != 1)
 
 
 def _flops(node: fx.Node) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx
@@ -123,6 +123,9 @@ class _CaptureOfPrograms(CallsOfPrograms):
     def _add_ops(self, phase: Phase) -> None:
         for call in self.programs.calls[0 if phase is Phase.FORWARD else 1]:
             self._add_call(call, phase)
+
+    def _gradient_values(self) -> Sequence[object]:
+        return self.programs.outputs[1]
 
     def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
         value = self.programs.outputs[0][self.joint.forward_outputs.index(output)]

@@ -37,6 +37,7 @@ from .measures import (
     offloaded_gb,
     over_weights,
     pool_gb,
+    power_percent,
     reuse_ms,
     saved_percent,
     throughput_percent,
@@ -74,6 +75,7 @@ _ENABLES = (
 _ORDER = "the intermediate feature maps and workspace incur an order of magnitude higher memory usage compared to the weights"
 _RARELY = "The feature extraction layers rarely saturate the 336 GB/sec of peak memory bandwidth"
 _47 = "vDNN's additional traffic will approximately incur up to a worst-case (16/336) = 4.7% performance overheads"
+_POWER = "vDNNdyn incurs 1% to 7% maximum power overheads"
 _NO_SEARCH = "the backward of a pooling layer starts no prefetch; Fig. 10 has no such exception."
 _SPREAD = "the same, from the start of CNMeM's pool to the block that lies highest."
 _APPLIED = "each gradient of a weight is applied, and gone, as soon as it is made."
@@ -122,6 +124,12 @@ _EFFICIENCY = "the device's efficiency is set by this figure and four of convnet
 _ASIDE = (
     "As everywhere in Fig. 14 the classifier is left aside, its memory too: with it the first pooling's backward "
     "holds 11.9 GiB, where the GPU leaves 11.6 to the pool, and no schedule is found."
+)
+
+_WATTS = (
+    "By a model of the board's power (papers/vdnn/power.py) whose constants are assumed, and with everything offloaded, as dyn "
+    "offloads nothing of these here. Transfers take 4 W of 250 at most, and where power is highest there often are none. "
+    "With cores that take all their power in every op it is 0 to 0.7 % instead of 0 to 0.8."
 )
 
 CLAIMS: tuple[Claim, ...] = (
@@ -207,6 +215,10 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     _claim("Fig. 14", "all(m): throughput lost, VGG-16 (128)", _48, "V-A", 61, "%",
            partial(lost_percent, (VGG_128,), "vdnn-all:m", fmean)),
+    _claim("§V-D", "all(p): maximum power above the baseline's, least of five networks", _POWER, "V-D", 1, "%",
+           partial(power_percent, min), _WATTS),
+    _claim("§V-D", "all(p): maximum power above the baseline's, most of five networks", _POWER, "V-D", 7, "%",
+           partial(power_percent, max), bound="<"),
     _claim("Fig. 15", "VGG-16 (32), baseline", _DEEP, "V-E", 4.9, "GB", partial(baseline_gb, "vgg16-vdnn", 32)),
     _claim("Fig. 15", "VGG-16 (32), baseline, gradients applied", _DEEP, "V-E", 4.9, "GB",
            partial(baseline_gb, "vgg16-vdnn", 32, gradients=False), aside=_APPLIED),

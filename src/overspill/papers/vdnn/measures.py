@@ -13,6 +13,8 @@ from overspill.papers.run import Run
 from overspill.policies import Policy
 from overspill.policies.vdnn import VdnnAll
 
+from .power import most_watts
+
 GB = 1000 * MIB
 NO_SEARCH = VdnnAll(memory_optimal=True, pooling_searches=False)
 BASE, ALL, DYNAMIC = "oracle", "vdnn-all", "vdnn-dynamic"
@@ -161,6 +163,11 @@ def traffic_percent(lab: Lab) -> float:
     """The most that transfers slow a step down by taking bandwidth of DRAM, all layers offloaded."""
     shared = (replace(setting, shared_bandwidth=True) for setting in SIX)
     return max(100 * (lab.run(a, ALL).seconds / lab.run(b, ALL).seconds - 1) for a, b in zip(shared, SIX, strict=True))
+
+
+def power_percent(of: Callable[[list[float]], float], lab: Lab) -> float:
+    """What offloading everything adds to the board's maximum power; VGG-16 (256) the baseline cannot train."""
+    return of([100 * (most_watts(lab.run(s, ALL)) / most_watts(lab.run(s, BASE)) - 1) for s in SIX[:5]])
 
 
 def whole_share(lab: Lab, *, policy: str | Policy = f"{ALL}:m", gradients: bool = True, spread: bool = False) -> float:

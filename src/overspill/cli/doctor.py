@@ -1,0 +1,202 @@
+"""`overspill doctor`: what is installed, what it can do here, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import overspill
+from overspill.core.units import format_bytes
+
+from .common import AsJson, Outcome, narrate, quiet_torch
+
+EXTENSIONS = {
+    "overspill.placement.allocators._native": "simulated allocators",
+    "overspill.placement.packing._packing": "solvers",
+    "overspill.policies.auto._search": "the policy auto",
+    "overspill.runtime.transfer._copies": "transfers of a GPU",
+    "overspill.runtime.live._live": "live pools",
+}
+ON_LINUX_ALONE = {"overspill.runtime.live._live"}
+TESTED_TORCH = ((2, 11), (2, 13))
+"""The first and the last release of PyTorch that Overspill is tested with."""
+EXTRAS = {
+    "plot": (("matplotlib", "plotly"), "plots: --plot"),
+    "bert": (("transformers",), "models of transformers: bert-base, hf:config.json"),
+    "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
+    "onnx": (("onnx",), "estimate --onnx"),
+    "tensorflow": (("tensorflow",), "estimate --tensorflow"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what is `found`, what that means, and what would `help`.
+
+    `state` is `works`; `missing`, of what is only needed for something; or `broken`, of what everything needs.
+    """
+
+    what: str
+    state: str
+    found: str
+    meaning: str
+    help: str = ""
+
+
+def doctor(json: AsJson = False) -> Outcome:
+    """Say what is installed, what it can do on this machine, what is missing and how to get it."""
+    del json  # `main` reads it from the arguments
+    from overspill.report.listing import listing
+
+    with narrate() as narrator:
+        quiet_torch()
+        findings: list[Finding] = []
+        for look in (_package, _torch, _gpu, _memory, _disk, _compiler, _scripts, _extras):
+            narrator.now(f"looking at {look.__name__.strip('_')}", lasting=False)
+            findings += look()
+    columns = ("", "", "found", "what it means", "what would help")
+    rows = [(f.what, f.state, f.found, f.meaning, f.help) for f in findings]
+    broken = [f for f in findings if f.state == "broken"]
+    answer = {"version": overspill.__version__, "works": not broken, "findings": [asdict(f) for f in findings]}
+    complaint = "; ".join(f"{f.what}: {f.found}; {f.help}" for f in broken)
+    return Outcome(answer, listing(columns, rows), exit_code=1 if broken else 0, complaint=complaint)
+
+
+def build_facts() -> str:
+    """What `--version` says after the number: for which Python and machine this Overspill was built."""
+    tag = f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}"
+    try:
+        return f"{tag}, torch {version('torch')}"
+    except PackageNotFoundError:
+        return f"{tag}, no torch"
+
+
+def _package() -> Iterable[Finding]:
+    """Overspill itself: each part of it that was compiled loads."""
+    failed = []
+    for name, serves in EXTENSIONS.items():
+        if name in ON_LINUX_ALONE and sys.platform != "linux":
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            failed.append(f"{serves} ({error})")
+    where = f"{overspill.__version__} in {Path(overspill.__file__).parent}"
+    if failed:
+        yield Finding(
+            "overspill", "broken", f"cannot load {', '.join(failed)}", "it was not built for this Python",
+            "install it again: pip install --force-reinstall --no-deps overspill",
+        )  # fmt: skip
+    else:
+        yield Finding("overspill", "works", where, build_facts())
+
+
+def _torch() -> Iterable[Finding]:
+    """The release of PyTorch."""
+    import torch
+
+    found = str(torch.__version__)
+    release = tuple(int(part) for part in found.split("+", maxsplit=1)[0].split(".")[:2])
+    first, last = (".".join(map(str, end)) for end in TESTED_TORCH)
+    if TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
+        yield Finding("torch", "works", found, f"tested with {first} to {last}")
+    else:
+        state = "broken" if release < TESTED_TORCH[0] else "works"
+        yield Finding(
+            "torch", state, found, f"Overspill is tested with {first} to {last} alone",
+            f'pip install "torch>={first},<={last}.*"',
+        )  # fmt: skip
+
+
+def _gpu() -> Iterable[Finding]:
+    """GPUs to train on; plans and estimates need none."""
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            seen = torch.cuda.get_device_properties(index)
+            yield Finding("GPU", "works", f"{seen.name}, {format_bytes(seen.total_memory)}", "trains there")
+        import resource
+
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if locked != resource.RLIM_INFINITY:
+            yield Finding(
+                "pinned memory", "works", f"at most {format_bytes(locked)} locked", "PyTorch pins by CUDA, which may have more",
+                "ulimit -l unlimited",
+            )  # fmt: skip
+        return
+    built = torch.version.cuda or torch.version.hip
+    help_ = "a driver, and a GPU" if built else "a build of PyTorch for your GPU: https://pytorch.org/get-started"
+    yield Finding("GPU", "missing", "none", "estimates and plans for any GPU; training on this CPU", help_)
+
+
+def _memory() -> Iterable[Finding]:
+    """Host memory, which the host store takes from."""
+    from overspill.runtime.transfer.host_memory import available_bytes
+
+    yield Finding("host memory", "works", f"{format_bytes(available_bytes())} available", "what --store host can hold")
+
+
+def _disk() -> Iterable[Finding]:
+    """The directory that the disk store uses unless told otherwise."""
+    directory = tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free
+    yield Finding(
+        "disk", "works", f"{format_bytes(free)} free in {directory}", "what --store disk can hold", "--store-dir DIR"
+    )
+
+
+def _compiler() -> Iterable[Finding]:
+    """What Inductor compiles with on the CPU."""
+    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if found:
+        yield Finding("C++ compiler", "works", found, "--backend inductor on the CPU")
+    else:
+        yield Finding("C++ compiler", "missing", "none", "no --backend inductor on the CPU", "apt install g++")
+
+
+def _scripts() -> Iterable[Finding]:
+    """How `estimate --script` keeps a script's writes from the disk, tried in a process of its own."""
+    code = (
+        "import sys, pathlib; from overspill.estimation.script_process.confine import confine; "
+        "print(confine(pathlib.Path(sys.argv[1])))"
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        done = subprocess.run([sys.executable, "-c", code, scratch], capture_output=True, text=True, check=False)  # noqa: S603 - our own interpreter
+    meaning = {
+        "overlay": "a script's files are as it wrote them, and gone when it ends",
+        "landlock": "what a script writes outside the temporary directory is refused",
+        "audit": "what Python writes outside the temporary directory is refused; C code is not watched",
+    }
+    way = done.stdout.strip()
+    if way in meaning:
+        yield Finding("scripts", "works", way, meaning[way])
+    else:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        yield Finding("scripts", "missing", last, "estimate --script needs --allow-writes", "Linux 5.13 or later")
+
+
+def _extras() -> Iterable[Finding]:
+    """Packages that only some things need."""
+    for extra, (packages, serves) in EXTRAS.items():
+        absent = [name for name in packages if find_spec(name) is None]
+        if absent:
+            yield Finding(extra, "missing", f"no {', '.join(absent)}", serves, f'pip install "overspill[{extra}]"')
+        else:
+            yield Finding(extra, "works", ", ".join(f"{name} {_release(name)}" for name in packages), serves)
+
+
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(no release named)"

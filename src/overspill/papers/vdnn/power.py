@@ -1,0 +1,62 @@
+"""What vDNN's transfers add to the power of the board (vDNN, MICRO 2016, §V-D): a model, as no board is measured.
+
+The paper reads power off the board and gives no model of it. Ours is a sum: the board idle; its cores, by the arithmetic that
+they do; DRAM, by the bytes that ops and transfers move; and the link, by the bytes that transfers move. A board that
+convolves as fast as it can and fills its DRAM's bandwidth takes what it is specified for, which gives the cores their share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from overspill.core import Verb
+from overspill.papers.run import Run
+
+BOARD_WATTS = 250.0
+"""GeForce GTX Titan X, thermal design power by its specification."""
+IDLE_WATTS = 15.0
+"""Assumed: the same board with nothing to do."""
+DRAM_JOULES_PER_BYTE = 8 * 14e-12
+"""Assumed: 14 pJ a bit, of GDDR5 with its interface."""
+LINK_JOULES_PER_BYTE = 8 * 6e-12
+"""Assumed: 6 pJ a bit, of a PCI Express interface of the third generation on the GPU's side."""
+
+_TRANSFERS = (Verb.OFFLOAD, Verb.PREFETCH)
+_RUNS = (Verb.RUN, Verb.RECOMPUTE)
+
+
+def most_watts(run: Run) -> float:
+    """The most that the board takes at any moment of a step."""
+    levels = _levels(run)
+    return IDLE_WATTS + max((watts for _, watts in levels), default=0.0)
+
+
+def _levels(run: Run) -> Iterator[tuple[float, float]]:
+    """From when on the board takes how much more than idle, in order."""
+    changes: list[tuple[float, float]] = []
+    for start, end, watts in _draws(run):
+        changes += [(start, watts), (end, -watts)]
+    level = 0.0
+    # An end comes before a start at the same moment.
+    for now, watts in sorted(changes):
+        level += watts
+        yield now, level
+
+
+def _draws(run: Run) -> Iterator[tuple[float, float, float]]:
+    """When each op and transfer takes power, and how much."""
+    dram = run.device.memory_bytes_per_second * DRAM_JOULES_PER_BYTE
+    cores = BOARD_WATTS - IDLE_WATTS - dram
+    fastest = run.device.flops_per_second["float32"] * run.device.efficiency["conv"]
+    for event in run.timeline.events:
+        seconds = event.end_seconds - event.start_seconds
+        if seconds <= 0:
+            continue
+        if event.verb in _RUNS:
+            op = run.graph.ops[event.target]
+            moved = min(op.moved_bytes * DRAM_JOULES_PER_BYTE / seconds, dram)
+            yield event.start_seconds, event.end_seconds, moved + cores * min(op.flops / seconds / fastest, 1.0)
+        elif event.verb in _TRANSFERS:
+            nbytes = run.graph.tensors[event.target].nbytes
+            rate = nbytes / seconds
+            yield event.start_seconds, event.end_seconds, rate * (DRAM_JOULES_PER_BYTE + LINK_JOULES_PER_BYTE)

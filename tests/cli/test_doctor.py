@@ -1,0 +1,44 @@
+"""`overspill doctor`: what works here, what is missing, and what would help."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from tests.cli.commands import Overspill
+
+from overspill.cli import doctor
+
+
+def test_here_all_that_everything_needs_works(overspill: Overspill) -> None:
+    done = overspill("doctor --json")
+    found = {finding["what"]: finding for finding in done.answer["findings"]}
+    assert done.code == 0
+    assert done.answer["works"] is True
+    assert found["torch"]["found"] == torch.__version__
+    assert found["scripts"]["found"] in {"overlay", "landlock", "audit"}
+    assert all(finding["help"] for finding in found.values() if finding["state"] == "missing")
+
+
+def test_what_is_missing_comes_with_what_would_help(overspill: Overspill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "EXTRAS", {"plot": (("no_such_package",), "plots")})
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    done = overspill("doctor --json")
+    found = {finding["what"]: finding for finding in done.answer["findings"]}
+    assert done.code == 0
+    assert found["plot"]["found"] == "no no_such_package"
+    assert found["plot"]["help"] == 'pip install "overspill[plot]"'
+    assert found["C++ compiler"]["state"] == "missing"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parts differ")
+def test_what_everything_needs_and_is_broken_is_a_clear_no(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "EXTENSIONS", {"overspill.no_such_part": "solvers"})
+    monkeypatch.setattr(torch, "__version__", "2.3.0")
+    done = overspill("doctor")
+    assert done.code == 1
+    assert "overspill: cannot load solvers" in done.err
+    assert 'pip install "torch>=2.11' in done.err
