@@ -103,7 +103,7 @@ def figures(estimate: Figures) -> Iterator[str]:
     )
     total = estimate.total
     if total.low != total.high:
-        yield f"  takes between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context may turn out"
+        yield f"  nine of ten times between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context turn out"
 
 
 def under_compile(estimate: Figures, compiled: Figures, *, asked: bool) -> str:
