@@ -110,7 +110,7 @@ def test_micro_batches_are_tried_with_the_gradients_that_they_add_to() -> None:
 
 
 def test_where_no_change_does_it_alone_several_do_together() -> None:
-    made, all_of_it = found(4300, 8192)
+    made, all_of_it = found(4000, 8192)
     kept = [one for one in all_of_it if one.price < Price.RESULTS]
     assert not any(one.fits for one in kept if not one.what.startswith("together"))
     together = told(all_of_it, "together")
