@@ -228,6 +228,7 @@ def test_a_model_that_does_not_fit_at_all_has_a_largest_batch_of_none() -> None:
     assert not made.fits()
 
 
+@pytest.mark.long
 def test_what_would_help_is_worked_out_where_it_does_not_fit() -> None:
     made = estimate("gpt2", optimizer="adamw", batch=64, device="rtx3060")
     assert not made.fits()
@@ -268,11 +269,11 @@ def test_convolutions_are_uncertain_and_plain_products_are_not() -> None:
 
 def test_cublas_takes_a_workspace_a_thread_and_more_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    ampere, hopper = trained(device="a100-80gb"), trained(device="h100")
+    ampere, hopper = (trained(device=gpu, torch="2.13") for gpu in ("a100-80gb", "h100"))
     assert ampere.peak.by_category["workspaces"] == 2 * 8_519_680
     assert hopper.peak.by_category["workspaces"] == 2 * 32 * MIB
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    assert "workspaces" not in trained(device="h100").peak.by_category
+    assert "workspaces" not in trained(device="h100", torch="2.13").peak.by_category
 
 
 class Branching(nn.Linear):

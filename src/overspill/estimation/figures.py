@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -17,6 +16,7 @@ from overspill.devices import device_names, load_device
 from overspill.placement.allocators.result import Replay
 from overspill.placement.replay import minimum_capacity
 
+from .advice.change import Retrace
 from .demand import Demand, demand_of, served, survives
 from .draws import Draws, interval
 from .parallel import Parallel
@@ -32,8 +32,8 @@ class Figures:
     """How much memory `device` needs for a recorded job.
 
     Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
-    other batch sizes, where it can be; `variants` records the job with something changed, said in words, for advice;
-    `framework` is what runs it. Everything is computed when asked for.
+    other batch sizes, where it can be, and `retrace` trained otherwise; `framework` is what runs it. Everything is
+    computed when asked for.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Figures:
     parallel: Parallel | None = None
     scaling: Scaling | None = None
     seconds: float = 0.0
-    variants: Mapping[str, Callable[[], Recording]] = field(default_factory=dict)
+    retrace: Retrace | None = None
     framework: str = "pytorch"
 
     # The allocator

@@ -14,6 +14,8 @@ from overspill.estimation.figures import Figures
 from overspill.estimation.text import bars, figures, lines, moment, under_compile
 from overspill.plans.plan import Plan
 
+from .advice import advice_answer
+
 _BAR = "█▏▎▍▌▋▊▉"
 
 
@@ -39,8 +41,7 @@ def estimate_answer(
         "largest_batch": made.largest_batch if asked else None,
         "fitting_gpus": list(made.gpus),
         "changes": [
-            {"what": change.what, "minimum_capacity_bytes": change.minimum_capacity_bytes, "fits": change.fits}
-            for change in (made.changes if asked else ())
+            advice_answer(change) for change in (made.changes if asked else ())
         ],
         "compiled": None if made.compiled is None else _compiled_answer(made.compiled, within, asked=asked),
         "seconds": made.seconds,

@@ -19,6 +19,8 @@ from overspill.capture.fake_cuda.retarget import SCRATCH
 from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
 
+from .elsewhere import CAPABILITY
+
 aten = torch.ops.aten
 
 LOSSES = frozenset({
@@ -40,6 +42,8 @@ def scratch_bytes(node: fx.Node) -> int:
     if where.type == "cuda":
         major, minor = torch.cuda.get_device_capability(where)
         return _most(node, f"{major}.{minor}", room_bytes)
+    if capability := CAPABILITY.get():
+        return cuda_scratch_bytes(node, capability)
     if not reduces_in_place(node):
         return 0
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
