@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from overspill import models
-from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Device
 from overspill.core.errors import RequestError
@@ -175,7 +175,7 @@ def measured(
         made = program(size, iterations=iterations or programs.ITERATIONS)
         return record(made, capability=setting.capability)
 
-    FastFakeMode()  # what torch imports for it is not part of the estimate's time
+    VirtualGpu()  # what torch imports for it is not part of the estimate's time
 
     def trace_compiled() -> Recording:
         return record(program(batch, compiled=True), capability=setting.capability)

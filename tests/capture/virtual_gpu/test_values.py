@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from overspill.capture.virtual_gpu.record import record
-from overspill.capture.virtual_gpu.unknown import UnknownNumber, data_dependent, user_line
+from overspill.capture.virtual_gpu.values.frames import user_line
+from overspill.capture.virtual_gpu.values.unknown import UnknownNumber, data_dependent
 from overspill.core.errors import UnsupportedError
 
 F = torch.nn.functional
