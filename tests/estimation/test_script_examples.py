@@ -112,7 +112,7 @@ def test_the_lines_that_values_were_invented_for_are_noted(write: Callable[..., 
     )  # fmt: skip
     found = record_script(write(script))
     assert found.iterations == 3
-    assert note(found, "values were invented").endswith("train.py:14")
+    assert note(found, "values were invented").endswith(": train.py:14, train.py:16")
     plain = record_script(write(MODEL + "for step in range(20):" + STEP))
     assert plain.notes == ()
     assert plain.recording.peak_requested_bytes <= found.recording.peak_requested_bytes

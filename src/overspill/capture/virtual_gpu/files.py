@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -37,7 +38,9 @@ class _ShapesPickler(pickle.Pickler):
             return NotImplemented
         with torch._C._DisableTorchDispatch():
             made = torch.full((), value_of(found), dtype=found.dtype, device="cpu").expand(found.shape)
-        return (nn.Parameter(made) if isinstance(found, nn.Parameter) else made).__reduce_ex__(2)
+        if isinstance(found, nn.Parameter):  # whose class makes fake ones here
+            return torch._utils._rebuild_parameter, (made, found.requires_grad, OrderedDict())
+        return made.__reduce_ex__(2)
 
 
 class _ShapesPickle(ModuleType):
