@@ -60,7 +60,9 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # for its settings, which need nothing else of it
+        self.__path__ = [
+            str(Path(torch.__file__).parent / "_dynamo")
+        ]  # for its settings, which need nothing else of it
         self.graph_break = _nothing
         self.trace_rules = SimpleNamespace(clear_lru_cache=_nothing)
         self._submodules = _Submodules(self)

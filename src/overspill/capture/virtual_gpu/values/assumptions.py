@@ -22,7 +22,7 @@ from overspill.capture.fake_cuda.fake import FastFakeMode
 
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_BETWEEN = (str(Path(__file__).parents[1]) + os.sep, FastFakeMode.__torch_dispatch__.__code__.co_filename)
+_MODE = FastFakeMode.__torch_dispatch__.__code__.co_filename
 _SCALAR = aten._local_scalar_dense.default
 _ANSWER = "_overspill_answer"  # on a fake tensor: the truth value that all its elements have
 
@@ -154,7 +154,7 @@ def goes_on(frame: FrameType | None) -> bool | None:
 def _for_lbfgs() -> bool:
     """Whether the op that runs now was called by LBFGS, and not by the closure that it calls."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame is not None and frame.f_code.co_filename in {__file__, _MODE}:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == _LBFGS
 

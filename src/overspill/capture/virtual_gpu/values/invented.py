@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from . import small
 from .assumptions import known
-from .frames import user_frame
+from .frames import noted_frame, user_frame
 
 aten = torch.ops.aten
 FRACTION, WHOLE, TRUTH = 0.5, 1, False
@@ -44,17 +45,17 @@ class Invented:
 
     def read(self, frame: FrameType | None) -> None:
         """`frame` has read a value."""
-        if (found := user_frame(frame)) is not None:
+        if (found := noted_frame(frame)) is not None:
             self.lines[_place(found)] = None
 
     def sized(self, frame: FrameType | None) -> None:
         """`frame` uses a whole number as a size or a position."""
-        if (found := user_frame(frame)) is not None:
+        if (found := noted_frame(frame)) is not None:
             self.sizes[_place(found)] = None
 
     def shaped(self, frame: FrameType | None, op: str) -> None:
         """`frame` runs `op`, whose result has a shape that depends on values."""
-        if (found := user_frame(frame)) is not None:
+        if (found := noted_frame(frame)) is not None:
             self.shapes[_place(found), op] = None
 
     def decide(self, frame: FrameType | None, answer: Any) -> Any:
@@ -65,7 +66,7 @@ class Invented:
         return answer if needed is None else needed
 
     def array(self, tensor: Tensor, frame: FrameType | None) -> Tensor:
-        """A tensor of the host like `tensor`, with values, for `frame` to read."""
+        """A tensor of the host like `tensor`, with invented values, for `frame` to read."""
         self.read(frame)
         with torch._C._DisableTorchDispatch():
             return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
@@ -121,7 +122,10 @@ def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
         first = args[0] if args else None
-        if func is aten._local_scalar_dense.default and isinstance(first, FakeTensor) and first.constant is None:
+        values = small.computed(func, args, kwargs)
+        if values is not None and not isinstance(values, (Tensor, list, tuple)):
+            return values
+        if func is aten._local_scalar_dense.default and isinstance(first, FakeTensor):
             invented.read(sys._getframe(1))
             return value_of(first)
         if func is aten.equal.default and any(isinstance(tensor, FakeTensor) for tensor in args):
@@ -129,14 +133,27 @@ def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
         largest = _LARGEST.get(func) if isinstance(first, FakeTensor) else None
-        if largest is not None:
+        if largest is not None and values is not None:
+            result = observe(func, args, kwargs, lambda *_: _like(first, values))
+        elif largest is not None:
             invented.shaped(sys._getframe(1), func._schema.name.partition("::")[2].lstrip("_"))
             return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
-        result = observe(func, args, kwargs, compute)
-        _guess(func, args, result)
+        else:
+            result = observe(func, args, kwargs, compute)
+        if values is not None:
+            small.keep(result, values)
+        else:
+            _guess(func, args, result)
         return result
 
     return watched
+
+
+def _like(first: Tensor, values: Any) -> Any:
+    """Fake tensors where `first` is, of the shapes of `values`."""
+    if isinstance(values, Tensor):
+        return first.new_empty(values.shape, dtype=values.dtype)
+    return tuple(_like(first, value) for value in values)
 
 
 def _composed(mode: Any, composition: Callable[[], Any]) -> Any:

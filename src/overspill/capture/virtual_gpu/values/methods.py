@@ -12,27 +12,51 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from overspill.capture.virtual_gpu.patching import Patches
 
 from .assumptions import goes_on
+from .frames import caller
 from .invented import FRACTION, WHOLE, Invented, value_of
+from .small import values_of
 from .unknown import UnknownNumber, data_dependent
 
 
 def value_patches(invented: Invented | None) -> Patches:
     """(owner, name, replacement) of the methods of tensors that read values; what is not known is `invented`, or an error."""
+    reads = [
+        (Tensor, "item", _item),
+        (Tensor, "tolist", _array),
+        (FakeTensor, "tolist", _array),
+        (Tensor, "numpy", _array),
+        (Tensor, "__bool__", _truth),
+        (Tensor, "__int__", _whole),
+        (Tensor, "__index__", _whole),
+        (Tensor, "__float__", _number),
+    ]
+    originals = {name: getattr(Tensor, name) for _, name, _ in reads}
     return [
         (Tensor, "__format__", _written(Tensor.__format__)),
-        (Tensor, "item", _item(Tensor.item, invented)),
-        (Tensor, "tolist", _array(Tensor.tolist, invented)),
-        (FakeTensor, "tolist", _array(Tensor.tolist, invented)),
-        (Tensor, "numpy", _array(Tensor.numpy, invented)),
-        (Tensor, "__bool__", _truth(Tensor.__bool__, invented)),
-        (Tensor, "__int__", _whole(Tensor.__int__, invented)),
-        (Tensor, "__index__", _whole(Tensor.__index__, invented)),
-        (Tensor, "__float__", _number(Tensor.__float__, invented)),
+        *(
+            (owner, name, _known(originals[name], invented, make(originals[name], invented)))
+            for owner, name, make in reads
+        ),
     ]
 
 
 def _is_unknown(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def _known(
+    original: Callable[..., Any], invented: Invented | None, replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`replacement`, but for small tensors whose values are kept where others are invented."""
+    if invented is None:
+        return replacement
+
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_unknown(tensor) and (values := values_of(tensor)) is not None:
+            return original(values.clone(), *args, **kwargs)
+        return replacement(tensor, *args, **kwargs)
+
+    return read
 
 
 def _written(original: Callable[..., str]) -> Callable[..., str]:
@@ -83,12 +107,12 @@ def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable
 
     def decide(tensor: Tensor) -> bool:
         if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
-            answer = goes_on(sys._getframe(1))
+            answer = goes_on(caller(sys._getframe(1)))
             return bool(invented.decide(sys._getframe(1), value_of(tensor)) if answer is None else answer)
         try:
             return original(tensor)
         except DataDependentOutputException:
-            if (answer := goes_on(sys._getframe(1))) is not None:
+            if (answer := goes_on(caller(sys._getframe(1)))) is not None:
                 return answer
             raise data_dependent() from None
 
