@@ -71,7 +71,7 @@ class _StandIn(ModuleType):
         """Be what `import torch._dynamo` finds."""
         sys.modules[_NAME] = self
         sys.meta_path.insert(0, self._submodules)
-        torch._dynamo = self  # type: ignore[assignment]
+        torch._dynamo = self
         self.config = importlib.import_module(_CONFIG)
 
     def give_way(self) -> None:

@@ -254,7 +254,37 @@ def _dtensor(mode: FastFakeMode) -> Patches:
         (DTensor, "device", property(device)),
         (DTensor, "is_cuda", property(lambda tensor: tensor._local_tensor.is_cuda)),
         (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+        (ShardingPropagator, "propagate_op_sharding_non_cached", _each_once(ShardingPropagator)),
     ]
+
+
+def _each_once(propagator: Any) -> Callable[..., Any]:
+    """How an op on lists shards them, asked for each distinct element once: optimizers have lists of all parameters.
+
+    torch asks for every element and looks through the whole list for each, which is quadratic in the layers of a model.
+    """
+    propagate = propagator.propagate_op_sharding_non_cached
+
+    def propagate_once(self: Any, schema: Any) -> Any:
+        lists = [value for value in schema.args_schema if isinstance(value, (list, tuple)) and value]
+        elementwise = schema.op.name().startswith("aten::_foreach_") and "norm" not in schema.op.name()
+        if not elementwise or not lists or len({len(value) for value in lists}) > 1:
+            return propagate(self, schema)
+        rows = list(zip(*lists, strict=True))
+        distinct = {row: position for position, row in enumerate(dict.fromkeys(rows))}
+        if len(distinct) == len(rows):
+            return propagate(self, schema)
+        columns = iter([type(value)(column) for value, column in zip(lists, zip(*distinct, strict=True), strict=True)])
+        few = [next(columns) if isinstance(value, (list, tuple)) and value else value for value in schema.args_schema]
+        found = propagate(self, type(schema)(schema.op, tuple(few), schema.kwargs_schema, schema.schema_info))
+        if found.needs_redistribute or not isinstance(found.output_spec, (list, tuple, type(None))):
+            return propagate(self, schema)
+        if found.output_spec is not None:
+            found.output_spec = type(found.output_spec)([found.output_spec[distinct[row]] for row in rows])
+        found.redistribute_schema = None
+        return found
+
+    return propagate_once
 
 
 def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:

@@ -81,7 +81,7 @@ class UnknownNumber(float):
         return made
 
     __lt__, __le__, __gt__, __ge__ = (_comparing(c) for c in (operator.lt, operator.le, operator.gt, operator.ge))
-    __eq__, __ne__ = _comparing(operator.eq), _comparing(operator.ne)  # type: ignore[assignment]
+    __eq__, __ne__ = _comparing(operator.eq), _comparing(operator.ne)
     __hash__ = float.__hash__
 
 
