@@ -70,6 +70,7 @@ def test_an_example_trains_through_its_evaluations_and_checkpoints(name: str, it
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.long
 def test_descent_until_a_loss_is_small_goes_on() -> None:
     found = run("regression")
     assert found.iterations == 3
@@ -182,6 +183,7 @@ print('batches', seen)
     assert found.recording.peak_requested_bytes == plain.recording.peak_requested_bytes
 
 
+@pytest.mark.long
 def test_a_cache_that_grows_is_not_cut_short(write: Callable[..., str]) -> None:
     evaluation = "kept = []\nwith torch.no_grad():\n    for _ in range(30):\n        kept.append(model(torch.randn(4, 64).cuda()))\n"
     found = record_script(write(MODEL + evaluation + "for step in range(20):" + STEP))

@@ -11,10 +11,11 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,10 +91,11 @@ class _StandIn(ModuleType):
 
     def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
         """`function`, which the real one is told to keep away from as soon as it is there. torch keeps the answer."""
-        if options != {"wrapping": False}:  # not torch/_compile.py
+        if not isinstance(function, FunctionType) or options not in ({}, {"wrapping": False}):  # no code of torch's own
             return self.real().disable(function, recursive, **options)
         kept: list[Callable[..., Any]] = []
 
+        @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not kept and _is_there():
                 kept.append(sys.modules[_NAME].disable(function, recursive, **options))
