@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -324,3 +326,13 @@ def test_a_request_that_cannot_be_met_gets_one_clear_line(call: object, says: st
         call()  # type: ignore[operator]
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_fresh_estimate_leaves_torchs_compiler_and_its_shards_unimported() -> None:
+    program = (
+        "import sys\nfrom overspill.cli import main\nmain(['estimate', 'resnet18', '--small', '--batch', '2'])\n"
+        "names = 'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'transformers', 'overspill.runtime', 'scipy'\n"
+        "print('imported:', [name for name in names if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("imported: []\n")

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from overspill import models
-from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Device
 from overspill.core.errors import RequestError
@@ -160,7 +160,7 @@ def measured(
     def trace(size: int | None, iterations: int | None = None) -> Recording:
         return record(program(size, recipe, iterations or programs.ITERATIONS), capability=setting.capability)
 
-    FastFakeMode()  # what torch imports for it is not part of the estimate's time
+    VirtualGpu()  # what torch imports for it is not part of the estimate's time
 
     def trace_compiled() -> Recording:
         return record(program(batch, recipe, compiled=True), capability=setting.capability)
