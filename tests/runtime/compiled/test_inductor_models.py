@@ -155,13 +155,15 @@ WAYS = [
 
 
 VARIED = "seq2seq-varied"
-"""A model whose batches differ in shape, each of which is compiled: in one way for each policy."""
+"""A model whose batches differ in shape, each of which is compiled, the last one's while bytes are counted."""
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:a profiler runs")
 @pytest.mark.parametrize("policy", ["auto", "vdnn-all", "superneurons", "window"])
 def test_a_model_of_varied_batches_trains_with_the_bits_of_torch_compile(policy: str) -> None:
-    assert not wrong_in(VARIED, "momentum", policy, "host")
+    run = train(training(VARIED, "momentum"), Options("1MiB", policy, "host", backend="inductor", partition=1.0))
+    assert run.identical_to(stock(VARIED, "momentum"))
 
 
 @pytest.mark.long
@@ -175,14 +177,10 @@ def test_every_model_trains_in_every_way_with_the_bits_of_torch_compile(model: s
 def wrong_in(model: str, optimizer: str, policy: str, store: str) -> list[str]:
     """What is wrong with a run by the usual partition within 60 % of the unmanaged peak, or the least that the policy can do."""
     job, options = training(model, optimizer), Options("60%", policy, store, backend="inductor", partition=1.0)
-    while True:  # a later batch of another shape may need more
-        try:
-            run = train(job, options)
-            break
-        except InfeasibleBudget as error:
-            if error.floor_bytes == options.budget:
-                raise
-            options = replace(options, budget=error.floor_bytes)
+    try:
+        run = train(job, options)
+    except InfeasibleBudget as error:
+        run = train(job, replace(options, budget=error.floor_bytes))
     assert run.plan is not None
     planned, measured = run.planned_peak_bytes, run.measured_peak_bytes
     laws = {
