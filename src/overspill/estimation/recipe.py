@@ -90,12 +90,24 @@ class Recipe:
             raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
         if self.parallel is not None and self.parallel.kind == "tp" and (self.quantize or self.lora):
             raise RequestError("adapters and quantised weights are not cut by tp here; leave one of the two out")
+        if self.parallel is not None and self.parallel.kind == "pp":
+            self._check_pipeline(eight_bit=eight_bit)
         if self.offload_optimizer and sharded:
             raise RequestError("offload_optimizer is for whole parameters; fsdp has cpu_offload for sharded ones")
         if self.offload_optimizer and eight_bit:
             raise RequestError(f"{self.optimizer} runs on the GPU; leave it or offload_optimizer out")
         if self.offload_optimizer and self.dtype == "amp":
             raise RequestError("offload_optimizer has no GradScaler; take amp-bfloat16, or leave one out")
+
+    def _check_pipeline(self, *, eight_bit: bool) -> None:
+        changed = self._changed("accumulate", "channels_last", "lora", "quantize", "offload_optimizer", "cudnn_benchmark")
+        self._refuse("not with pp here; leave one of the two out", changed)
+        if eight_bit:
+            raise RequestError(f"{self.optimizer} is not with pp here; leave one of the two out")
+
+    def micro_batch(self, batch: int) -> int:
+        """How many samples the model reads at once of `batch`; what does not come out even is rounded up."""
+        return batch if self.parallel is None else -(-batch // self.parallel.pieces)
 
     def check_inference(self) -> None:
         """Raise RequestError where the model is only run, and the recipe has what only training has."""
