@@ -31,7 +31,8 @@ class Figures:
 
     Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
     other batch sizes, where it can be; `variants` records the job with something changed, said in words, for advice;
-    `framework` is what runs it. Everything is computed when asked for.
+    `framework` is what runs it; `stages`, of a pipeline, the peaks of requested bytes (scratch left out) of those stages
+    that may need most, counted from 0: the figures are those of the largest. Everything is computed when asked for.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Figures:
     seconds: float = 0.0
     variants: Mapping[str, Callable[[], Recording]] = field(default_factory=dict)
     framework: str = "pytorch"
+    stages: Mapping[int, int] = field(default_factory=dict)
 
     # The allocator
 

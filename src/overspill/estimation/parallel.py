@@ -65,13 +65,20 @@ class Parallel:
             raise RequestError(f"replicas={self.replicas} does not divide gpus={self.gpus}")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise RequestError(f"bucket_cap_mb={self.bucket_cap_mb} is not a positive number")
+        for dtype in (self.param_dtype, self.reduce_dtype):
+            if dtype is not None and dtype not in _DTYPES:
+                raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(_DTYPES)}")
+        self._check_stages()
+        self._check_options()
+
+    def _check_stages(self) -> None:
         if self.micro_batches is not None and self.micro_batches < 1:
             raise RequestError(f"micro_batches={self.micro_batches} is not a positive number")
         if self.kind == "pp" and not 0 <= self.stage < self.gpus:
             raise RequestError(f"stage={self.stage} is none of {self.gpus} stages, counted from 0")
-        for dtype in (self.param_dtype, self.reduce_dtype):
-            if dtype is not None and dtype not in _DTYPES:
-                raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(_DTYPES)}")
+
+    def _check_options(self) -> None:
+        """Refuse options of other kinds."""
         only = {
             "ddp": (
                 "gradient_as_bucket_view",

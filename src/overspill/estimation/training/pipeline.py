@@ -48,7 +48,6 @@ class Stage:
         self._in_tuples = False  # how blocks return hidden states
         self._outside = ExitStack()  # what runs on other stages, closed where this one begins
         self._moved: dict[int, Any] = {}
-        self._received: Tensor | None = None
 
     @property
     def reads(self) -> bool:
@@ -114,45 +113,41 @@ class Stage:
         made.enter_context(self._recorder.fabricating())
         return made
 
-    def step(
-        self, micro_batches: list[Any], context: Callable[[], Any], scale: Callable[[Tensor], Tensor]
-    ) -> None:
+    def step(self, micro_batches: list[Any], context: Callable[[], Any], scale: Callable[[Tensor], Tensor]) -> None:
         """Forward and backward of all `micro_batches`, in the order of 1F1B; gradients add up.
 
         Forward runs in a new `context`, and the loss goes through `scale`.
         """
         if not self._last:
             scale(torch.zeros((), device="cuda"))  # a GradScaler has its scale from the first call
-        under_way: list[tuple[Tensor | None, Tensor]] = []
+        under_way: list[Tensor] = []
         for micro_batch in micro_batches:
             if len(under_way) == self._ahead:
-                self._backward(*under_way.pop(0))
+                self._backward(under_way.pop(0))
             with context():
                 made = self._forward(micro_batch)
             if self._last:
-                made = (made[0], scale(made[1]) / len(micro_batches))
+                made = scale(made) / len(micro_batches)
             under_way.append(made)
             del made
         while under_way:
-            self._backward(*under_way.pop(0))
+            self._backward(under_way.pop(0))
 
-    def _forward(self, inputs: Any) -> tuple[Tensor | None, Tensor]:
-        """What was received, and what is to be sent, or the loss."""
+    def _forward(self, inputs: Any) -> Tensor:
+        """What is to be sent, or the loss; what was received lives in its graph."""
         if not self._first:
             self._outside = self._elsewhere()
             self._outside.enter_context(torch.no_grad())
         try:
-            made = self._loss(self.module, inputs)
+            return self._loss(self.module, inputs)
         except _Sent as sent:
-            made = sent.value
+            return sent.value
         finally:
             self._outside.close()
             self._moved.clear()
-            received, self._received = self._received, None
-        return received, made
 
-    def _backward(self, received: Tensor | None, made: Tensor) -> None:
-        """Backward of a micro-batch; the gradient of what was received is sent and gone."""
+    def _backward(self, made: Tensor) -> None:
+        """Backward of a micro-batch; the gradient of what was received is sent and gone with it."""
         if self._last:
             made.backward()
             return
@@ -178,7 +173,6 @@ class Stage:
                 self._outside.close()
                 hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device="cuda", requires_grad=True)
                 self._recorder.mark(hidden, TensorKind.ACTIVATION)
-                self._received = hidden
             args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
             return forward(hidden, *args, **kwargs)
 
@@ -210,5 +204,7 @@ def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
             f"{type(module).__name__} is not cut in stages here; the built-in decoders and those of transformers are"
         )
     if len(blocks) % stages:
-        raise RequestError(f"{type(module).__name__} has {len(blocks)} blocks, which {stages} stages cannot share evenly")
+        raise RequestError(
+            f"{type(module).__name__} has {len(blocks)} blocks, which {stages} stages cannot share evenly"
+        )
     return blocks
