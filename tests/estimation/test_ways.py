@@ -386,6 +386,7 @@ def test_of_stages_each_has_a_micro_batch_more_under_way_than_the_next() -> None
     assert second - third == 2 * hidden  # what was received, and what was sent
 
 
+@pytest.mark.long
 def test_a_pipeline_of_one_stage_accumulates() -> None:
     accumulated = record(programs.of_job(lambda: models.load(DECODER), 2, Recipe("adamw", accumulate=2)))
     alone = [op.name for op in stage(0, gpus=1, micro_batches=2).ops]
@@ -422,6 +423,17 @@ def test_stages_of_transformers_have_its_layers() -> None:
 def test_the_first_stage_has_no_more_under_way_than_there_are_micro_batches() -> None:
     assert [most_at_once(stage(0, micro_batches=m)) for m in (1, 2, 4, 8)] == [1, 2, 4, 4]
     assert [most_at_once(stage(at, micro_batches=8)) for at in range(4)] == [4, 3, 2, 1]
+
+
+@pytest.mark.long
+def test_weights_that_no_stage_runs_are_refused() -> None:
+    def load() -> models.Job:
+        job = models.load(DECODER)
+        job.module.spare = nn.Linear(2, 2)
+        return job
+
+    with pytest.raises(RequestError, match="weights that are of no stage"):
+        record(programs.of_job(load, 4, Recipe("sgd", parallel=Parallel("pp", 2))))
 
 
 def most_at_once(recording: Recording) -> int:

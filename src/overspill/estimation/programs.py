@@ -97,7 +97,8 @@ def _pipeline(
         recorder.mark_module(module)
         optimizer = optimizer_of(recipe, module)
         scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
-        scale = (lambda value: value) if scaler is None else scaler.scale
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device="cuda"))  # its first call makes the scale, and most stages have no loss
         for _ in range(iterations):
             recorder.start_iteration()
             if optimizer is not None:
@@ -106,7 +107,7 @@ def _pipeline(
                 inputs = [make_inputs() for _ in range(parallel.pieces)]
             if stage.reads:
                 inputs = on_device(inputs, recipe)
-            stage.step(inputs, partial(_autocast, recipe.dtype), scale)
+            stage.step(inputs, partial(_autocast, recipe.dtype), scaler)
             if optimizer is not None and scaler is not None:
                 scaler.step(optimizer)
                 scaler.update()

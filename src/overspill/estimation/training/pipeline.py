@@ -19,6 +19,7 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 from overspill.estimation.parallel import Parallel
+from overspill.models.gpt2 import Gpt2
 
 from .wrappers import repeated_blocks
 
@@ -101,10 +102,11 @@ class Stage:
                 block.forward = forward
             for handle in handles:
                 handle.remove()
-        holders = [m for m in outside if m not in ends or any(block in ends for block in m.modules() if m is not block)]
-        if any(True for m in holders for _ in m.parameters(recurse=False)):
+        around = {m for m in outside if not inside.isdisjoint(m.modules())}
+        if any(list(m.parameters(recurse=False)) for m in outside if m in around or m not in ends):
             raise RequestError(f"{type(self.module).__name__} has weights that are of no stage of a pipeline")
-        return [m for m, late in ends.items() if not late], [m for m, late in ends.items() if late]
+        parts = {m: late for m, late in ends.items() if m not in around}
+        return [m for m, late in parts.items() if not late], [m for m, late in parts.items() if late]
 
     def _elsewhere(self) -> ExitStack:
         """What runs inside takes nothing of this stage's device."""
@@ -113,13 +115,11 @@ class Stage:
         made.enter_context(self._recorder.fabricating())
         return made
 
-    def step(self, micro_batches: list[Any], context: Callable[[], Any], scale: Callable[[Tensor], Tensor]) -> None:
+    def step(self, micro_batches: list[Any], context: Callable[[], Any], scaler: torch.amp.GradScaler | None) -> None:
         """Forward and backward of all `micro_batches`, in the order of 1F1B; gradients add up.
 
-        Forward runs in a new `context`, and the loss goes through `scale`.
+        Forward runs in a new `context`, and the loss is scaled by the `scaler`, if there is one.
         """
-        if not self._last:
-            scale(torch.zeros((), device="cuda"))  # a GradScaler has its scale from the first call
         under_way: list[Tensor] = []
         for micro_batch in micro_batches:
             if len(under_way) == self._ahead:
@@ -127,7 +127,7 @@ class Stage:
             with context():
                 made = self._forward(micro_batch)
             if self._last:
-                made = scale(made) / len(micro_batches)
+                made = (made if scaler is None else scaler.scale(made)) / len(micro_batches)
             under_way.append(made)
             del made
         while under_way:
@@ -198,7 +198,7 @@ def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
     """The blocks of a decoder. Raises RequestError where it has none, or they are not to be divided evenly."""
     blocks = list(repeated_blocks(module))
     holders = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and list(m) == blocks]
-    known = type(module).__name__ == "Gpt2" or getattr(module, "get_output_embeddings", lambda: None)() is not None
+    known = isinstance(module, Gpt2) or getattr(module, "get_output_embeddings", lambda: None)() is not None
     if not holders or not known:
         raise RequestError(
             f"{type(module).__name__} is not cut in stages here; the built-in decoders and those of transformers are"
