@@ -128,7 +128,7 @@ def test_a_users_own_model_is_estimated(overspill: Overspill) -> None:
         ("gpt2 --batch 1 --inference --lora 8", "lora: only for training"),
         ("gpt2 --batch 1 --micro-batches 2", "--parallel pp --gpus N"),
         ("gpt2 --batch 1 --param-dtype bfloat16", "--parallel fsdp --gpus N"),
-        ("gpt2 --batch 1 --gpus 2 --parallel ring", "kinds: ddp, fsdp, horovod, tp, zero1, zero2, zero3"),
+        ("gpt2 --batch 1 --gpus 2 --parallel ring", "kinds: ddp, fsdp, horovod, tp, pp, zero1, zero2, zero3"),
         ("gpt2 --batch 1 --compiled --checkpointing", "checkpointing: estimated of eager PyTorch alone"),
         ("--script nets.py --lora 8", "--lora: for a model; a script has its own way to train"),
         ("--script nowhere.py", "nowhere.py"),
