@@ -33,11 +33,12 @@ def costs() -> None:
 def accuracy() -> None:
     """Print one row for each group of estimates."""
     found = json.loads((RESULTS / "estimate_accuracy.json").read_text())
-    print("| estimates of | jobs | median error | mean | 90 % below | largest | bias |")
-    print("|---|---|---|---|---|---|---|")
+    print("| estimates of | jobs | median error | mean | 90 % below | largest | bias | in the interval | its width |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in found["summaries"]:
         shares = " | ".join(f"{row[name]:.1%}" for name in ("median", "mean", "percentile_90", "largest", "bias"))
-        print(f"| {row['rows']} | {row['count']} | {shares} |")
+        interval = " | ".join("" if row[name] is None else f"{row[name]:.1%}" for name in ("inside", "width"))
+        print(f"| {row['rows']} | {row['count']} | {shares} | {interval} |")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 
 if TYPE_CHECKING:
-    from .api import compare, pack, plan
+    from .api import advise, compare, pack, plan
     from .devices import load_device
     from .estimation.api import estimate
     from .runtime.compiled.compile import compile  # noqa: A004
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Session",
+    "advise",
     "compare",
     "compile",
     "errors",
@@ -44,6 +45,7 @@ __all__ = [
 
 _LAZY = {
     "Session": "overspill.runtime.compiled.session",
+    "advise": "overspill.api",
     "compare": "overspill.api",
     "compile": "overspill.runtime.compiled.compile",
     "estimate": "overspill.estimation.api",

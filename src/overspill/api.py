@@ -1,4 +1,4 @@
-"""The public verbs that answer questions without running anything: `plan`, `compare` and `pack`."""
+"""The public verbs that answer questions without running anything: `plan`, `compare`, `advise` and `pack`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pac
     from torch import Tensor, nn
 
     from .costs import MeasuredTimes
+    from .estimation.advice import Advice
+    from .estimation.recipe import MakeOptimizer
     from .models import Job
     from .placement.packing import Solution
     from .plans.comparison import Row
@@ -37,6 +39,8 @@ def plan(
     placement: str | None = None,
     times: MeasuredTimes | None = None,
     backend: str = "eager",
+    torch: str | None = None,
+    cuda: str | None = None,
 ) -> Plan:
     """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
 
@@ -46,14 +50,18 @@ def plan(
     step takes unmanaged (`0.5`), or None for all of the device. `whole_step`: parameters, gradients and optimizer state
     may move too, as in `overspill.train_step`. `placement`: an allocator or solver within whose peak the plan must stay.
     `times`: op times that were measured on the device. `backend="inductor"`: the step as `torch.compile` has it, by the
-    program that Inductor writes for the CPU.
+    program that Inductor writes for the CPU. `torch` and `cuda`: the releases that a GPU runs it with, as in `estimate`.
 
     Raises InfeasibleBudget (with the smallest budget that works), and RequestError for what cannot be right.
     """
+    from .costs.releases import software_named  # noqa: PLC0415
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.training import preview  # noqa: PLC0415
 
-    options = Options(budget, policy, device=_device(device), placement=placement, times=times, backend=backend)
+    software = software_named(torch, cuda)
+    options = Options(
+        budget, policy, device=_device(device), placement=placement, times=times, backend=backend, software=software
+    )
     return preview(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), options)
 
 
@@ -68,12 +76,15 @@ def compare(
     policies: Iterable[str] | None = None,
     batch: int | None = None,
     whole_step: bool = False,
+    torch: str | None = None,
+    cuda: str | None = None,
 ) -> list[Row]:
     """A row for each of `policies` (by default all) on one training step: its plan, or why there is none.
 
     The fastest that fits comes first, then what does not fit, the least bytes first. The arguments are those of `plan`.
     Raises RequestError.
     """
+    from .costs.releases import software_named  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
     from .runtime.hardware import elsewhere  # noqa: PLC0415 - imports torch
     from .runtime.options import Options, compare_on  # noqa: PLC0415
@@ -82,9 +93,32 @@ def compare(
     names = tuple(POLICIES if policies is None else policies)
     for name in names:
         policy_named(name)
-    where = elsewhere(_device(device))
+    software = software_named(torch, cuda)
+    where = elsewhere(_device(device), software)
     graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
-    return compare_on(Options(budget, device=where), graph, where, names)[1]
+    return compare_on(Options(budget, device=where, software=software), graph, where, names)[1]
+
+
+def advise(
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: str | MakeOptimizer | None = None,
+    *,
+    device: str | Device,
+    batch: int | None = None,
+    **how: Any,
+) -> list[Advice]:
+    """What makes the job fit on `device`, or take less of it: each change tried, those that cost least first.
+
+    The arguments are those of `overspill.estimate`, `how` its others. Where the job fits as it is, only what costs
+    neither results nor hardware is tried. Raises RequestError and UnsupportedError as `estimate` does.
+    """
+    from .estimation.api import estimate  # noqa: PLC0415 - imports torch
+    from .runtime.advise import advise as advice_on  # noqa: PLC0415
+
+    made = estimate(build, inputs, loss, optimizer, device=device, batch=batch, **how)
+    return list(advice_on(made, _loader(build, inputs, loss)))
 
 
 def pack(
@@ -131,21 +165,31 @@ def _training(
     whole_step: bool,
 ) -> Training:
     """The job that was asked for. Raises RequestError."""
-    from . import models  # noqa: PLC0415
     from .models.inputs import Inputs  # noqa: PLC0415 - imports torch
     from .runtime.training import Training  # noqa: PLC0415
+
+    load = _loader(build, inputs, loss)
+    if isinstance(build, str) and batch is None:
+        raise RequestError(f"pass batch=, the samples in a step of {build}")
+    samples = batch or Inputs(inputs).batch or 1
+    return Training(load, samples, optimizer, whole_step=whole_step)
+
+
+def _loader(
+    build: str | nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None
+) -> Callable[[], Job]:
+    """What makes the job that was asked for. Raises RequestError."""
+    from . import models  # noqa: PLC0415
+    from .models.inputs import Inputs  # noqa: PLC0415 - imports torch
 
     if isinstance(build, str):
         if inputs is not None or loss is not None:
             raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
-        if batch is None:
-            raise RequestError(f"pass batch=, the samples in a step of {build}")
         models.check_name(build)
-        return Training(partial(models.load, build), batch, optimizer, whole_step=whole_step)
+        return partial(models.load, build)
     if inputs is None:
         raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
-    given = Inputs(inputs)
-    return Training(partial(_job, build, given, loss), batch or given.batch or 1, optimizer, whole_step=whole_step)
+    return partial(_job, build, Inputs(inputs), loss)
 
 
 def _job(build: Any, given: Any, loss: Callable[..., Tensor] | None) -> Job:

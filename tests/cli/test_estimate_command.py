@@ -40,15 +40,16 @@ def test_without_a_gpu_there_is_no_verdict_but_a_list_of_those_it_fits(overspill
 
 
 def test_what_does_not_fit_exits_with_1_and_says_what_would_help(overspill: Overspill) -> None:
-    done = overspill("estimate gpt2 --batch 64 --optimizer adamw --gpu rtx3060")
+    job = "gpt2 --small --batch 50000 --optimizer adamw --gpu t4"
+    done = overspill(f"estimate {job}")
     assert done.code == 1
-    assert done.out.splitlines()[0].startswith("does not fit: gpt2, batch 64, needs ")
+    assert done.out.splitlines()[0].startswith("does not fit: gpt2, batch 50000, needs ")
     assert "what would help, cheapest first:" in done.out
-    done = overspill("estimate gpt2 --batch 64 --optimizer adamw --gpu rtx3060 --json")
+    done = overspill(f"estimate {job} --json")
     assert done.code == 1
     assert done.answer["fits"] is False
     assert done.answer["minimum_capacity_bytes"] > done.answer["capacity_bytes"]
-    assert 0 < done.answer["largest_batch"] < 64
+    assert 0 < done.answer["largest_batch"] < 50000
     assert done.answer["changes"]
 
 

@@ -63,7 +63,7 @@ def test_before_lazy_loading_a_measurement_of_the_release_counts(name: str, cuda
 def test_eager_loading_on_a_new_release_adds_the_kernels_that_lazy_loading_leaves_out() -> None:
     device = load_device("rtx3090")
     added = context_bytes(device, lazy=False).central - context_bytes(device).central
-    assert added == kernel_image_bytes(device).high == 666_632_192 - 287_047_680  # pytorch PR 86509
+    assert kernel_image_bytes(device).high < added == 666_632_192 - 287_047_680  # pytorch PR 86509
 
 
 def test_kernels_are_counted_once() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from overspill.costs import capability_of
-from overspill.costs.scratch import Scratch, Software, scratch_bytes
+from overspill.costs.scratch import Scratch, Software, room_bytes, scratch_bytes
 
 # x, w, y, batch, channels in and out, groups, taps, stride, channels last, dimensions
 SIZES = (32 * 64 * 56 * 56, 64 * 64 * 9, 32 * 64 * 56 * 56, 32, 64, 64, 1, 9, 1, 0, 2)
@@ -14,15 +14,42 @@ def test_capabilities_compare_as_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "copies"),
+    ("capability", "dtype", "copied"),
     [
-        ("6.1", "float32", 0), ("7.0", "float32", 0), ("7.0", "float16", 2), ("8.0", "float32", 3),
-        ("8.6", "float32", 2), ("9.0", "float32", 3), ("10.0", "float32", 2), ("12.0", "float32", 2),
+        ("6.1", "float32", False), ("7.0", "float32", False), ("7.0", "float16", True), ("8.0", "float32", True),
+        ("8.6", "float32", True), ("9.0", "float32", True), ("10.0", "float32", True), ("12.0", "float32", True),
     ],
 )  # fmt: skip
-def test_tensor_cores_read_copies_in_their_own_layout(capability: str, dtype: str, copies: int) -> None:
+def test_a_convolution_takes_nothing_or_up_to_copies_where_there_are_tensor_cores(
+    capability: str, dtype: str, copied: bool
+) -> None:
     item = {"float32": 4, "float16": 2}[dtype]
-    tensors = [size * item for size in SIZES[:3]]
     found = scratch_bytes(Scratch("conv_forward", SIZES, dtype), capability, Software("2.13", "13.0", {}))
-    assert found.central == sum(tensors[:copies])
-    assert found.high == sum(tensors)
+    assert found.low == found.central == 0
+    assert found.high == copied * item * sum(SIZES[:3])
+
+
+def test_a_small_gpu_shares_a_sum_among_fewer_blocks() -> None:
+    """Reduce.cuh by hand: 88200 rows of 384 floats, 32 threads of 4 columns across, 4 down: 5513 values a thread of 16 rows."""
+    a_block, threads, grid, a_thread = 4 * 384 * 128, 128, 3, 22050
+    software = Software("2.6", "12.4", {})
+
+    def taken(capability: str, multiprocessors: int, family: str = "sum_parts", values: int = a_thread) -> int:
+        scratch = Scratch(family, (a_block, threads, grid, values), "")
+        return scratch_bytes(scratch, capability, software, multiprocessors).central
+
+    assert taken("9.0", 132) == a_block * (132 * 16 // 3)  # 2048 threads a multiprocessor are 16 blocks
+    assert taken("8.6", 28) == a_block * (28 * 12 // 3)
+    assert taken("7.5", 40) == a_block * -(-40 * 8 // 3)
+    assert taken("8.6", 28, values=320) == a_block * 20  # not fewer than 16 values a thread
+    assert taken("8.6", 28, "sum_counts") == 4 * grid
+    assert taken("8.6", 0) == 0  # as many sums as the GPU has room for: none is shared
+
+
+def test_a_plan_leaves_room_for_the_copies_that_a_faster_engine_reads() -> None:
+    software, (x, w, _, *_rest) = Software("2.13", "13.0", {}), SIZES
+    assert room_bytes(Scratch("conv_forward", SIZES, "float32"), "8.6", software) == 4 * (x + w)
+    assert room_bytes(Scratch("conv_backward_data", SIZES, "float32"), "8.6", software) == 16 * 64 * 64 * 4
+    assert room_bytes(Scratch("conv_backward_weight", SIZES, "float32"), "8.6", software) == 0
+    assert room_bytes(Scratch("conv_forward", SIZES, "float32"), "6.1", software) == 0
+    assert room_bytes(Scratch("bytes", (8,), ""), "6.1", software) == 8

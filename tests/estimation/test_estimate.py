@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -228,6 +230,7 @@ def test_a_model_that_does_not_fit_at_all_has_a_largest_batch_of_none() -> None:
     assert not made.fits()
 
 
+@pytest.mark.long
 def test_what_would_help_is_worked_out_where_it_does_not_fit() -> None:
     made = estimate("gpt2", optimizer="adamw", batch=64, device="rtx3060")
     assert not made.fits()
@@ -268,11 +271,11 @@ def test_convolutions_are_uncertain_and_plain_products_are_not() -> None:
 
 def test_cublas_takes_a_workspace_a_thread_and_more_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    ampere, hopper = trained(device="a100-80gb"), trained(device="h100")
+    ampere, hopper = (trained(device=gpu, torch="2.13") for gpu in ("a100-80gb", "h100"))
     assert ampere.peak.by_category["workspaces"] == 2 * 8_519_680
     assert hopper.peak.by_category["workspaces"] == 2 * 32 * MIB
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    assert "workspaces" not in trained(device="h100").peak.by_category
+    assert "workspaces" not in trained(device="h100", torch="2.13").peak.by_category
 
 
 class Branching(nn.Linear):
@@ -323,3 +326,13 @@ def test_a_request_that_cannot_be_met_gets_one_clear_line(call: object, says: st
         call()  # type: ignore[operator]
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_fresh_estimate_leaves_torchs_compiler_and_its_shards_unimported() -> None:
+    program = (
+        "import sys\nfrom overspill.cli import main\nmain(['estimate', 'resnet18', '--small', '--batch', '2'])\n"
+        "names = 'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'transformers', 'overspill.runtime', 'scipy'\n"
+        "print('imported:', [name for name in names if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("imported: []\n")

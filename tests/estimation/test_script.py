@@ -128,7 +128,7 @@ def test_the_validation_belongs_to_a_run_that_is_long_enough_and_nothing_is_save
     assert found.notes == ("the script ended after 2 of 5 iterations",)
     printed = capfd.readouterr()
     assert "Accuracy: unknown/128" in printed.out
-    assert printed.err.count("torch.save writes nothing") == 1
+    assert "torch.save" not in printed.err, "on the overlay there is a file, for the script alone"
     assert not Path("mnist_cnn.pt").exists()
 
 
@@ -470,16 +470,8 @@ def test_what_is_no_script_is_said(write: Callable[..., str]) -> None:
             record_script(name)
 
 
-@pytest.mark.parametrize(
-    ("decision", "line"),
-    [
-        ("best = 9\n    if loss.item() < best:\n        best = 1", r"if loss.item\(\) < best:"),
-        ("if loss > 3:\n        break", "if loss > 3:"),
-        ("x[x.sum(1) > 0]", r"x\[x.sum"),
-        ("loss.detach().cpu().numpy()", r"numpy\(\)"),
-    ],
-)
-def test_a_decision_on_an_unknown_value_names_the_line(write: Callable[..., str], decision: str, line: str) -> None:
+def test_a_shape_that_no_rule_gives_names_the_line(write: Callable[..., str]) -> None:
+    decision, line = "torch.bincount(x.argmax(1))", r"bincount\(x"
     with pytest.raises(UnsupportedError, match=line):
         record_script(write(TRAINING + "    " + decision + "\n"))
     inside = "".join(f"    {text}\n" for text in (TRAINING + "    " + decision).splitlines())

@@ -16,7 +16,21 @@ import typer
 
 import overspill
 
-from . import calibrate, compare, devices, doctor, estimate, models, pack, plan, policies, reproduce, snapshot, train
+from . import (
+    advise,
+    calibrate,
+    compare,
+    devices,
+    doctor,
+    estimate,
+    models,
+    pack,
+    plan,
+    policies,
+    reproduce,
+    snapshot,
+    train,
+)
 from .common import Outcome
 from .failures import OUTSIDE_FAILURE, Failure, explain
 from .output import Stream, print_error, print_human, print_json, shown, streams
@@ -28,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("estimate")(estimate.estimate)
+app.command("advise")(advise.advise)
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
 app.command("compare")(compare.compare)

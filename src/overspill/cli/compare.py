@@ -29,6 +29,7 @@ from .common import (
     narrate,
     quiet_torch,
 )
+from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,6 +77,8 @@ def compare(
     placement: Placement = False,
     placers: PlacerNames = None,
     plot: PlotFile = None,
+    torch: Torch = None,
+    cuda: Cuda = None,
     json: AsJson = False,
 ) -> Outcome:
     """Compare policies on one training step: the memory that each takes, and what that costs in simulated time."""
@@ -90,19 +93,22 @@ def compare(
     if plot is not None:
         check_plot(plot)
     device = load_device(gpu or "cpu")
+    check_gpu(device, torch, cuda)
     with narrate() as narrator:
         quiet_torch()
+        from overspill.costs.releases import software_named
         from overspill.plans.comparison import BASELINE
         from overspill.runtime.hardware import elsewhere
         from overspill.runtime.options import Options, compare_on
         from overspill.runtime.training import Training, graph_on
 
+        software = software_named(torch, cuda)
         choice = ModelChoice(model, small, image_size, seq_len)
         training = Training(choice.build, batch, optimizer, whole_step=whole_step)
         narrator.now(f"capturing {model} for {device.name}")
-        device = elsewhere(device)
+        device = elsewhere(device, software)
         graph = graph_on(training, device)
-        options = Options(budget=limit, device=device)
+        options = Options(budget=limit, device=device, software=software)
         budget_bytes, rows = compare_on(options, graph, device, names, lambda name: narrator.now(f"planning {name}"))
         # The same for every policy: it follows from the graph, the device and the budget.
         bound = next((row.plan.lower_bound_seconds for row in rows if row.fits and row.plan is not None), None)

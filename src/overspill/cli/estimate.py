@@ -49,6 +49,7 @@ from .recipe import (
     check_as_it_is,
     recipe_of,
 )
+from .software import Cuda, Torch
 
 if TYPE_CHECKING:
     from overspill.core import Device
@@ -190,6 +191,8 @@ def estimate(
     reduce_dtype: ReduceDtype = None,
     cpu_offload: CpuOffload = False,
     micro_batches: MicroBatches = None,
+    torch: Torch = None,
+    cuda: Cuda = None,
     snapshot: SnapshotFile = None,
     compiled: Compiled = False,
     budget: Within = None,
@@ -236,7 +239,7 @@ def estimate(
         from overspill.report.estimate import estimate_answer, estimate_report
 
         own = "pytorch" if source is None else source.allocator
-        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config)
+        setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config, torch, cuda)
         within = None
         if source is not None:
             made, request = _of_source(source, batch or 1, None if inference else optimizer, setting, narrator)

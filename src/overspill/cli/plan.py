@@ -35,6 +35,7 @@ from .common import (
     quiet_torch,
 )
 from .failures import explain
+from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
     from overspill.plans.plan import Plan
@@ -69,6 +70,8 @@ def plan(
     out: PlanFile = None,
     plot: MemoryPlot = None,
     times: TimesFile = None,
+    torch: Torch = None,
+    cuda: Cuda = None,
     json: AsJson = False,
 ) -> Outcome:
     """Plan one training step within a budget, and simulate it: no memory is taken and nothing is run."""
@@ -82,8 +85,10 @@ def plan(
         check_writable(plot)
         check_plot(plot)
     device = load_device(gpu or "cpu")
+    check_gpu(device, torch, cuda)
     with narrate() as narrator:
         quiet_torch()
+        from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
         from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training, preview
@@ -96,7 +101,8 @@ def plan(
         request["whole_step"] = whole_step
         try:
             measured = None if times is None else MeasuredTimes.load(times)
-            options = Options(budget=limit, policy=policy, device=device, times=measured, placement=placement)
+            software = software_named(torch, cuda)
+            options = Options(limit, policy, device=device, times=measured, placement=placement, software=software)
             made = preview(training, options)
         except InfeasibleBudget as error:
             return _infeasible(request, error)
@@ -119,6 +125,7 @@ def _feasible(
         "peak_bytes": made.peak_bytes,
         "reserved_bytes": made.reserved_bytes,
         "device_bytes": made.device_bytes,
+        "library_bytes": made.library_bytes,
         "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
         "feasible": True,
         "offloaded_bytes": made.offloaded_bytes,
@@ -149,7 +156,7 @@ def _feasible(
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
-        "peak_bytes", "reserved_bytes", "device_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
+        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip

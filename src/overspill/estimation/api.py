@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from overspill import models
-from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recording import Recording
+from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Device
 from overspill.core.errors import RequestError
 from overspill.costs import capability_of
+from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.models.inputs import Inputs
@@ -27,6 +28,7 @@ from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.registry import allocator_type
 
 from . import programs
+from .advice import Retrace
 from .estimate import Estimate
 from .parallel import Parallel
 from .recipe import MakeOptimizer, Recipe
@@ -49,12 +51,15 @@ class Setting:
 
     @classmethod
     def of(
-        cls, device: str | Device = DEFAULT_DEVICE, allocator: str = "pytorch", allocator_config: Any = None
-    ) -> Setting:
-        """The setting named by the user. PyTorch's allocator reads `PYTORCH_CUDA_ALLOC_CONF` as PyTorch does.
+        cls, device: str | Device = DEFAULT_DEVICE, allocator: str = "pytorch", allocator_config: Any = None,
+        torch: str | None = None, cuda: str | None = None,
+    ) -> Setting:  # fmt: skip
+        """The setting named by the user, with the releases `torch` and `cuda` (by default those that are here).
 
-        Raises RequestError for unknown names and malformed configurations, and for a device that is no GPU.
+        PyTorch's allocator reads `PYTORCH_CUDA_ALLOC_CONF` as PyTorch does. Raises RequestError for unknown names and
+        releases and malformed configurations, and for a device that is no GPU.
         """
+        software = software_named(torch, cuda)
         allocator_type(allocator)
         text = allocator_config
         if text is None and allocator == "pytorch":
@@ -66,7 +71,7 @@ class Setting:
         found = load_device(device) if isinstance(device, str) else device
         if found.kind != "cuda":
             raise RequestError(f"{found.name} is not a GPU; `overspill devices` lists those that are known")
-        return cls(found, allocator, allocator_config)
+        return cls(found, allocator, allocator_config, software)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -96,6 +101,8 @@ def estimate(
     generate: int = 0,
     allocator: str = "pytorch",
     allocator_config: Any = None,
+    torch: str | None = None,
+    cuda: str | None = None,
     compiled: bool = False,
 ) -> Estimate:
     """How much device memory training (or, without `loss` and `optimizer`, inference) takes; nothing is computed.
@@ -103,15 +110,17 @@ def estimate(
     `build` makes the model: a function, a module (left as it is), or the name of a built-in model. `inputs` is what it
     reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function that makes them, given
     the batch size if it takes one. `loss` is a criterion of torch.nn, given the model's output and the last of
-    `inputs`, or a function of the model and all `inputs`; without it a model that is trained returns its own loss.
-    `optimizer` is a name such as `adamw` or a function of the parameters. It, `dtype` and all down to `generate`
-    are those of `Recipe`. With `parallel` the answer is for each of several GPUs (of a pipeline the one that needs
-    most), and a batch is what one of them reads (the whole pipeline). With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the
-    program that Inductor writes for the CPU.
+    `inputs`, or a function of the model and all `inputs` (a dict, which gives the model keywords, is one argument of
+    the function); without it a model that is trained returns its own loss. `optimizer` is a name such as `adamw` or a
+    function of the parameters. It, `dtype` and all down to `generate` are those of `Recipe`. With `parallel` the answer
+    is for each of several GPUs (of a pipeline the one that needs most), and a batch is what one of them reads (the whole
+    pipeline). `torch` and `cuda` are the releases that the job will run with, as "2.6" and "12.4", where they are not those that are here; its ops are those of the PyTorch that is
+    here. With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the program
+    that Inductor writes for the CPU.
 
     Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
     """
-    setting = Setting.of(device, allocator, allocator_config)
+    setting = Setting.of(device, allocator, allocator_config, torch, cuda)
     recipe = Recipe(optimizer, dtype, accumulate, set_to_none, parallel, checkpointing, attention, channels_last, lora, quantize,
         offload_optimizer, cudnn_benchmark, generate,
     )  # fmt: skip
@@ -143,22 +152,6 @@ def of_job(
     return measured(program, name, batch, recipe, setting, compiled=compiled)
 
 
-def _lower_precision(
-    program: MakeProgram, batch: int | None, recipe: Recipe, setting: Setting
-) -> dict[str, Callable[[], Recording]]:
-    """The job in mixed precision and in bfloat16, where it is in float32 and the GPU can."""
-    if recipe.dtype != "float32" or setting.capability < (7, 0):
-        return {}
-    choices = {"amp": "mixed precision: torch.autocast in float16, with a GradScaler"}
-    if setting.capability >= (8, 0):
-        choices["bfloat16"] = "the whole model in bfloat16"
-
-    def recorded(other: str) -> Recording:
-        return _needing_most(program, batch, replace(recipe, dtype=other), setting)[0]
-
-    return {what: partial(recorded, other) for other, what in choices.items()}
-
-
 def measured(
     program: MakeProgram, name: str, batch: int | None, recipe: Recipe, setting: Setting, *, compiled: bool = False
 ) -> Estimate:
@@ -171,14 +164,16 @@ def measured(
         stages.setdefault(size, peaks)
         return found
 
-    FastFakeMode()  # what torch imports for it is not part of the estimate's time
+    VirtualGpu()  # what torch imports for it is not part of the estimate's time
 
     def trace_compiled() -> Recording:
         return record(program(batch, recipe, compiled=True), capability=setting.capability)
 
-    variants = _lower_precision(program, batch, recipe, setting)
+    def trace_otherwise(size: int | None, recipe: Recipe) -> Recording:
+        return _needing_most(program, size, recipe, setting)[0]
+
     made = traced(
-        trace, name, batch, setting, variants=variants, parallel=recipe.parallel,
+        trace, name, batch, setting, retrace=Retrace(recipe, trace_otherwise), parallel=recipe.parallel,
         under_compile=trace_compiled if compiled else None,
     )  # fmt: skip
     if len(stages[batch]) > 1:
@@ -202,7 +197,7 @@ def _needing_most(
 
 def traced(
     trace: Callable[[int | None, int | None], Recording], name: str, batch: int | None, setting: Setting,
-    *, variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
+    *, retrace: Retrace | None = None, parallel: Parallel | None = None,
     framework: str = "pytorch", under_compile: Callable[[], Recording] | None = None,
 ) -> Estimate:  # fmt: skip
     """The estimate of what `trace` records for a batch size (None: of a job that has none), and how long it took."""
@@ -220,7 +215,7 @@ def traced(
         setting,
         batch=batch,
         scaling=scaling,
-        variants=variants,
+        retrace=retrace,
         parallel=parallel,
         framework=framework,
     )
@@ -233,13 +228,13 @@ def traced(
 
 def of_recording(
     recording: Recording, name: str, setting: Setting, *, batch: int | None = None, scaling: Scaling | None = None,
-    variants: Mapping[str, Callable[[], Recording]] | None = None, parallel: Parallel | None = None,
+    retrace: Retrace | None = None, parallel: Parallel | None = None,
     framework: str = "pytorch",
 ) -> Estimate:  # fmt: skip
     """The estimate of what was recorded."""
     return Estimate(
         name, recording, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
-        parallel=parallel, scaling=scaling, variants=variants or {}, framework=framework,
+        parallel=parallel, scaling=scaling, retrace=retrace, framework=framework,
     )  # fmt: skip
 
 
@@ -284,7 +279,9 @@ class _Work:
         if self._loss is None:
             return programs.loss_of(_call(model, inputs))
         if not is_criterion(self._loss):
-            return programs.loss_of(_call_with(self._loss, model, inputs))
+            # A dictionary is one argument, as in `plan` and `train_step`; the model alone gets keywords.
+            given = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+            return programs.loss_of(self._loss(model, *given))
         if isinstance(inputs, dict) or not isinstance(inputs, (list, tuple)) or len(inputs) < 2:
             raise RequestError(
                 "a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs"
@@ -299,13 +296,9 @@ def _arguments(_: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    return _call_with(lambda m, *args, **kwargs: m(*args, **kwargs), model, inputs)
-
-
-def _call_with(function: Callable[..., Any], model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
-        return function(model, **inputs)
-    return function(model, *inputs) if isinstance(inputs, (list, tuple)) else function(model, inputs)
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
 
 
 def _checked_module(made: Any) -> nn.Module:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import OutOfMemory
-from overspill.costs.scratch import Software, elastic, scratch_bytes
+from overspill.costs.scratch import LARGE_GPU, Software, elastic, scratch_bytes
+from overspill.placement.allocators.result import Replay
 from overspill.placement.events import ALLOCATE, FREE, TRY, Events
 from overspill.placement.replay import replay
 
@@ -115,7 +116,9 @@ def demand_of(recording: Recording, device: Device, software: Software, *, choos
     may_fail = np.zeros(len(allocations), dtype=np.bool_)
     for position, allocation in enumerate(allocations):
         if allocation.scratch is not None:
-            bounds = scratch_bytes(allocation.scratch, device.compute_capability, software)
+            bounds = scratch_bytes(
+                allocation.scratch, device.compute_capability, software, device.multiprocessors or LARGE_GPU
+            )
             nbytes[position] = getattr(bounds, choose)
             may_fail[position] = elastic(allocation.scratch)
     return Demand(
@@ -127,6 +130,18 @@ def demand_of(recording: Recording, device: Device, software: Software, *, choos
         np.fromiter((a.stream for a in allocations), dtype=np.int32, count=len(allocations)),
         recording.events,
     )
+
+
+def served(demand: Demand, room: int, allocator: str = "pytorch", config: Any = None) -> Replay:
+    """What an allocator does with `demand` on a device that has `room` bytes for it; without a limit if that is too little.
+
+    Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
+    """
+    unlimited = replay(demand.events, allocator, config=config)
+    if unlimited.peak_device_bytes <= room or room <= 0:
+        return unlimited
+    limited = replay(demand.events, allocator, capacity_bytes=room, config=config)
+    return limited if limited.fits else unlimited
 
 
 def survives(demand: Demand, device: Device, outside_bytes: int, allocator: str, config: Any) -> bool:

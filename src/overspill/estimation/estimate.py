@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from overspill.capture.recording.recording import Recording
 
-from .advice import Advice, advice
+from .advice import SHOWN, Advice, advice
 from .figures import Figures
 from .memory_viz import write_estimate
 from .text import explain
@@ -40,8 +41,8 @@ class Estimate(Figures):
 
     @cached_property
     def changes(self) -> tuple[Advice, ...]:
-        """What would help the job to fit, cheapest first; empty where it fits."""
-        return () if self.fits() else tuple(advice(self))
+        """The first that would help the job to fit, cheapest first; empty where it fits. `overspill.advise` has all."""
+        return () if self.fits() else tuple(islice(advice(self, quick=True), SHOWN))
 
     def save_snapshot(self, path: str | Path) -> None:
         """Write the simulated run as a memory snapshot, which https://pytorch.org/memory_viz shows.

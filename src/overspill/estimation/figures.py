@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -10,13 +10,16 @@ from typing import Any, Self
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.costs import Interval, context_bytes, kernel_image_bytes
+from overspill.costs.engines import UNEXPLAINED
 from overspill.costs.interval import NOTHING
 from overspill.costs.scratch import Software
 from overspill.devices import device_names, load_device
 from overspill.placement.allocators.result import Replay
-from overspill.placement.replay import minimum_capacity, replay
+from overspill.placement.replay import minimum_capacity
 
-from .demand import Demand, demand_of, survives
+from .advice.change import Retrace
+from .demand import Demand, demand_of, served, survives
+from .draws import Draws, interval
 from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
@@ -30,9 +33,9 @@ class Figures:
     """How much memory `device` needs for a recorded job.
 
     Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
-    other batch sizes, where it can be; `variants` records the job with something changed, said in words, for advice;
-    `framework` is what runs it; `stages`, of a pipeline, the peaks of requested bytes (scratch left out) of those stages
-    that may need most, counted from 0: the figures are those of the largest. Everything is computed when asked for.
+    other batch sizes, where it can be, and `retrace` trained otherwise; `framework` is what runs it; `stages`, of a
+    pipeline, the peaks of requested bytes (scratch left out) of those stages that may need most, counted from 0: the
+    figures are those of the largest. Everything is computed when asked for.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Figures:
     parallel: Parallel | None = None
     scaling: Scaling | None = None
     seconds: float = 0.0
-    variants: Mapping[str, Callable[[], Recording]] = field(default_factory=dict)
+    retrace: Retrace | None = None
     framework: str = "pytorch"
     stages: Mapping[int, int] = field(default_factory=dict)
 
@@ -53,25 +56,22 @@ class Figures:
 
     @cached_property
     def demand(self) -> Demand:
-        """What the job asks of the allocator, the most likely scratch included."""
+        """What the job asks of the allocator, with the likeliest engine for each convolution."""
         return demand_of(self.recording, self.device, self.software)
 
     @cached_property
-    def unlimited(self) -> Replay:
-        """The allocator's answer on a device of unlimited memory."""
-        return replay(self.demand.events, self.allocator, config=self.allocator_config)
+    def draws(self) -> Draws:
+        """What it may ask for instead, as cuDNN takes other engines."""
+        return Draws(self.recording, self.device, self.demand)
 
     @cached_property
     def replayed(self) -> Replay:
-        """The allocator's answer on this device; where the job does not survive, that on an unlimited one.
+        """The allocator's answer on this device; where the job does not survive, that on an unlimited one."""
+        return self._served(self.demand)
 
-        Near the limit PyTorch gives cached memory back before it fails, and takes less than where memory is plenty.
-        """
+    def _served(self, demand: Demand) -> Replay:
         room = self.device.memory_bytes - self.outside_bytes
-        if self.unlimited.peak_device_bytes <= room or room <= 0:
-            return self.unlimited
-        limited = replay(self.demand.events, self.allocator, capacity_bytes=room, config=self.allocator_config)
-        return limited if limited.fits else self.unlimited
+        return served(demand, room, self.allocator, self.allocator_config)
 
     @property
     def peak_requested_bytes(self) -> int:
@@ -99,8 +99,11 @@ class Figures:
     @cached_property
     def kernels(self) -> Interval:
         """What of the context comes in only while the job runs: the kernels that it uses."""
-        cudnn = any(op.name in _CUDNN for op in self.recording.ops)
-        return kernel_image_bytes(self.device, self.software.cuda_version, cudnn=cudnn)
+        return kernel_image_bytes(self.device, self.software.cuda_version, cudnn=self._convolves)
+
+    @cached_property
+    def _convolves(self) -> bool:
+        return any(op.name in _CUDNN for op in self.recording.ops)
 
     @cached_property
     def communication(self) -> Interval:
@@ -124,14 +127,10 @@ class Figures:
 
     @cached_property
     def total(self) -> Interval:
-        """`total_bytes` with its uncertainty: scratch, context and communication at their least and most."""
-        totals = []
-        for choose in ("low", "high"):
-            demand = demand_of(self.recording, self.device, self.software, choose=choose)
-            reserved = replay(demand.events, self.allocator, config=self.allocator_config).peak_device_bytes
-            totals.append(reserved + getattr(self.context, choose) + getattr(self.communication, choose))
-        # Scratch that differs moves blocks around, and now and then more of it leads to a smaller cache.
-        return Interval(min(*totals, self.total_bytes), self.total_bytes, max(*totals, self.total_bytes))
+        """`total_bytes`, and what it lies between for nine of ten jobs, as engines, context and communication turn out."""
+        drawn = [self._served(demand).peak_device_bytes for demand in self.draws.demands()]
+        unexplained = UNEXPLAINED if self._convolves else 0.0
+        return interval(self.replayed.peak_device_bytes, drawn, self.context + self.communication, unexplained)
 
     # Does it fit
 

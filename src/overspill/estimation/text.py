@@ -50,6 +50,7 @@ def verdict(estimate: Figures) -> str:
         return (
             f"does not fit: {estimate.name}{batch} needs {format_bytes(estimate.minimum_capacity_bytes)}, "
             f"{format_bytes(short)} more than the {format_bytes(device.memory_bytes)} of {device.name}"
+            f"{_with_room(total, estimate.minimum_capacity_bytes)}"
         )
     spare = device.memory_bytes - estimate.minimum_capacity_bytes
     # So near the limit, what is uncertain decides.
@@ -59,6 +60,12 @@ def verdict(estimate: Figures) -> str:
         f"of the {format_bytes(device.memory_bytes)} of {device.name} (it would survive on "
         f"{format_bytes(estimate.minimum_capacity_bytes)})"
     )
+
+
+def _with_room(total: int, needed: int) -> str:
+    """Why the total below is another number than what is needed, where it is."""
+    taken = format_bytes(total)
+    return "" if taken == format_bytes(needed) else f" (given room it takes {taken}, with what its allocator keeps)"
 
 
 def bars(estimate: Figures) -> Iterator[str]:
@@ -98,7 +105,7 @@ def figures(estimate: Figures) -> Iterator[str]:
         yield stages(estimate.stages, estimate.parallel.gpus)
     total = estimate.total
     if total.low != total.high:
-        yield f"  between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context may turn out"
+        yield f"  nine of ten times between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context turn out"
 
 
 def stages(peaks: Mapping[int, int], count: int) -> str:
@@ -131,4 +138,4 @@ def helps(estimate: Figures, changes: Sequence[Advice]) -> Iterator[str]:
             if change.minimum_capacity_bytes is None
             else f": needs {format_bytes(change.minimum_capacity_bytes)}{verdict}"
         )
-        yield f"  - {change.what}{needs}"
+        yield f"  - {change.what}{needs} (cost: {change.cost})"

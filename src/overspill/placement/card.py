@@ -93,7 +93,17 @@ class Card:
     def measured(self, plan: Plan) -> Plan:
         """`plan` with what a card must have for it."""
         reserved = self.reserved_bytes(plan)
-        return replace(plan, reserved_bytes=reserved, device_bytes=reserved + self.context_bytes)
+        return replace(
+            plan,
+            reserved_bytes=reserved,
+            device_bytes=reserved + self.context_bytes,
+            library_bytes=self._kept_bytes(plan.graph),
+        )
+
+    def _kept_bytes(self, graph: Graph) -> int:
+        """What libraries keep once every thread that multiplies matrices has done so: backward's is another than forward's."""
+        threads = {op.phase is Phase.FORWARD or graph.whole_step for op in graph.ops if op.name in MATRIX_PRODUCTS}
+        return len(threads) * sum(self.handle_bytes)
 
     def planned(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
         """What `make` gives for as many live bytes as a card of `budget_bytes` has room for; its plan knows the card.

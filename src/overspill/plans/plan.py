@@ -26,8 +26,9 @@ class Plan:
     `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.
     `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
     device between forward and backward. `peak_bytes` and `budget_bytes` are live bytes. Of a
-    plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context, and
-    `device_budget_bytes` what the card may have (None: as much as the live bytes need). `groups` are updates that one call
+    plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context,
+    `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` what the card may have (None: as much
+    as the live bytes need). `groups` are updates that one call
     of the optimizer carries out.
     """
 
@@ -45,6 +46,7 @@ class Plan:
     reserved_bytes: int | None = None
     device_bytes: int | None = None
     device_budget_bytes: int | None = None
+    library_bytes: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
 
     @cached_property

@@ -15,6 +15,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.placement import CachingConfig, Events, replay
 from overspill.plans.comparison import BASELINE, Row
 from overspill.plans.plan import Plan
+from overspill.policies.in_core import InCore
 from overspill.simulate import trace_of
 
 from .listing import format_flops, percent, whole_columns, yes
@@ -23,7 +24,7 @@ from .plan import peak_of
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
     "step_seconds", "slowdown", "compute_seconds", "overlapped_seconds", "exposed_transfer_seconds", "stall_seconds",
-    "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
+    "stall_cause", "fragmentation", "reserved_bytes", "device_bytes", "library_bytes", "allocator_fits", "expandable_fits", "peak_op", "peak_tensors", "plan_seconds",
 )  # fmt: skip
 """What a row has of a plan; null where there is none."""
 
@@ -89,6 +90,7 @@ def row_figures(row: Row, device: Device) -> dict[str, Any]:
         "fragmentation": place.fragmentation,
         "reserved_bytes": place.reserved_bytes,
         "device_bytes": plan.device_bytes,
+        "library_bytes": plan.library_bytes,
         "allocator_fits": place.fits,
         "expandable_fits": place.expandable_fits,
         "peak_op": peak.at,
@@ -107,7 +109,7 @@ def compare_report(
     note: str | None = None,
 ) -> RenderableType:
     """The table of `rows`, each as `row_figures` gives it, and what a reader must know of it."""
-    explanation = _explanation(device, budget_bytes, lower_bound_seconds)
+    explanation = _explanation(rows, device, budget_bytes, lower_bound_seconds)
     parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(explanation)]
     if remarks := _remarks(rows, device):
         parts += ["", *map(Text, remarks)]
@@ -151,9 +153,12 @@ def _recomputed(row: Mapping[str, Any]) -> str:
     return f"{row['recomputed_ops']} ops"
 
 
-def _explanation(device: Device, budget_bytes: int, lower_bound_seconds: float | None) -> str:
+def _explanation(
+    rows: Sequence[Mapping[str, Any]], device: Device, budget_bytes: int, lower_bound_seconds: float | None
+) -> str:
     """What the figures are, and the bound on all that keeps to the budget."""
     budget = format_bytes(budget_bytes)
+    library_bytes = max((row["library_bytes"] or 0 for row in rows), default=0)
     text = (
         f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}. "
         f"What fits stays within {budget}, the fastest first. "
@@ -161,6 +166,10 @@ def _explanation(device: Device, budget_bytes: int, lower_bound_seconds: float |
     )
     if device.index is not None:
         text += " Card is what the GPU must have, its context and what libraries keep included."
+    if any(row["policy"] == InCore.name for row in rows):
+        text += f" {InCore.name} keeps every feature map to the end of backward; PyTorch frees them as liveness does."
+    if library_bytes:
+        text += f" cuBLAS keeps {format_bytes(library_bytes)} beside max, which `overspill estimate` counts."
     if lower_bound_seconds is not None:
         text += f" Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}."
     return text

@@ -14,6 +14,8 @@ from overspill.estimation.figures import Figures
 from overspill.estimation.text import bars, figures, lines, moment, under_compile
 from overspill.plans.plan import Plan
 
+from .advice import advice_answer
+
 _BAR = "█▏▎▍▌▋▊▉"
 
 
@@ -40,8 +42,7 @@ def estimate_answer(
         "stages": [{"stage": stage + 1, "peak_requested_bytes": nbytes} for stage, nbytes in made.stages.items()],
         "fitting_gpus": list(made.gpus),
         "changes": [
-            {"what": change.what, "minimum_capacity_bytes": change.minimum_capacity_bytes, "fits": change.fits}
-            for change in (made.changes if asked else ())
+            advice_answer(change) for change in (made.changes if asked else ())
         ],
         "compiled": None if made.compiled is None else _compiled_answer(made.compiled, within, asked=asked),
         "seconds": made.seconds,

@@ -14,6 +14,7 @@ from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
+from overspill.policies.in_core import Liveness
 from overspill.simulate import check
 
 from .listing import format_flops, listing, percent
@@ -117,6 +118,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         *((what, f"{format_bytes(n)} ({percent(n, plan.asked_bytes)} of the budget)") for what, n in peaks),
         *([(f"placed by {placed.placer}", lies)] if len(peaks) == 1 else []),
         ("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes)),
+        *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
         (
             "offloaded each step",
             f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors",
@@ -138,6 +140,18 @@ def peaks_of_card(plan: Plan) -> list[tuple[str, int]]:
     """What PyTorch's allocator takes from the card over the first steps, and with the context; nothing where no card is known."""
     figures = ("planned peak, reserved", plan.reserved_bytes), ("planned peak, on the card", plan.device_bytes)
     return [(what, nbytes) for what, nbytes in figures if nbytes is not None]
+
+
+def unmanaged_notes(plan: Plan) -> list[tuple[str, int]]:
+    """What `overspill estimate` counts otherwise of the unmanaged step on a GPU, by name: with it both say the same."""
+    found = [("  cuBLAS keeps beside it", plan.library_bytes or 0)]
+    graph, plain = plan.graph, Liveness().plan(plan.graph, plan.device)
+    at = check(graph, plain).peak_instruction
+    instruction = plain.instructions[at] if at >= 0 else None
+    if instruction is not None and instruction.verb is Verb.RUN and graph.ops[instruction.target].algorithms:
+        op = graph.ops[instruction.target]
+        found.append((f"  of it for the fastest {op.name}", op.workspace_of(instruction.algorithm)))
+    return [(what, nbytes) for what, nbytes in found if nbytes]
 
 
 def _breakdown(plan: Plan, peak: Peak) -> Table:

@@ -18,6 +18,7 @@ from overspill.costs import (
     kernel_image_bytes,
 )
 from overspill.costs.blas_workspace import Lifetime
+from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device, this_cpu
 from overspill.placement.allocators.caching_config import CachingConfig
@@ -66,11 +67,14 @@ def held_bytes(device: torch.device) -> int:
     return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
 
 
-def elsewhere(device: Device) -> Device:
-    """A device as a job would meet it on its own machine: of a GPU budgets are its card's, and kernels join its context."""
+def elsewhere(device: Device, software: Software | None = None) -> Device:
+    """A device as a job would meet it on its own machine: of a GPU budgets are its card's, and kernels join its context.
+
+    There it runs with `software`; None: that which is here.
+    """
     if device.kind != "cuda" or device.index is not None:
         return device
-    software = _software()
+    software = software or software_named()
     context = context_bytes(device, software.cuda_version) + _to_come(software, device)
     return replace(device, index=ELSEWHERE, context_bytes=context.central, context_low_bytes=0, context_high_bytes=0)
 
@@ -80,12 +84,15 @@ def card_bytes(device: Device) -> int:
     if device.index == ELSEWHERE:
         return device.memory_bytes
     where = torch.device("cuda", device.index)
-    return usable_bytes(where) - _to_come(_software(), device).central + device.context_bytes
+    return usable_bytes(where) - _to_come(software_named(), device).central + device.context_bytes
 
 
-def card_of(device: Device, solver: str | None = None) -> Card:
-    """The GPU `device` as a job meets it, with planned addresses by `solver` if it is given. Raises UnsupportedError where nobody knows what PyTorch's allocator takes."""
-    software = _software()
+def card_of(device: Device, solver: str | None = None, software: Software | None = None) -> Card:
+    """The GPU `device` as a job meets it, with planned addresses by `solver` if it is given, and `software` (None: that here).
+
+    Raises UnsupportedError where nobody knows what PyTorch's allocator takes.
+    """
+    software = software or software_named()
     capability, environment, release = device.compute_capability, software.environment, software.torch_version
     blas = cublas_workspace_bytes(capability, environment, release)
     lt = cublaslt_workspace_bytes(capability, environment, release)
@@ -117,7 +124,7 @@ def _context_bytes(index: int, known: Device) -> int:
     Measured once, when the first plan is made: later some of these kernels are in it.
     """
     if index not in _CONTEXTS:
-        software = _software()
+        software = software_named()
         where = torch.device("cuda", index)
         free, total = accelerator.memory_info(where)
         beside = total - free - held_bytes(where)
@@ -130,7 +137,3 @@ def _context_bytes(index: int, known: Device) -> int:
 def _to_come(software: Software, device: Device) -> Interval:
     """The kernels that a job loads while it runs, cuDNN's among them."""
     return kernel_image_bytes(device, software.cuda_version, cudnn=True)
-
-
-def _software() -> Software:
-    return Software(torch.__version__, torch.version.cuda or Software.cuda_version)

@@ -18,6 +18,7 @@ from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
+from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
@@ -50,7 +51,8 @@ class Options:
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
     plan has to stay, or is one of LIVE_PLACEMENTS; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
-    backward are parted; None: the best of several. `limit` is the budget, parsed.
+    backward are parted; None: the best of several. `software` is that of a GPU that is not here. `limit` is the budget,
+    parsed.
     """
 
     budget: str | float | Budget | None = None
@@ -66,6 +68,7 @@ class Options:
     checksum: bool = False
     on_unplanned: str = "error"
     partition: float | None = None
+    software: Software | None = None
     limit: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +152,7 @@ def _knows_card(options: Options, device: Device) -> bool:
 
 def card_for(options: Options, device: Device) -> Card:
     """The card that plans are for. Raises UnsupportedError."""
-    return card_of(device, options.placer)
+    return card_of(device, options.placer, options.software)
 
 
 def within_budget(

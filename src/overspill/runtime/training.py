@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.compiled.elsewhere import captured_for
 from overspill.capture.compiled.trace import trace
 from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph, Phase
@@ -34,6 +35,7 @@ from .live.pools import check_live, live_steps
 from .live.steps import PoolReport
 from .options import Options, budget_for, device_for, plan_graph
 from .step.train_step import GradientOptions, TrainStep
+from .step.updates import as_on
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
 
@@ -137,7 +139,7 @@ def preview(training: Training, options: Options) -> Plan:
         with nothing_compiled():
             return TrainStep(step.model, step.loss, optimizer, options, training.gradients).preview(*batch)
     where = torch.device("cpu")
-    device = elsewhere(device_for(options, where))
+    device = elsewhere(device_for(options, where), options.software)
     graph = graph_on(training, device, options.reserve)
     return plan_graph(options, graph, device, budget_for(options, graph, device, where))
 
@@ -147,7 +149,8 @@ def graph_on(training: Training, device: Device, reserve: str | float | None = N
 
     `reserve` is that of the Options.
     """
-    graph = _captured(training, reserve)
+    with captured_for(device):
+        graph = _captured(training, reserve, device.kind)
     return with_algorithms(graph, device) if device.kind == "cuda" else graph
 
 
@@ -159,10 +162,13 @@ def step_graph(training: Training) -> Graph:
     return _captured(training)
 
 
-def _captured(training: Training, reserve: str | float | None = None) -> Graph:
+def _captured(training: Training, reserve: str | float | None = None, kind: str = "cpu") -> Graph:
+    """The Graph of a step, captured on the CPU, whose update is as on a device of `kind`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         step, (batch, *_) = _prepare(training, "cpu")
         optimizer = optimizer_named(training.optimizer)(step.parameters())
+        for group in optimizer.param_groups:
+            group.update(as_on(torch.device(kind), group))
         if not training.whole_step:
             return trace(
                 step,

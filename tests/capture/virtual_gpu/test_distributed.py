@@ -484,3 +484,30 @@ def test_the_peak_is_that_of_torchs_own_tracker(reshard):
         found = record(program).peak_requested_bytes
     # The tracker counts Adam's step counters, 4 bytes a parameter, which are on the host.
     assert expected - steps_bytes <= found <= expected
+
+
+def test_what_lists_of_shards_become_is_asked_once_for_equal_ones(monkeypatch):
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    asked = []
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def counted(self, schema):
+        asked.append(max((len(value) for value in schema.args_schema if isinstance(value, (list, tuple))), default=0))
+        return shapes(self, schema)
+
+    monkeypatch.setattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", counted)
+
+    def program(recorder):
+        init_process_group("nccl", rank=0, world_size=GPUS)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            recorder.start_iteration()
+            model(torch.randn(4, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+
+    state = [a for a in record(program).allocations if a.kind is TensorKind.OPTIMIZER_STATE]
+    assert sum(a.nbytes for a in state) >= 2 * LAYERS * LINEAR_BYTES // GPUS
+    assert 0 < max(asked) <= 2, "weights and biases, however many layers"

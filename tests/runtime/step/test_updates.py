@@ -42,6 +42,8 @@ def test_an_optimizer_is_tried_on_the_path_that_cuda_takes() -> None:
     assert as_on(torch.device("cuda"), group)["foreach"]
     assert not as_on(torch.device("cuda"), {**group, "lr": torch.tensor(0.1)})["foreach"]
     assert not as_on(torch.device("cuda"), {**group, "fused": True})["foreach"]
+    factored = torch.optim.Adafactor([nn.Parameter(torch.zeros(1))]).param_groups[0]
+    assert not as_on(torch.device("cuda"), factored)["foreach"]
 
 
 def test_a_default_device_is_not_that_of_the_step() -> None:

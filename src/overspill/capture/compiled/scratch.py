@@ -8,6 +8,7 @@ On CUDA kernels and libraries take more while they run: what `capture/fake_cuda`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.fake_cuda.retarget import SCRATCH
-from overspill.costs.scratch import Software
+from overspill.costs.scratch import Scratch, Software, room_bytes
 from overspill.costs.scratch import scratch_bytes as library_bytes
+
+from .elsewhere import CAPABILITY
 
 aten = torch.ops.aten
 
@@ -38,7 +41,9 @@ def scratch_bytes(node: fx.Node) -> int:
     where = _device_of(node)
     if where.type == "cuda":
         major, minor = torch.cuda.get_device_capability(where)
-        return cuda_scratch_bytes(node, f"{major}.{minor}")
+        return _most(node, f"{major}.{minor}", room_bytes)
+    if capability := CAPABILITY.get():
+        return cuda_scratch_bytes(node, capability)
     if not reduces_in_place(node):
         return 0
     shapes = (n.meta["val"].shape for n in node.all_input_nodes[:2])
@@ -46,16 +51,17 @@ def scratch_bytes(node: fx.Node) -> int:
 
 
 def cuda_scratch_bytes(node: fx.Node, capability: str) -> int:
-    """The most bytes that `node` takes at once while it runs on a GPU of this compute capability, besides its results.
+    """The most bytes that `node` likely takes at once while it runs on a GPU of this compute capability, besides its results."""
+    return _most(node, capability, lambda *request: library_bytes(*request).central)
 
-    Of a convolution that is the likely workspace of the engine that cuDNN chooses, so that it need not choose another.
-    """
+
+def _most(node: fx.Node, capability: str, taken: Callable[[Scratch, str, Software], int]) -> int:
     if (wanted := SCRATCH.get(node.target)) is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     software = Software(torch.__version__)
     scratch = (request for _, request in wanted(args, kwargs, node.meta["val"]))
-    return max((library_bytes(request, capability, software).central for request in scratch), default=0)
+    return max((taken(request, capability, software) for request in scratch), default=0)
 
 
 def _device_of(node: fx.Node) -> torch.device:

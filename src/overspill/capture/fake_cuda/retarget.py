@@ -15,7 +15,7 @@ Each row names its source; `tests/capture/test_retarget*.py` have a test a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from . import attention, recurrent, workspaces
 from .attention import CAPABILITY, Wanted
@@ -153,17 +154,25 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 }
 
 
+GRAPHED = (aten.dropout.default, aten.scaled_dot_product_attention.default)
+"""Of COMPOSITES, those that a compiler's trace is retargeted by: what CUDA makes of the others is not traceable, or no less."""
+
+
 @contextmanager
-def retargeted(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, composite ops on fake CPU tensors compose as they do on a GPU of this compute capability."""
+def retargeted(capability: tuple[int, int], ops: Iterable[Any] = tuple(COMPOSITES)) -> Iterator[None]:
+    """Inside, composite `ops` on fake CPU tensors compose as they do on a GPU of this compute capability."""
     token, tried = CAPABILITY.set(capability), workspaces.TRIED.set(set())
     library = torch.library.Library("aten", "IMPL")
+    chosen = tuple(ops)
     try:
-        for op, row in COMPOSITES.items():
-            library.impl(op, _for_fakes(op, row), "AutogradCPU")
+        for op in chosen:
+            library.impl(op, _for_fakes(op, COMPOSITES[op]), "AutogradCPU")
+            op._dispatch_cache.clear()  # tracers dispatch in Python, and remember where an op went
         yield
     finally:
         library._destroy()
+        for op in chosen:
+            op._dispatch_cache.clear()
         CAPABILITY.reset(token)
         workspaces.TRIED.reset(tried)
 
@@ -173,7 +182,7 @@ def _for_fakes(op: Any, row: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(row)
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(first, Tensor) and not isinstance(first, FakeTensor):
+        if isinstance(first, Tensor) and not isinstance(first, (FakeTensor, FunctionalTensor)):
             return composed(op, first, *args, **kwargs)
         return row(first, *args, **kwargs)
 

@@ -221,13 +221,13 @@ def loss_with_logits(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     return _bytes(0, parts * args[0].numel() * args[0].element_size())
 
 
-_LARGE_GPU_THREADS = 132 * 2048
-"""The threads that a large GPU has at once; a smaller one splits fewer sums."""
+_FEW_VALUES = 256
+"""As many values or more a thread, and a sum is shared by blocks: `max_values_per_thread`."""
 
 
 def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     """aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`: what blocks have for one another that
-    share a sum, and a count of them. Of a matrix's columns that is more than the matrix.
+    share a sum, and a count of them. Of a matrix's columns that can be more than the matrix.
     """
     x, count = args[0], max(result.numel(), 1)
     if x.numel() <= count:
@@ -248,17 +248,15 @@ def reduction(args: Any, kwargs: Any, result: Tensor) -> Wanted:
     across, down = min(across, most // down_now), down_now
     step = across if along else 1
     a_thread = -(-inputs // step)
-    if a_thread < down * 16 and a_thread < 256:
+    if a_thread < min(down * 16, _FEW_VALUES):
         return []
     a_thread = -(-inputs // (step * down))
+    if a_thread < _FEW_VALUES:
+        return []
     grid = -(-(count // wide) // (1 if along else across))
-    room = _LARGE_GPU_THREADS // (across * down)
-    if a_thread < 256 or grid > room:
-        return []
-    blocks = max(min(-(-room // grid), -(-a_thread // 16)), -(-a_thread // 256))
-    if blocks == 1:
-        return []
-    return [*_bytes(0, item * count * blocks * (1 if along else across * wide)), *_bytes(0, 4 * grid)]
+    a_block = item * count * (1 if along else across * wide)
+    sizes = (a_block, across * down, grid, a_thread)  # over how many blocks it is spread depends on the GPU
+    return [(0, Scratch("sum_parts", sizes, "")), (0, Scratch("sum_counts", sizes, ""))]
 
 
 def _strides(x: Tensor, dims: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

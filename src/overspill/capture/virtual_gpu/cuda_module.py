@@ -135,7 +135,12 @@ class CudaFunctions:
             "seed_all", "set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction", "ipc_collect",
         )  # fmt: skip
         answers |= dict.fromkeys(ignored, nothing)
-        found = [(torch.cuda, name, answer) for name, answer in answers.items() if hasattr(torch.cuda, name)]
+        found = [
+            (module, name, answer)
+            for module in (torch.cuda, torch.cuda.random)
+            for name, answer in answers.items()
+            if hasattr(module, name)
+        ]
         accelerator = answers | {
             "current_accelerator": constant(torch.device("cuda")),
             "current_device_index": constant(0),

@@ -52,11 +52,16 @@ def no_network() -> Iterator[None]:
             dist.destroy_process_group()
         if not others:
             sys.excepthook = hook  # init_process_group wraps it, destroy_process_group leaves it wrapped
-            _forget_meshes()
+            if "torch.distributed.tensor" in sys.modules:
+                _forget_meshes()
 
 
-def replacements(recorder: Recorder, mode: FastFakeMode) -> Patches:
-    """(owner, name, replacement) for all that data parallel training calls."""
+def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patches], None]) -> Patches:
+    """(owner, name, replacement) for all that data parallel training calls.
+
+    What shards need besides is handed to `replace` with the first process group: torch takes a second to import it, which
+    a program of one GPU does not wait for.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
@@ -67,21 +72,20 @@ def replacements(recorder: Recorder, mode: FastFakeMode) -> Patches:
     storages: Patches = [(torch.UntypedStorage, "resize_", resized)]
     if not dist.is_available():
         return storages
-    return [
-        *storages,
-        *_process_groups(),
-        *_ddp(recorder),
-        *_sync_batch_norm(),
-        *_dtensor(mode),
-        *_fsdp(recorder, mode),
-    ]
+    waiting = [lambda: [*_dtensor(mode), *_fsdp(recorder, mode)]]
+
+    def with_group() -> None:
+        while waiting:
+            replace(waiting.pop()())
+
+    return [*storages, *_process_groups(with_group), *_ddp(recorder), *_sync_batch_norm()]
 
 
 # --- Process groups ---------------------------------------------------------------------------------------------------
 
 
-def _process_groups() -> Patches:
-    """torch.distributed's inner functions, since programs import the outer ones by name."""
+def _process_groups(on_group: Callable[[], None]) -> Patches:
+    """torch.distributed's inner functions, since programs import the outer ones by name; `on_group` comes before a group."""
     from torch.distributed import device_mesh, distributed_c10d  # noqa: PLC0415 - only where torch has them
     from torch.nn.parallel import distributed as ddp  # noqa: PLC0415
 
@@ -105,6 +109,7 @@ def _process_groups() -> Patches:
     def fake_group(size: int, rank: int, ranks: list[int], _backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415 - its import registers "fake"
 
+        on_group()
         kwargs = {**kwargs, "backend_options": None, "device_id": None}
         return make(size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
 
@@ -249,7 +254,37 @@ def _dtensor(mode: FastFakeMode) -> Patches:
         (DTensor, "device", property(device)),
         (DTensor, "is_cuda", property(lambda tensor: tensor._local_tensor.is_cuda)),
         (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen),
+        (ShardingPropagator, "propagate_op_sharding_non_cached", _each_once(ShardingPropagator)),
     ]
+
+
+def _each_once(propagator: Any) -> Callable[..., Any]:
+    """How an op on lists shards them, asked for each distinct element once: optimizers have lists of all parameters.
+
+    torch asks for every element and looks through the whole list for each, which is quadratic in the layers of a model.
+    """
+    propagate = propagator.propagate_op_sharding_non_cached
+
+    def propagate_once(self: Any, schema: Any) -> Any:
+        lists = [value for value in schema.args_schema if isinstance(value, (list, tuple)) and value]
+        elementwise = schema.op.name().startswith("aten::_foreach_") and "norm" not in schema.op.name()
+        if not elementwise or not lists or len({len(value) for value in lists}) > 1:
+            return propagate(self, schema)
+        rows = list(zip(*lists, strict=True))
+        distinct = {row: position for position, row in enumerate(dict.fromkeys(rows))}
+        if len(distinct) == len(rows):
+            return propagate(self, schema)
+        columns = iter([type(value)(column) for value, column in zip(lists, zip(*distinct, strict=True), strict=True)])
+        few = [next(columns) if isinstance(value, (list, tuple)) and value else value for value in schema.args_schema]
+        found = propagate(self, type(schema)(schema.op, tuple(few), schema.kwargs_schema, schema.schema_info))
+        if found.needs_redistribute or not isinstance(found.output_spec, (list, tuple, type(None))):
+            return propagate(self, schema)
+        if found.output_spec is not None:
+            found.output_spec = type(found.output_spec)([found.output_spec[distinct[row]] for row in rows])
+        found.redistribute_schema = None
+        return found
+
+    return propagate_once
 
 
 def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:

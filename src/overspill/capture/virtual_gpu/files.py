@@ -1,4 +1,7 @@
-"""Checkpoints of a program on the virtual GPU: real values are read and written, unknown ones are not."""
+"""Checkpoints of a program on the virtual GPU: real values are read and written, unknown ones only where nothing stays.
+
+There a tensor becomes one value in as many places as it has elements, which a file holds once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import io
 import os
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,11 +20,48 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .patching import Patches
+from .values.invented import value_of
 
 
-def file_patches() -> Patches:
-    """(owner, name, replacement) of what reads and writes files of tensors."""
-    return [(torch, "save", _save(torch.save)), (torch, "load", _load(torch.load))]
+def file_patches(*, saves: bool) -> Patches:
+    """(owner, name, replacement) of what reads and writes files of tensors; `saves`: also of those without values."""
+    save = _save_shapes(torch.save) if saves else _save(torch.save)
+    return [(torch, "save", save), (torch, "load", _load(torch.load))]
+
+
+class _ShapesPickler(pickle.Pickler):
+    """Writes real tensors as they are, and fake ones with one value."""
+
+    def reducer_override(self, found: Any) -> Any:
+        """How a fake tensor is made again; of all else pickle knows."""
+        if not isinstance(found, FakeTensor):
+            return NotImplemented
+        with torch._C._DisableTorchDispatch():
+            made = torch.full((), value_of(found), dtype=found.dtype, device="cpu").expand(found.shape)
+        if isinstance(found, nn.Parameter):  # whose class makes fake ones here
+            return torch._utils._rebuild_parameter, (made, found.requires_grad, OrderedDict())
+        return made.__reduce_ex__(2)
+
+
+class _ShapesPickle(ModuleType):
+    """The module `pickle` with another Pickler."""
+
+    Pickler = _ShapesPickler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pickle, name)
+
+
+def _save_shapes(save: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.save` that writes shapes where there are no values."""
+    pickling = _ShapesPickle("pickle")
+
+    def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if _holds_fakes(obj):
+            args, kwargs = (), {**kwargs, "pickle_module": pickling}
+        save(obj, f, *args, **kwargs)
+
+    return write
 
 
 class _FoundFake(Exception):

@@ -27,13 +27,16 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 
 from . import distributed
-from .assumptions import finite, initial_scale
+from .compiler import no_compiler
 from .cuda_module import CudaFunctions
 from .files import file_patches
 from .patching import Patches, patched
 from .tensor_methods import TensorMethods
 from .torch_patches import factories, torch_patches
-from .unknown import UnknownNumber
+from .values.assumptions import finite, initial_scale
+from .values.invented import Invented, inventing
+from .values.methods import value_patches
+from .values.unknown import UnknownNumber
 
 # torch.optim deletes the names of its own modules.
 optimizer_hooks, lbfgs = sys.modules["torch.optim.optimizer"], sys.modules["torch.optim.lbfgs"]
@@ -44,13 +47,20 @@ class VirtualGpu:
     """A context in which `cuda` exists and is written down.
 
     The host works for real (it reads files, shuffles and counts), except that parameters are always fake, and
-    everything inside `recorder.fabricating()`. `capability` is the GPU's. What is replaced of torch is replaced for the
-    whole process, so there is one at a time; its program runs in one thread, and others keep to the host meanwhile.
+    everything inside `recorder.fabricating()`. `capability` is the GPU's. With `invented`, a program that asks for values
+    gets invented ones; without, it ends with an error where it decides by them. With `saves`, `torch.save` writes files
+    of tensors without values too. What is replaced of torch is replaced for the whole process, so there is one at a
+    time; its program runs in one thread, and others keep to the host meanwhile.
     """
 
-    def __init__(self, *, capability: tuple[int, int] = (8, 0), memory_bytes: int = 1 << 40) -> None:
-        self.recorder = Recorder()
-        self._mode: FastFakeMode = FastFakeMode(finite(self.recorder.observe, lambda: self._mode))
+    def __init__(
+        self, *, capability: tuple[int, int] = (8, 0), memory_bytes: int = 1 << 40, invented: Invented | None = None,
+        saves: bool = False,
+    ) -> None:  # fmt: skip
+        self.recorder, self._invented, self._saves = Recorder(), invented, saves
+        observe = self.recorder.observe if invented is None else inventing(self.recorder.observe, self._fakes, invented)
+        with no_compiler():
+            self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes))
         self._capability = capability
         self._cuda = CudaFunctions(self.recorder, capability, memory_bytes)
         self._stack = ExitStack()
@@ -60,14 +70,17 @@ class VirtualGpu:
             raise RequestError("a recording is under way in this process; torch is replaced for one at a time")
         with ExitStack() as stack:
             stack.callback(_ONE_AT_A_TIME.release)
+            stack.enter_context(no_compiler())
             stack.enter_context(_collecting_only_what_is_new())
             stack.enter_context(retargeted(self._capability))
             stack.enter_context(factories())
             stack.enter_context(patched(TensorMethods(self.recorder, self._mode).replacements()))
             stack.enter_context(patched(torch_patches(self.recorder)))
-            stack.enter_context(patched([*file_patches(), *_scalers()]))
+            stack.enter_context(
+                patched([*file_patches(saves=self._saves), *value_patches(self._invented), *_scalers(self._invented)])
+            )
             stack.enter_context(patched(self._cuda.replacements()))
-            stack.enter_context(patched(distributed.replacements(self.recorder, self._mode)))
+            stack.enter_context(patched(distributed.replacements(self.recorder, self._mode, self._replace)))
             stack.enter_context(distributed.answered_ops())
             stack.enter_context(cuda_autocast())
             stack.enter_context(_hooks(self.recorder))
@@ -80,13 +93,20 @@ class VirtualGpu:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
+    def _fakes(self) -> FastFakeMode:
+        return self._mode
 
-def _scalers() -> Patches:
+    def _replace(self, patches: Patches) -> None:
+        """Replace more, which the program has come to need, until the end."""
+        self._stack.enter_context(patched(patches))
+
+
+def _scalers(invented: Invented | None) -> Patches:
     """What asks for the values of gradients and losses."""
     return [
         (torch.amp.GradScaler, "_maybe_opt_step", _step),
         (torch.amp.GradScaler, "get_scale", initial_scale),
-        (lbfgs, "float", lambda _: UnknownNumber()),
+        (lbfgs, "float", lambda _: UnknownNumber(invented=invented)),
     ]
 
 

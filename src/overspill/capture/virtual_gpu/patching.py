@@ -7,19 +7,41 @@ from contextlib import contextmanager
 from typing import Any
 
 Patches = list[tuple[Any, str, Any]]
+_in_force: list[Patches] = []  # the originals of what is replaced now, outermost first
 
 
 @contextmanager
 def patched(replacements: Patches) -> Iterator[None]:
     """The attributes (owner, name, replacement) are replaced inside and put back after, also the missing ones."""
     saved = [(owner, name, owner.__dict__.get(name, patched)) for owner, name, _ in replacements]
+    _in_force.append(saved)
     try:
         for owner, name, replacement in replacements:
             setattr(owner, name, replacement)
         yield
     finally:
-        for owner, name, original in reversed(saved):
-            if original is patched:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        del _in_force[next(index for index, other in enumerate(_in_force) if other is saved)]
+        _put_back(saved)
+
+
+@contextmanager
+def originals() -> Iterator[None]:
+    """Inside, nothing is replaced."""
+    replacements = [
+        [(owner, name, owner.__dict__.get(name, patched)) for owner, name, _ in saved] for saved in _in_force
+    ]
+    for saved in reversed(_in_force):
+        _put_back(saved)
+    try:
+        yield
+    finally:
+        for again in replacements:
+            _put_back(again[::-1])
+
+
+def _put_back(saved: Patches) -> None:
+    for owner, name, original in reversed(saved):
+        if original is not patched:
+            setattr(owner, name, original)
+        elif name in owner.__dict__:
+            delattr(owner, name)

@@ -16,7 +16,7 @@ from overspill.capture.recording.recording import Recording
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 
 from .gpu import VirtualGpu
-from .unknown import user_line
+from .values.frames import user_line
 
 
 def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0)) -> Recording:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Self
 
 import torch
 import torch.multiprocessing
 import torch.utils.data
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from .patching import patched
+from .patching import Patches, patched
 
 _IN_PROCESS: dict[str, Any] = {
     "num_workers": 0,
@@ -45,6 +48,7 @@ def script_patches() -> AbstractContextManager[None]:
             (torch.cuda, "nvtx", _NoProfiler()),
             (torch.cuda, "profiler", _NoProfiler()),
             (torch.cuda, "cudart", _NoProfiler),
+            *_files_of_bytes(),
         ]
     )
 
@@ -110,6 +114,38 @@ class _NoProfiler:
 
     def __str__(self) -> str:
         return ""
+
+
+# --- Files of bytes ---------------------------------------------------------------------------------------------------
+
+
+def _files_of_bytes() -> Patches:
+    """safetensors, which compares storages by address and writes their bytes: those of fake tensors are not written."""
+    pointer = torch.UntypedStorage.data_ptr
+
+    def address(storage: torch.UntypedStorage) -> int:
+        try:
+            return pointer(storage)
+        except RuntimeError:  # a fake tensor's, which is known by its own object
+            return storage._cdata
+
+    patches: Patches = [
+        (torch.UntypedStorage, "data_ptr", address),
+        (FakeTensor, "data_ptr", lambda tensor: address(tensor.untyped_storage()) + tensor.storage_offset()),
+    ]
+    if find_spec("safetensors") is not None:
+        module: Any = import_module("safetensors.torch")
+        patches.append((module, "save_file", _with_values(module.save_file)))
+    return patches
+
+
+def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
+    """`safetensors.torch.save_file` of the real tensors; where all are fake the file is empty."""
+
+    def write(tensors: dict[str, torch.Tensor], filename: Any, *args: Any, **kwargs: Any) -> None:
+        save({k: v for k, v in tensors.items() if not isinstance(v, FakeTensor)}, filename, *args, **kwargs)
+
+    return write
 
 
 # --- Processes --------------------------------------------------------------------------------------------------------

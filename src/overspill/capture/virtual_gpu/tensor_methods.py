@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.capture.fake_cuda.fake import FastFakeMode
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import UnsupportedError
 
-from .assumptions import goes_on
 from .patching import Patches
 from .torch_patches import GPU, UninitializedTensorMixin, fake_class
-from .unknown import UnknownNumber, data_dependent, user_line
+from .values.frames import user_line
 
 CPU = torch.device("cpu")
 
@@ -56,15 +54,6 @@ class TensorMethods:
             (Tensor, "is_pinned", lambda _tensor, *_: False),
             (Tensor, "get_device", lambda tensor: 0 if recorder.on_device(tensor) else -1),
             (Tensor, "record_stream", lambda _tensor, _stream: None),
-            (Tensor, "__format__", _written(Tensor.__format__)),
-            (Tensor, "item", _item(Tensor.item)),
-            (Tensor, "tolist", _known(Tensor.tolist)),
-            (FakeTensor, "tolist", _known(Tensor.tolist)),
-            (Tensor, "numpy", _known(Tensor.numpy)),
-            (Tensor, "__bool__", _decided(Tensor.__bool__)),
-            (Tensor, "__int__", _decided(Tensor.__int__)),
-            (Tensor, "__index__", _decided(Tensor.__index__)),
-            (Tensor, "__float__", _as_float(Tensor.__float__)),
             (nn.Parameter, "__new__", staticmethod(self._parameter)),
         ]
 
@@ -146,69 +135,3 @@ def _parse_to(
         kwargs["device"] = torch.device("cuda", kwargs["device"])
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, memory_format, copy
-
-
-# --- Values -----------------------------------------------------------------------------------------------------------
-
-
-def _unknown(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.constant is None
-
-
-def _written(original: Callable[..., str]) -> Callable[..., str]:
-    """`Tensor.__format__`, which writes the value of a scalar."""
-
-    def write(tensor: Tensor, spec: str) -> str:
-        return "unknown" if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else original(tensor, spec)
-
-    return write
-
-
-def _item(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.item`, of which a program may make what it likes but a decision."""
-
-    def item(tensor: Tensor) -> Any:
-        if _unknown(tensor):
-            if tensor.numel() != 1 or tensor.dtype.is_complex:
-                raise data_dependent()
-            return UnknownNumber()
-        return original(tensor)
-
-    return item
-
-
-def _known(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What gives out many values at once: all of them are known, or it is an error."""
-
-    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _unknown(tensor):
-            raise data_dependent()
-        return original(tensor, *args, **kwargs)
-
-    return read
-
-
-def _decided(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What Python asks of a tensor in order to decide, to count or to index."""
-
-    def decide(tensor: Tensor, *args: Any) -> Any:
-        try:
-            return original(tensor, *args)
-        except DataDependentOutputException:
-            if original.__name__ == "__bool__" and (answer := goes_on(sys._getframe(1))) is not None:
-                return answer
-            raise data_dependent() from None
-
-    return decide
-
-
-def _as_float(original: Callable[..., float]) -> Callable[..., float]:
-    """`Tensor.__float__`; Python takes no other kind of float from it, so what is unknown becomes 1."""
-
-    def to_float(tensor: Tensor) -> float:
-        try:
-            return original(tensor)
-        except DataDependentOutputException:
-            return 1.0
-
-    return to_float

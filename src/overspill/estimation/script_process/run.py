@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,9 @@ from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.iterations import Enough, Iterations
 from overspill.capture.virtual_gpu.patching import patched
 from overspill.capture.virtual_gpu.record import unsupported
+from overspill.capture.virtual_gpu.repeats import Repeats
 from overspill.capture.virtual_gpu.script_patches import script_patches
+from overspill.capture.virtual_gpu.values.invented import WHOLE, Invented, Place
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError, is_out_of_memory
 from overspill.core.units import format_bytes
 from overspill.estimation.script import ScriptRun
@@ -44,6 +46,7 @@ _MISSING = ("not compiled with CUDA", "no CUDA-capable device", "has no attribut
 
 TIME_IS_UP = signal.SIGXCPU
 """What a script's process is sent when its time is over."""
+_MOST_LINES = 6  # of the script that a note names
 _TO_WIND_UP = 5.0  # seconds that a script has for its `finally` once it has shown enough
 
 
@@ -56,9 +59,14 @@ def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
     try:
         program = _program(request.script, request.arguments)
         answer.way = confine(scratch, request.ways) if request.ways else ""
-        gpu = VirtualGpu(capability=request.capability, memory_bytes=request.memory_bytes)
-        answer.watch(progress := Iterations(gpu.recorder, request.iterations, answer.is_complete))
-        with gpu, script_patches(), progress.watching(), patched([(os, "_exit", answer.on_exit)]):
+        invented = Invented()
+        gpu = VirtualGpu(
+            capability=request.capability, memory_bytes=request.memory_bytes, invented=invented,
+            saves=answer.way == "overlay",
+        )  # fmt: skip
+        progress = Iterations(gpu.recorder, request.iterations, answer.is_complete)
+        answer.watch(progress, repeats := Repeats(gpu.recorder), invented)
+        with gpu, script_patches(), progress.watching(), repeats.cutting(), patched([(os, "_exit", answer.on_exit)]):
             _run(program, answer)
             if answer.is_mine:
                 answer.script_ended()
@@ -80,6 +88,7 @@ class _Answer:
         self._given = False
         self._ended_by = "the script ended"
         self._progress: Iterations | None = None
+        self._more_notes: Callable[[], Iterator[str]] = lambda: iter(())
 
     @property
     def is_mine(self) -> bool:
@@ -99,9 +108,10 @@ class _Answer:
                 stream.flush()
         self._exit(code)
 
-    def watch(self, progress: Iterations) -> None:
-        """Answer for `progress` from here on, also when the time is over."""
+    def watch(self, progress: Iterations, repeats: Repeats, invented: Invented) -> None:
+        """Answer for `progress` from here on, also when the time is over; what was left out or invented is noted."""
         self._progress = progress
+        self._more_notes = lambda: _more_notes(repeats, invented)
         signal.signal(TIME_IS_UP, self._time_is_over)
 
     def is_complete(self) -> None:
@@ -113,7 +123,7 @@ class _Answer:
         if self._given:
             self.leave(0)
         assert progress.recording is not None
-        notes = tuple(_notes(progress, self._request, self._ended_by))
+        notes = (*_notes(progress, self._request, self._ended_by), *self._more_notes())
         found = ScriptRun(
             self._request.script, progress.recording, progress.iterations, progress.trains, progress.steps,
             progress.calls, tuple(progress.optimizers), progress.finished, notes,
@@ -260,6 +270,28 @@ def _notes(progress: Iterations, request: Request, ended_by: str) -> Iterator[st
             "torch.backends.cudnn.benchmark is on: while cuDNN tries engines, in the first iteration, it takes the "
             "largest workspace that fits into free memory, which stays reserved and is not in the estimate"
         )
+
+
+def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
+    """What of the script was not run, and which values it was given that nobody computed."""
+    if repeats.skipped:
+        yield f"evaluation that repeated itself was cut short: {repeats.skipped} calls of models were not run again"
+    for (place, op), _ in zip(invented.shapes, range(_MOST_LINES), strict=False):
+        yield f"{_lines([place])} runs {op}, whose shape depends on values: the largest that it can be was taken"
+    if invented.sizes:
+        yield (
+            f"{_lines(invented.sizes)} counted or indexed by an invented {WHOLE}: if memory depends on it, the estimate "
+            "may be too low"
+        )
+    if invented.lines:
+        yield f"values were invented where the script decided by them or took them out: {_lines(invented.lines)}"
+
+
+def _lines(places: Iterable[Place]) -> str:
+    """The lines as `file:line`, the first few of them."""
+    shown = [f"{_shown(file)}:{line}" for file, line in places]
+    more = len(shown) - _MOST_LINES
+    return ", ".join(shown[:_MOST_LINES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _never(name: str, progress: Iterations) -> RequestError:

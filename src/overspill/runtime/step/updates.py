@@ -259,7 +259,8 @@ def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
     So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch 2.11 to 2.13).
     """
     unasked = "foreach" in group and group["foreach"] is None and not group.get("fused")
-    plain = not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
+    asks = "beta2_decay" not in group  # Adafactor does not: for it None is no
+    plain = asks and not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
     return {**group, "foreach": True} if device.type == "cuda" and unasked and plain else group
 
 

@@ -53,7 +53,7 @@ def _make_constant(tensor: FakeTensor, value: float, mode: Any) -> None:
     mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
 
-def _known(value: Any) -> bool | None:
+def known(value: Any) -> bool | None:
     """The truth value that all elements of `value` have, if that is known."""
     return getattr(value, _ANSWER, None) if isinstance(value, torch.Tensor) else None
 
@@ -75,27 +75,27 @@ def _unequal(args: Any) -> bool | None:
 
 
 def _same(args: Any) -> bool | None:
-    return _known(args[0])
+    return known(args[0])
 
 
 def _opposite(args: Any) -> bool | None:
-    known = _known(args[0])
-    return None if known is None else not known
+    answer = known(args[0])
+    return None if answer is None else not answer
 
 
 def _both(args: Any) -> bool | None:
-    known = [_known(args[0]), _known(args[1])]
-    return False if False in known else True if known == [True, True] else None
+    answers = [known(args[0]), known(args[1])]
+    return False if False in answers else True if answers == [True, True] else None
 
 
 def _either(args: Any) -> bool | None:
-    known = [_known(args[0]), _known(args[1])]
-    return True if True in known else False if known == [False, False] else None
+    answers = [known(args[0]), known(args[1])]
+    return True if True in answers else False if answers == [False, False] else None
 
 
 def _count(args: Any) -> int | None:
-    known = _known(args[0])
-    return None if known is None else known * args[0].numel()
+    answer = known(args[0])
+    return None if answer is None else answer * args[0].numel()
 
 
 _RULES: dict[Any, Callable[[Any], int | None]] = {

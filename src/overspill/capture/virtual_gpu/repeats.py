@@ -1,0 +1,172 @@
+"""Evaluation that does the same again and again is cut short, since memory has seen it all.
+
+A script may evaluate its model a hundred times before its first step. A call without gradients that finds the model, its
+inputs and the bytes on the device as some calls before it did has their peak too, so its outputs are made and nothing is
+run. A loop over a data loader in which nothing but such calls happen ends early.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils.data
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from overspill.capture.recording.recorder import Recorder
+from overspill.core import Phase
+
+from .patching import patched
+
+_REPEATS = 4  # calls that are run before one is not: the allocator's cache is as it will be after two
+_BATCHES = 8  # calls in a row that were not run, after which a data loader has no more
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of an output: where it lies in which of the output's storages."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What a call returned: its tensors and other values, and the bytes of the storages that the tensors are on."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    nbytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, returned: Any) -> _Outputs | None:
+        """What was `returned`; None where there is more to it than device tensors and plain values."""
+        found, spec = tree_flatten(returned)
+        storages: dict[int, tuple[int, int]] = {}
+        leaves: list[Any] = []
+        for leaf in found:
+            if not isinstance(leaf, FakeTensor):
+                if not isinstance(leaf, _PLAIN):
+                    return None
+                leaves.append(leaf)
+                continue
+            if leaf.layout is not torch.strided or leaf.constant is not None or leaf.requires_grad or not leaf.is_cuda:
+                return None
+            storage = leaf.untyped_storage()
+            index, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
+            leaves.append(_Output(index, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype))
+        return cls(tuple(leaves), spec, tuple(nbytes for _, nbytes in storages.values()))
+
+    def made(self) -> Any:
+        """The same anew."""
+        storages = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in self.nbytes]
+        leaves = [
+            storages[leaf.storage].view(leaf.dtype).as_strided(leaf.shape, leaf.stride, leaf.offset)
+            if isinstance(leaf, _Output)
+            else leaf
+            for leaf in self.leaves
+        ]
+        return tree_unflatten(leaves, self.spec)
+
+
+class Repeats:
+    """Leaves out what repeats itself, inside `cutting()`; `skipped` counts the calls of models that were not run."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._inside = False
+        self._seen: dict[Any, _Outputs] = {}
+        self._times: Counter[Any] = Counter()
+        self._with_gradients = 0
+        self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self.skipped = 0
+
+    def cutting(self) -> AbstractContextManager[None]:
+        """Inside a VirtualGpu: repetition is cut short."""
+        loader = torch.utils.data.DataLoader
+        return patched([(nn.Module, "__call__", self._call()), (loader, "__iter__", self._iterate(loader.__iter__))])
+
+    def _call(self) -> Callable[..., Any]:
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return original(module, *args, **kwargs)
+            self._inside = True
+            try:
+                if torch.is_grad_enabled():
+                    self._with_gradients += 1
+                    return original(module, *args, **kwargs)
+                return self._without_gradients(original, module, args, kwargs)
+            finally:
+                self._inside = False
+
+        return call
+
+    def _without_gradients(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        key = self._key(module, args, kwargs)
+        if key is None:
+            return original(module, *args, **kwargs)
+        seen = self._seen.get(key)
+        if seen is not None and self._times[key] >= _REPEATS:
+            self.skipped += 1
+            with patched([(module, "forward", lambda *_, **__: seen.made())]):
+                return original(module, *args, **kwargs)
+        before = self._recorder.live_bytes
+        returned = original(module, *args, **kwargs)
+        outputs = _Outputs.of(returned)
+        # Whatever else it left on the device, a cache or a list, it may leave there each time.
+        if outputs is None or self._recorder.live_bytes - before != sum(outputs.nbytes):
+            self._seen.pop(key, None)
+        elif seen == outputs:
+            self._times[key] += 1
+        else:
+            self._seen[key], self._times[key] = outputs, 1
+        return returned
+
+    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What decides on what a call does to memory; None where that is not known."""
+        if self._recorder.phase is not Phase.FORWARD or _is_observed(module):
+            return None
+        leaves, spec = tree_flatten((args, kwargs))
+        given: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                given.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+            elif isinstance(leaf, _PLAIN):
+                given.append((type(leaf), leaf))
+            else:
+                return None
+        modes = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_inference_mode_enabled())
+        number = self._numbers.setdefault(module, len(self._numbers))
+        return number, module.training, self._recorder.live_bytes, modes, tuple(given), spec
+
+    def _iterate(self, iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """`DataLoader.__iter__` that ends when the loop over it only repeats itself."""
+
+        def batches(loader: Any) -> Iterator[Any]:
+            skipped, with_gradients = self.skipped, self._with_gradients
+            for batch in iterate(loader):
+                if self.skipped - skipped >= _BATCHES and self._with_gradients == with_gradients:
+                    return
+                yield batch
+
+        return batches
+
+
+def _is_observed(module: nn.Module) -> bool:
+    """Whether hooks of the script are called inside `module`; one without weights is not worth leaving out either."""
+    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+        return True
+    return next(module.parameters(), None) is None

@@ -1,0 +1,253 @@
+"""Values that a script reads although nobody computed them: one rule says which, and every line that reads is kept.
+
+A number is 0.5, a whole one 1, a truth value false, in tensors as alone; a tensor is compared with a number accordingly,
+and equals another tensor nowhere. A condition that is asserted, or that an error follows, is as it must be for the script
+to go on. Where values decide a shape (`nonzero`, masks, `unique`), it is the largest that it can be.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import small
+from .assumptions import known
+from .frames import noted_frame, user_frame
+
+aten = torch.ops.aten
+FRACTION, WHOLE, TRUTH = 0.5, 1, False
+"""What numbers, whole numbers and truth values are."""
+
+Place = tuple[str, int]
+Observe = Callable[..., Any]
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Invented:
+    """The lines, as (file, number), that read invented values; those of them that count or index by one; and those whose
+    ops have a shape that depends on values, with the op.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[Place, None] = {}
+        self.sizes: dict[Place, None] = {}
+        self.shapes: dict[tuple[Place, str], None] = {}
+
+    def read(self, frame: FrameType | None) -> None:
+        """`frame` has read a value."""
+        if (found := noted_frame(frame)) is not None:
+            self.lines[_place(found)] = None
+
+    def sized(self, frame: FrameType | None) -> None:
+        """`frame` uses a whole number as a size or a position."""
+        if (found := noted_frame(frame)) is not None:
+            self.sizes[_place(found)] = None
+
+    def shaped(self, frame: FrameType | None, op: str) -> None:
+        """`frame` runs `op`, whose result has a shape that depends on values."""
+        if (found := noted_frame(frame)) is not None:
+            self.shapes[_place(found), op] = None
+
+    def decide(self, frame: FrameType | None, answer: Any) -> Any:
+        """`answer` to what `frame` asks, or what it must be told so that no error follows."""
+        self.read(frame)
+        found = user_frame(frame)
+        needed = None if found is None else _needed(found.f_code.co_filename).get(found.f_lineno)
+        return answer if needed is None else needed
+
+    def array(self, tensor: Tensor, frame: FrameType | None) -> Tensor:
+        """A tensor of the host like `tensor`, with invented values, for `frame` to read."""
+        self.read(frame)
+        with torch._C._DisableTorchDispatch():
+            return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
+
+
+def value_of(tensor: Tensor) -> Any:
+    """The value that stands for all elements of `tensor`."""
+    if tensor.dtype is torch.bool:
+        answer = known(tensor)
+        return getattr(tensor, _GUESS, TRUTH) if answer is None else answer
+    return FRACTION if tensor.dtype.is_floating_point or tensor.dtype.is_complex else WHOLE
+
+
+def _place(frame: FrameType) -> Place:
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+# --- Conditions that errors follow ------------------------------------------------------------------------------------
+
+
+@cache
+def _needed(file: str) -> dict[int, bool]:
+    """Lines of `file` with an `assert`, or an `if` before a `raise`: what the condition must be there to go on."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    found: dict[int, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            found |= _conditions(node.test, wanted=True)
+        elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+            found |= _conditions(node.test, wanted=False)
+    return found
+
+
+def _conditions(test: ast.expr, *, wanted: bool) -> Iterator[tuple[int, bool]]:
+    """The lines of the parts of `test`, and what each must be for the whole to be `wanted`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _conditions(test.operand, wanted=not wanted)
+    elif isinstance(test, ast.BoolOp):
+        for part in test.values:
+            yield from _conditions(part, wanted=wanted)
+    else:
+        yield from ((line, wanted) for line in range(test.lineno, (test.end_lineno or test.lineno) + 1))
+
+
+# --- Ops --------------------------------------------------------------------------------------------------------------
+
+
+def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented) -> Observe:
+    """`observe` with an answer where an op's result, or its shape, depends on values that nobody computed."""
+
+    def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        first = args[0] if args else None
+        values = small.computed(func, args, kwargs)
+        if values is not None and not isinstance(values, (Tensor, list, tuple)):
+            return values
+        if func is aten._local_scalar_dense.default and isinstance(first, FakeTensor):
+            invented.read(sys._getframe(1))
+            return value_of(first)
+        if func is aten.equal.default and any(isinstance(tensor, FakeTensor) for tensor in args):
+            return invented.decide(sys._getframe(1), TRUTH)
+        if (composition := _by_positions(func, args)) is not None:
+            return _composed(fake_mode(), composition)
+        largest = _LARGEST.get(func) if isinstance(first, FakeTensor) else None
+        if largest is not None and values is not None:
+            result = observe(func, args, kwargs, lambda *_: _like(first, values))
+        elif largest is not None:
+            invented.shaped(sys._getframe(1), func._schema.name.partition("::")[2].lstrip("_"))
+            return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
+        else:
+            result = observe(func, args, kwargs, compute)
+        if values is not None:
+            small.keep(result, values)
+        else:
+            _guess(func, args, result)
+        return result
+
+    return watched
+
+
+def _like(first: Tensor, values: Any) -> Any:
+    """Fake tensors where `first` is, of the shapes of `values`."""
+    if isinstance(values, Tensor):
+        return first.new_empty(values.shape, dtype=values.dtype)
+    return tuple(_like(first, value) for value in values)
+
+
+def _composed(mode: Any, composition: Callable[[], Any]) -> Any:
+    """What `composition` runs, each of its ops being one of the program."""
+    before, mode.computing = mode.computing, False
+    try:
+        with mode:
+            return composition()
+    finally:
+        mode.computing = before
+
+
+def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
+    """How CUDA takes what masks select (aten/src/ATen/native/TensorAdvancedIndexingUtils.h, `expandTensors`)."""
+    if func is aten.masked_select.default:
+        if not any(isinstance(tensor, FakeTensor) for tensor in args):
+            return None
+        return lambda: aten.index.Tensor(*_expanded(*args))
+    if func is not aten.index.Tensor or not any(index is not None and index.dtype in _MASKS for index in args[1]):
+        return None
+
+    def index() -> Any:
+        positions: list[Tensor | None] = []
+        for given in args[1]:
+            masked = given is not None and given.dtype in _MASKS
+            positions += given.nonzero().unbind(1) if masked else [given]
+        return aten.index.Tensor(args[0], positions)
+
+    return index
+
+
+def _expanded(x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return x.expand(shape), [mask.expand(shape)]
+
+
+def _unique(x: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
+    return x.new_empty(x.numel()), _whole(x, x.shape if inverse else 0), _whole(x, x.numel() if counts else 0)
+
+
+def _unique_rows(
+    x: Tensor, dim: int, _sorted: bool = True, inverse: bool = False, counts: bool = False
+) -> tuple[Tensor, ...]:
+    rows = x.shape[dim]
+    return x.new_empty(x.shape), _whole(x, rows if inverse else 0), _whole(x, rows if counts else 0)
+
+
+def _unique_in_a_row(
+    x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, ...]:
+    return _unique(x, True, inverse, counts) if dim is None else _unique_rows(x, dim, True, inverse, counts)
+
+
+def _whole(x: Tensor, shape: Any) -> Tensor:
+    return x.new_empty(shape, dtype=torch.int64)
+
+
+_LARGEST: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: lambda x: _whole(x, (x.numel(), x.dim())),
+    aten._unique2.default: _unique,
+    aten.unique_dim.default: _unique_rows,
+    aten.unique_consecutive.default: _unique_in_a_row,
+}
+
+# --- Truth values -----------------------------------------------------------------------------------------------------
+
+_GUESS = "_overspill_guess"  # on a fake tensor: the truth value that was invented for all of its elements
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+}
+_HANDED_ON = {
+    aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten._is_any_true.default,
+    aten._is_all_true.default, aten.view.default, aten._unsafe_view.default, aten.detach.default, aten.clone.default,
+    aten._to_copy.default, aten.alias.default, aten.squeeze.default, aten.unsqueeze.default, aten.select.int,
+}  # fmt: skip
+_JOINED: dict[Any, Callable[..., bool]] = {
+    aten.logical_not.default: lambda one: not one,
+    aten.bitwise_not.default: lambda one: not one,
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), lambda one, other: one and other),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), lambda one, other: one or other),
+}
+
+
+def _guess(func: Any, args: Any, result: Any) -> None:
+    """Say of `result`, truth values that an op has made of `args`, what they are by the rule."""
+    if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
+        return
+    answer: bool | None = None
+    if (name := func._schema.name.partition("::")[2]) in _COMPARISONS:
+        compared = isinstance(args[0], Tensor) and isinstance(args[1], (int, float))
+        answer = _COMPARISONS[name](value_of(args[0]), args[1]) if compared else name == "ne"
+    elif func in _HANDED_ON and args[0].dtype is torch.bool:
+        answer = value_of(args[0])
+    elif func in _JOINED and all(isinstance(tensor, Tensor) and tensor.dtype is torch.bool for tensor in args):
+        answer = _JOINED[func](*(value_of(tensor) for tensor in args))
+    if answer is not None:
+        setattr(result, _GUESS, bool(answer))

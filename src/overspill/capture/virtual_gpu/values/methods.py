@@ -1,0 +1,149 @@
+"""What a program gets that reads the values of tensors: of the host, the values; of the virtual GPU, what stands for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+from overspill.capture.virtual_gpu.patching import Patches
+
+from .assumptions import goes_on
+from .frames import caller
+from .invented import FRACTION, WHOLE, Invented, value_of
+from .small import values_of
+from .unknown import UnknownNumber, data_dependent
+
+
+def value_patches(invented: Invented | None) -> Patches:
+    """(owner, name, replacement) of the methods of tensors that read values; what is not known is `invented`, or an error."""
+    reads = [
+        (Tensor, "item", _item),
+        (Tensor, "tolist", _array),
+        (FakeTensor, "tolist", _array),
+        (Tensor, "numpy", _array),
+        (Tensor, "__bool__", _truth),
+        (Tensor, "__int__", _whole),
+        (Tensor, "__index__", _whole),
+        (Tensor, "__float__", _number),
+    ]
+    originals = {name: getattr(Tensor, name) for _, name, _ in reads}
+    return [
+        (Tensor, "__format__", _written(Tensor.__format__)),
+        *(
+            (owner, name, _known(originals[name], invented, make(originals[name], invented)))
+            for owner, name, make in reads
+        ),
+    ]
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def _known(
+    original: Callable[..., Any], invented: Invented | None, replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`replacement`, but for small tensors whose values are kept where others are invented."""
+    if invented is None:
+        return replacement
+
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_unknown(tensor) and (values := values_of(tensor)) is not None:
+            return original(values.clone(), *args, **kwargs)
+        return replacement(tensor, *args, **kwargs)
+
+    return read
+
+
+def _written(original: Callable[..., str]) -> Callable[..., str]:
+    """`Tensor.__format__`, which writes the value of a scalar."""
+
+    def write(tensor: Tensor, spec: str) -> str:
+        return "unknown" if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else original(tensor, spec)
+
+    return write
+
+
+def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[..., Any]:
+    """`Tensor.item`, of which a program may make what it likes but a decision, unless values are invented."""
+
+    def item(tensor: Tensor) -> Any:
+        if not _is_unknown(tensor):
+            return original(tensor)
+        if tensor.numel() != 1:
+            raise data_dependent()
+        if invented is None:
+            if tensor.dtype.is_complex:
+                raise data_dependent()
+            return UnknownNumber()
+        made = value_of(tensor)
+        if type(made) is bool or tensor.dtype.is_complex:
+            invented.read(sys._getframe(1))
+            return complex(made) if tensor.dtype.is_complex else made
+        return UnknownNumber(made, invented)
+
+    return item
+
+
+def _array(original: Callable[..., Any], invented: Invented | None) -> Callable[..., Any]:
+    """What gives out many values at once."""
+
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _is_unknown(tensor):
+            return original(tensor, *args, **kwargs)
+        if invented is None:
+            raise data_dependent()
+        return original(invented.array(tensor, sys._getframe(1)), *args, **kwargs)
+
+    return read
+
+
+def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable[..., bool]:
+    """What Python asks of a tensor in order to decide."""
+
+    def decide(tensor: Tensor) -> bool:
+        if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
+            answer = goes_on(caller(sys._getframe(1)))
+            return bool(invented.decide(sys._getframe(1), value_of(tensor)) if answer is None else answer)
+        try:
+            return original(tensor)
+        except DataDependentOutputException:
+            if (answer := goes_on(caller(sys._getframe(1)))) is not None:
+                return answer
+            raise data_dependent() from None
+
+    return decide
+
+
+def _whole(original: Callable[..., int], invented: Invented | None) -> Callable[..., int]:
+    """What Python asks of a tensor in order to count, or to index."""
+
+    def count(tensor: Tensor) -> int:
+        if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
+            invented.read(sys._getframe(1))
+            if original.__name__ == "__index__":
+                invented.sized(sys._getframe(1))
+            return WHOLE
+        try:
+            return original(tensor)
+        except DataDependentOutputException:
+            raise data_dependent() from None
+
+    return count
+
+
+def _number(original: Callable[..., float], invented: Invented | None) -> Callable[..., float]:
+    """`Tensor.__float__`; Python takes no other kind of float from it, so what is unknown becomes a plain number."""
+
+    def to_float(tensor: Tensor) -> float:
+        if _is_unknown(tensor) and tensor.numel() == 1:
+            if invented is not None:
+                invented.read(sys._getframe(1))
+            return FRACTION
+        return original(tensor)
+
+    return to_float

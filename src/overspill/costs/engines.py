@@ -1,0 +1,100 @@
+"""The engines that cuDNN may take for a convolution: the workspace of each, and how likely it is.
+
+Which of them its heuristics take for some sizes cannot be known without cuDNN. Their workspaces can, since tensor-core
+kernels work on channels-last tensors (pytorch issue 166643 has input + weight + output to four digits; in published
+profiles of Ampere the kernels that copy are counted: two before each such product, one after it unless its name ends in
+`nchw`):
+
+    in place    reads and writes the tensors as they lie: direct and implicit products, 1x1 as a plain product; nothing
+    operands    forward alone: reads channels-last copies, and writes the given layout (kernels called nhwckrsc_nchw)
+    copies      reads and writes channels-last copies (nhwckrsc_nhwc, cutlass_tensorop_..._nhwc)
+    winograd    the data gradient of 3x3 with stride 1: transformed weights, 16 numbers for 9 (ampere_scudnn_winograd_...)
+
+The measured jobs are explained best by engines that work in place, for all kinds of convolution; the others have even
+shares of the rest. Convolutions of one kind are much alike, so that in a job most of them take the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .capability import capability_of
+
+ENGINES = ("in place", "operands", "copies", "winograd")
+_FEW_CHANNELS = 4  # too few for the tiles of tensor cores
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of how many kinds of convolution the engine works in place, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+SHARES = Shares(forward=0.99, backward=0.99)
+
+UNEXPLAINED = 0.05
+"""How far measured jobs with convolutions lie outside what draws of engines make of them, as a share of the whole."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The sizes of a convolution: elements of its input `x`, weight `w` and output `y` as forward sees them, and more.
+
+    `kernel` is the number of taps, `channels_last` and `dimensions` say how the tensors lie.
+    """
+
+    x: int
+    w: int
+    y: int
+    batch: int
+    channels_in: int
+    channels_out: int
+    groups: int
+    kernel: int
+    stride: int
+    channels_last: int
+    dimensions: int
+
+    @property
+    def one_sample(self) -> tuple[int, ...]:
+        """The sizes of the same convolution of one sample: what tells it from others of its network."""
+        each = max(self.batch, 1)
+        return (self.x // each, self.w, self.y // each, self.groups, self.kernel, self.stride)
+
+
+def kind_of(family: str, conv: Convolution, dtype: str, compute_capability: str) -> str | None:
+    """The kind of a convolution and its pass, such as `dense forward`; None where all engines work in place."""
+    capability = capability_of(compute_capability)
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and dtype != "float32")
+    depthwise = conv.groups == conv.channels_in > 1  # in float32 a kernel of PyTorch's own
+    if not tensor_cores or conv.channels_last or conv.channels_in <= _FEW_CHANNELS or depthwise:
+        return None
+    shape = "grouped" if conv.groups > 1 else "pointwise" if conv.kernel == 1 else "dense"
+    return f"{shape} {family.removeprefix('conv_').removeprefix('backward_')}"
+
+
+def workspaces(family: str, conv: Convolution, item: int, compute_capability: str) -> tuple[int, int, int, int]:
+    """The workspace of each of ENGINES in bytes, items of a tensor being of `item` bytes."""
+    x, w, y = conv.x * item, conv.w * item, conv.y * item
+    copies = x + w + y
+    writes = {"conv_forward": y, "conv_backward_data": x, "conv_backward_weight": w}[family]
+    any_layout = capability_of(compute_capability) not in {(8, 0), (9, 0)}  # large GPUs have none of these kernels
+    fused = conv.kernel == 9 and conv.stride == 1 and conv.groups == 1 and conv.dimensions == 2
+    winograd = 16 * conv.channels_in * conv.channels_out * item if fused else 0
+    return 0, copies - writes if any_layout else copies, copies, min(winograd, copies)
+
+
+def chances(kind: str, shares: Shares) -> tuple[float, float, float, float]:
+    """How likely each of ENGINES is for a kind of convolution."""
+    if kind.endswith("forward"):
+        rest = (1 - shares.forward) / 2
+        return shares.forward, rest, rest, 0.0
+    rest = 1 - shares.backward
+    return (shares.backward, 0.0, rest / 2, rest / 2) if kind == "dense data" else (shares.backward, 0.0, rest, 0.0)
+
+
+def roomy(kind: str) -> int:
+    """The position in ENGINES of what a plan leaves room for, so that cuDNN may take tensor cores or Winograd after all."""
+    return {"dense forward": 1, "dense data": 3}.get(kind, 0)

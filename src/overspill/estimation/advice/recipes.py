@@ -1,0 +1,153 @@
+"""What could be changed about how a job is trained on the GPUs that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from overspill.estimation.recipe import EIGHT_BIT, MakeOptimizer, Recipe
+from overspill.models import optimizer_named, optimizer_names
+
+from .change import Change, Price
+
+if TYPE_CHECKING:  # the command line knows recipes before it pays for torch
+    from torch.optim import Optimizer
+
+    from overspill.estimation.figures import Figures
+
+RANK = 16
+"""The rank of the adapters that are advised: LoRA's papers and peft's examples have 8 to 64."""
+_CONVOLUTIONS = frozenset({"convolution", "cudnn_convolution"})
+_NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"})
+
+
+def changes(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
+    """The changes of `recipe` that there are for the job and its GPU, those that cost least first."""
+    yield from _for_nothing(estimate, recipe)
+    yield from _precision(estimate, recipe)
+    if recipe.optimizer is None:
+        if recipe.quantize is None:
+            yield Change(
+                "linear layers with weights of 4 bits, as bitsandbytes has them", "rounded weights: other results",
+                Price.RESULTS, {"quantize": "4bit"}, 0.12,
+            )  # fmt: skip
+        return
+    if not recipe.checkpointing:
+        yield Change(
+            "activation checkpointing of the repeated blocks",
+            "their forward runs twice: up to a third more time, the same numbers", Price.TIME, {"checkpointing": True},
+        )  # fmt: skip
+    yield from _another_method(recipe)
+
+
+def _for_nothing(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
+    """What costs neither time nor, but for last bits, results."""
+    if not recipe.set_to_none:
+        yield Change(
+            "optimizer.zero_grad(set_to_none=True)", "nothing: the same numbers", Price.NOTHING, {"set_to_none": True}
+        )
+    if (named := _fused(recipe)) is not None:
+        what, fused = named
+        yield Change(what, "nothing: a faster update", Price.NOTHING, {"optimizer": fused})
+    if recipe.attention == "math":
+        yield Change("the attention kernel that PyTorch chooses", "nothing: faster", Price.NOTHING, {"attention": None})
+    names = {op.name for op in estimate.recording.ops}
+    if not recipe.channels_last and names & _CONVOLUTIONS:
+        yield Change(
+            "model and images in channels_last", "nothing: on tensor cores faster", Price.NOTHING,
+            {"channels_last": True},
+        )  # fmt: skip
+
+
+def _precision(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
+    """Fewer bits, where all is in float32 and the GPU computes with fewer."""
+    major = int(estimate.device.compute_capability.split(".")[0] or 0)
+    if recipe.dtype != "float32" or major < 7:
+        return
+    parallel = recipe.parallel
+    if parallel is not None and parallel.kind == "fsdp":
+        if parallel.param_dtype is None and major >= 8:
+            policy = replace(parallel, param_dtype="bfloat16", reduce_dtype="float32")
+            yield Change(
+                "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)",
+                "faster; computes in bfloat16", Price.PRECISION, {"parallel": policy},
+            )  # fmt: skip
+    elif major >= 8:
+        yield Change(
+            "mixed precision: torch.autocast in bfloat16", "faster; products in bfloat16", Price.PRECISION,
+            {"dtype": "amp-bfloat16"},
+        )  # fmt: skip
+    else:
+        yield Change(
+            "mixed precision: torch.autocast in float16, with a GradScaler", "faster; products in float16",
+            Price.PRECISION, {"dtype": "amp"},
+        )  # fmt: skip
+    if major >= 8:
+        yield Change(
+            "the whole model in bfloat16", "faster; weights have 8 bits, small updates may be lost", Price.RESULTS,
+            {"dtype": "bfloat16"}, 0.5, 0.5,
+        )  # fmt: skip
+
+
+def _another_method(recipe: Recipe) -> Iterator[Change]:
+    """Optimizers of fewer bytes, state on the host, and training a few weights only."""
+    parallel = recipe.parallel
+    if parallel is not None and parallel.kind == "fsdp":
+        if not parallel.cpu_offload:
+            yield Change(
+                "CPUOffloadPolicy: shards and their update on the host", "gradients and weights cross the link at each step",
+                Price.TIME, {"parallel": replace(parallel, cpu_offload=True)}, 0.0, 0.0,
+            )  # fmt: skip
+    elif not recipe.offload_optimizer:
+        yield Change(
+            "optimizer state and update on the host", "gradients and weights cross the link at each step", Price.TIME,
+            {"offload_optimizer": True}, state=0.0,
+        )  # fmt: skip
+    eight = f"{recipe.optimizer}8bit"
+    if eight in EIGHT_BIT:
+        yield Change(
+            f"{eight} of bitsandbytes", "state of 8 bits: nearly the same results", Price.RESULTS, {"optimizer": eight},
+            state=0.2,
+        )  # fmt: skip
+    if recipe.lora is None:
+        yield Change(
+            f"LoRA: adapters of rank {RANK} alone are trained", "another training: the rest stays as it is",
+            Price.RESULTS, {"lora": RANK}, state=0.0,
+        )  # fmt: skip
+        if recipe.quantize is None:
+            yield Change(
+                f"QLoRA: adapters of rank {RANK} on weights of 4 bits", "another training, on rounded weights",
+                Price.RESULTS, {"lora": RANK, "quantize": "4bit"}, 0.12, 0.0,
+            )  # fmt: skip
+
+
+def averages_over_batch(estimate: Figures) -> bool:
+    """Whether the job has layers whose results depend on how many samples run at once."""
+    return any(op.name in _NORMS_OF_BATCH for op in estimate.recording.ops)
+
+
+def _fused(recipe: Recipe) -> tuple[str, MakeOptimizer] | None:
+    """The recipe's optimizer with one kernel for the whole update, and how it is written; None where it has none."""
+    from torch import nn, zeros  # noqa: PLC0415
+
+    make = recipe.optimizer
+    if isinstance(make, str):
+        make = optimizer_named(make) if make in optimizer_names() else None
+    if make is None:
+        return None
+    try:
+        tried = make([nn.Parameter(zeros(1))])
+    except Exception:  # noqa: BLE001 - a function of the user's, which may want its own parameters
+        return None
+    group = tried.param_groups[0]
+    if type(tried).__module__.split(".")[0] != "torch" or group.get("fused", True) or group.get("differentiable"):
+        return None
+
+    def fused(parameters: Any) -> Optimizer:
+        made = make(parameters)
+        for group in made.param_groups:
+            group["fused"], group["foreach"] = True, False
+        return made
+
+    return f"torch.optim.{type(tried).__name__}(…, fused=True)", fused

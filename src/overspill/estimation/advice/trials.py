@@ -1,0 +1,327 @@
+"""Trying changes one after the other, alone and together, and what is left over of them as advice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from overspill.core import TensorKind
+from overspill.core.errors import OverspillError
+from overspill.core.units import format_bytes
+from overspill.estimation.parallel import MOST_GPUS, Parallel
+from overspill.estimation.recipe import Recipe
+from overspill.placement.allocators.caching_config import CachingConfig
+
+from .change import Advice, Change, Price, Retrace
+from .recipes import averages_over_batch, changes
+
+if TYPE_CHECKING:
+    from overspill.estimation.figures import Figures
+
+SHOWN = 5
+"""How many pieces of advice `overspill estimate` shows."""
+_LEAST_SAVING = 0.01  # of what the job needs; what saves less is told only where it decides
+_QUICK_TRIALS, _QUICK_OPS = 8, 60_000  # how many changes, and of how many recorded ops in all, a quick answer tries
+_GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest that could do
+_SPLITS_TRIED = 4  # sizes of micro-batches
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+Planner = Callable[[], Advice | None]
+Progress = Callable[[str], None]
+
+
+def advice(
+    estimate: Figures, planner: Planner | None = None, progress: Progress | None = None, *, quick: bool = False
+) -> Iterator[Advice]:
+    """Changes by which the job needs at least one percent less, each tried: those that cost least first, at last several together.
+
+    Where the job fits as it is, only those that cost neither results nor hardware. `planner` plans the job within the
+    device by Overspill; without it that advice has no figures. `progress` is told what is being tried. What is `quick`
+    tries no more than takes a few seconds, by count, and more GPUs not at all.
+    """
+    yield from _Trials(estimate, progress or (lambda _: None), quick).run(planner)
+
+
+@dataclass
+class _Trials:
+    """The job as it is, and what has been found to help it."""
+
+    estimate: Figures
+    progress: Progress
+    quick: bool
+
+    def __post_init__(self) -> None:
+        """What decides whether a change is worth a try; `solved`: the job fits, or has been found to fit with a change."""
+        self.fits = self.estimate.fits()
+        self.weights, self.state = _persistent(self.estimate)
+        self.helpful: list[Change] = []
+        self.expandable = False
+        self.solved = self.fits
+        ops = max(len(self.estimate.recording.ops), 1)
+        self.left = max(1, min(_QUICK_TRIALS, _QUICK_OPS // ops)) if self.quick else None
+
+    def run(self, planner: Planner | None) -> Iterator[Advice]:
+        """All advice, in order."""
+        yield from self._segments()
+        retrace = self.estimate.retrace
+        options = [] if retrace is None else list(changes(self.estimate, retrace.recipe))
+        for price in Price:
+            if self.fits and price > Price.TIME:
+                return
+            if price is Price.TIME and not self.fits:
+                yield from self._smaller_batch()
+                yield from self._planned(planner)
+            yield from self._recipes([change for change in options if change.price is price])
+            if price in (Price.TIME, Price.RESULTS) and retrace is not None and not self.solved:
+                yield from self._together(price)
+        yield from self._more_gpus()
+        yield from self._another_gpu()
+
+    # One change
+
+    def _segments(self) -> Iterator[Advice]:
+        """PyTorch's expandable segments, where they leave fewer holes."""
+        changed = _expanding(self.estimate)
+        if changed is None:
+            return
+        found = self._advice(changed, _EXPANDABLE, "nothing: less fragmentation", Price.NOTHING)
+        if found is not None:
+            self.expandable = True
+            yield found
+
+    def _recipes(self, options: Sequence[Change]) -> Iterator[Advice]:
+        for change in options:
+            if not self._hopeless([change]) and (found := self._tried(change)) is not None:
+                self.helpful.append(change)
+                yield found
+
+    def _tried(self, change: Change) -> Advice | None:
+        assert self.estimate.retrace is not None
+        changed = self._changed(self.estimate.batch, change.edit, change.what)
+        return None if changed is None else self._advice(changed, change.what, change.cost, change.price)
+
+    def _changed(
+        self, batch: int | None, edit: Callable[[Recipe], Recipe], what: str, *, expandable: bool = False
+    ) -> Figures | None:
+        """The estimate of the job with its recipe edited; None where that is no job."""
+        retrace = self.estimate.retrace
+        assert retrace is not None
+        if self.left is not None:
+            if not self.left:
+                return None
+            self.left -= 1
+        self.progress(f"trying {what}")
+        try:
+            recipe = edit(retrace.recipe)
+            recording = retrace.record(batch, recipe)
+        except OverspillError:  # the model has nothing of the kind, or does not bear it
+            return None
+        changed = replace(
+            self.estimate, recording=recording, batch=batch, parallel=recipe.parallel, scaling=None,
+            retrace=Retrace(recipe, retrace.record),
+        )  # fmt: skip
+        return (_expanding(changed) or changed) if expandable else changed
+
+    def _advice(self, changed: Figures, what: str, cost: str, price: Price) -> Advice | None:
+        """`changed` as advice, where the job needs less by it."""
+        needed = changed.minimum_capacity_bytes
+        if needed > (1 - _LEAST_SAVING) * self.estimate.minimum_capacity_bytes and (self.fits or not changed.fits()):
+            return None
+        gpus = 1 if changed.parallel is None else changed.parallel.gpus
+        self.solved |= changed.fits()
+        return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus)
+
+    def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
+        """Whether what stays on the device is by itself too much, so that there is nothing to try."""
+        weights, state = float(self.weights), float(self.state)
+        for change in chosen:
+            weights, state = weights * change.weights, state * change.state
+        room = self.estimate.device.memory_bytes - self.estimate.outside_bytes
+        return (weights + state) / gpus > room
+
+    # Several at once
+
+    def _smaller_batch(self) -> Iterator[Advice]:
+        """The same batch in micro-batches, as large as fit."""
+        batch, largest = self.estimate.batch, self.estimate.largest_batch
+        retrace = self.estimate.retrace
+        if not batch or not largest or largest >= batch:
+            return
+        if retrace is None or retrace.recipe.optimizer is None:
+            scaling = self.estimate.scaling
+            assert scaling is not None
+            needed = scaling.minimum_capacity_bytes(largest, self.estimate.outside_bytes)
+            over = "" if retrace is not None else f", accumulating gradients over {-(-batch // largest)} of them"
+            yield Advice(f"batch {largest} instead of {batch}{over}", "more steps", Price.TIME, needed, fits=True)
+            return
+        cost = "the same gradients; many small micro-batches take longer"
+        if averages_over_batch(self.estimate):
+            cost = "batch normalization sees micro-batches alone; else the same gradients"
+        split = -(-batch // largest)
+        for _ in range(_SPLITS_TRIED):
+            micro = -(-batch // split)
+            parts = split * retrace.recipe.accumulate
+            what = f"batch {micro} instead of {batch}, accumulating gradients over {parts} of them"
+            # Two micro-batches have all that more have: the first meets no gradients, the second does.
+            changed = self._changed(micro, partial(replace, accumulate=2), what)
+            found = None if changed is None else self._advice(changed, what, cost, Price.TIME)
+            if found is not None and found.fits:
+                yield found
+                return
+            if micro == 1:
+                return
+            split = min(2 * split, batch)
+
+    def _planned(self, planner: Planner | None) -> Iterator[Advice]:
+        """What Overspill itself does."""
+        recipe = None if self.estimate.retrace is None else self.estimate.retrace.recipe
+        trains = recipe is None or recipe.optimizer is not None
+        if self.estimate.framework != "pytorch" or not trains or self.estimate.parallel is not None:
+            return
+        if planner is not None:
+            self.progress("planning within the device's memory")
+            found = planner()
+            if found is not None and (found.minimum_capacity_bytes or 0) < self.estimate.minimum_capacity_bytes:
+                self.solved |= bool(found.fits)
+                yield found
+            return
+        if self._hopeless([]):
+            what, cost = "overspill.train_step(…)", "parameters and optimizer state may leave the device too"
+        else:
+            saved = sum(self.estimate.breakdown[name] for name in ("forward_outputs", "output_gradients"))
+            what = "overspill.compile(model, budget=…)"
+            cost = f"up to {format_bytes(saved)} can leave the device or be recomputed"
+        yield Advice(what, f"time, by `overspill plan`; the same numbers: {cost}", Price.TIME)
+
+    def _together(self, price: Price) -> Iterator[Advice]:
+        """The cheapest changes together, as many as it takes, where none does it alone; of those that change results one."""
+        keeping = [change for change in self.helpful if change.price < Price.RESULTS]
+        if price is Price.TIME:
+            chosen: list[Change] = []
+            for change in keeping:
+                chosen = [*_beside(change, chosen), change]
+                if (len(chosen) > 1 or self.expandable) and (found := self._all_of(chosen)) is not None:
+                    yield found
+                    return
+            candidates = [chosen]
+        else:
+            changing = [change for change in self.helpful if change.price is price]
+            candidates = [[*_beside(change, keeping), change] for change in changing]
+        for chosen in candidates:
+            if (found := self._all_of(chosen) or self._in_micro_batches(chosen)) is not None:
+                yield found
+                return
+
+    def _in_micro_batches(self, chosen: Sequence[Change]) -> Advice | None:
+        """The job with all of `chosen` in the fewest micro-batches, a power of two, in which it fits."""
+        most = (self.estimate.batch or 1).bit_length() - 1
+        found = self._all_of(chosen, 2**most) if most else None
+        low, high = 0, most
+        while found is not None and high - low > 1:
+            middle = (low + high) // 2
+            fewer = self._all_of(chosen, 2**middle)
+            low, high, found = (low, middle, fewer) if fewer is not None else (middle, high, found)
+        return found
+
+    def _all_of(self, chosen: Sequence[Change], split: int = 1) -> Advice | None:
+        """The job with all of `chosen`, in `split` micro-batches, where it fits then."""
+        if self._hopeless(chosen):
+            return None
+
+        def edit(recipe: Recipe) -> Recipe:
+            for change in chosen:
+                recipe = change.edit(recipe)
+            return replace(recipe, accumulate=2) if split > 1 else recipe
+
+        batch = self.estimate.batch
+        micro = batch if split == 1 or not batch else -(-batch // split)
+        names = [_EXPANDABLE] if self.expandable else []
+        names += [change.what for change in chosen]
+        names += [f"batch {micro} {split} times"] if split > 1 else []
+        what = f"together: {'; '.join(names)}"
+        changed = self._changed(micro, edit, what, expandable=self.expandable)
+        price = max((change.price for change in chosen), default=Price.TIME)
+        found = None if changed is None else self._advice(changed, what, "that of each", price)
+        return found if found is not None and found.fits else None
+
+    # Other hardware
+
+    def _more_gpus(self) -> Iterator[Advice]:
+        """The batch split over the fewest GPUs that do, a power of two; weights and state too where they must be."""
+        retrace, batch = self.estimate.retrace, self.estimate.batch
+        if retrace is None or retrace.recipe.optimizer is None or not batch:
+            return
+        have = self.estimate.parallel
+        gpus = 2 if have is None else 2 * have.gpus
+        # Gradients are as large as weights, and all three must fit beside one another on each.
+        whole = 2 * self.weights + self.state < self.estimate.device.memory_bytes - self.estimate.outside_bytes
+        for kind in ("ddp", "fsdp") if have is None and batch > 1 and whole else ("fsdp",):
+            if (found := self._over_gpus(kind, gpus)) is not None:
+                yield found
+                return
+
+    def _over_gpus(self, kind: str, gpus: int) -> Advice | None:
+        """The job over the fewest GPUs, from `gpus` on, on which it fits."""
+        have, batch, device = self.estimate.parallel, self.estimate.batch or 1, self.estimate.device
+        shards = 1 if have is None or have.kind != "fsdp" else have.gpus
+        while kind == "fsdp" and gpus <= MOST_GPUS and self._hopeless([], gpus / shards):
+            gpus *= 2
+        how = "FSDP (ZeRO-3)" if kind == "fsdp" else "DistributedDataParallel"
+        if self.quick:
+            return Advice(
+                f"{how} over {gpus} GPUs or more", "that hardware; `overspill advise` tries it", Price.HARDWARE
+            )
+        for _ in range(_GPUS_TRIED):
+            if gpus > MOST_GPUS:
+                break
+            each = -(-batch // gpus) if have is None or have.kind == "pp" else batch  # a pipeline's is of all its GPUs
+            other = Parallel(kind, gpus) if have is None or have.kind != kind else replace(have, gpus=gpus)
+            what = f"{how} over {gpus} GPUs, batch {each} on each"
+            changed = self._changed(each, partial(replace, parallel=other), what)
+            if changed is None:  # a model that cannot be wrapped so
+                break
+            found = self._advice(changed, what, f"{gpus} of {device.name}", Price.HARDWARE)
+            if found is not None and found.fits:
+                return found
+            gpus *= 2
+        return None
+
+    def _another_gpu(self) -> Iterator[Advice]:
+        fitting = self.estimate.gpus
+        if not fitting:
+            return
+        on = self.estimate.on(fitting[0])
+        several = f"another GPU: {', '.join(fitting[:6])}{' and more' if len(fitting) > 6 else ''}"
+        yield Advice(
+            several, "another card", Price.HARDWARE, on.minimum_capacity_bytes, on.total_bytes, fits=True,
+            gpus=1 if on.parallel is None else on.parallel.gpus,
+        )  # fmt: skip
+
+
+def _beside(change: Change, chosen: Sequence[Change]) -> list[Change]:
+    """Those of `chosen` that `change` does not undo."""
+    return [other for other in chosen if not other.fields.keys() & change.fields.keys()]
+
+
+def _persistent(estimate: Figures) -> tuple[int, int]:
+    """Bytes of weights and buffers, and of optimizer state, that are there when the last step begins."""
+    recording = estimate.recording
+    begin = recording.starts[-1] if recording.starts else 0
+    weights = state = 0
+    for allocation in recording.allocations:
+        if allocation.start < begin <= allocation.end:
+            if allocation.kind in (TensorKind.PARAMETER, TensorKind.BUFFER):
+                weights += allocation.nbytes
+            elif allocation.kind is TensorKind.OPTIMIZER_STATE:
+                state += allocation.nbytes
+    return weights, state
+
+
+def _expanding(estimate: Figures) -> Figures | None:
+    """The same job with expandable segments; None where it has them, or an allocator that does not."""
+    config = estimate.allocator_config or CachingConfig()
+    if estimate.allocator != "pytorch" or not isinstance(config, CachingConfig) or config.expandable_segments:
+        return None
+    return replace(estimate, allocator_config=replace(config, expandable_segments=True), scaling=None)

@@ -1,0 +1,71 @@
+"""Advice as a JSON object, and as a table for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from overspill.core.units import format_bytes, format_seconds
+from overspill.estimation import Estimate
+from overspill.estimation.advice import Advice
+from overspill.estimation.text import verdict
+
+from .listing import listing, yes
+
+_COLUMNS = ("change", "needs", "takes", "fits", "step", "cost")
+
+
+def advice_answer(advice: Advice) -> dict[str, Any]:
+    """What `--json` prints of a piece of advice; what was not worked out is null."""
+    return asdict(advice) | {"price": advice.price.name.lower()}
+
+
+def advise_answer(request: dict[str, Any], made: Estimate, found: Sequence[Advice], seconds: float) -> dict[str, Any]:
+    """What `overspill advise --json` prints."""
+    return request | {
+        "gpu": made.device.name,
+        "capacity_bytes": made.device.memory_bytes,
+        "minimum_capacity_bytes": made.minimum_capacity_bytes,
+        "total_bytes": made.total_bytes,
+        "fits": made.fits(),
+        "changes": [advice_answer(advice) for advice in found],
+        "seconds": seconds,
+    }
+
+
+def advise_report(made: Estimate, found: Sequence[Advice]) -> RenderableType:
+    """The verdict on the job as it is, and a row for each change that helps."""
+    fits = made.fits()
+    rows = [("as it is", *_bytes(made.minimum_capacity_bytes, made.total_bytes), yes(fits) or "no", "", "")]
+    rows += [_row(advice) for advice in found]
+    table = listing(_COLUMNS, rows, numbers=(1, 2, 4))
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    parts: list[RenderableType] = [
+        Text(verdict(made), style="bold green" if fits else "bold red"),
+        "",
+        table,
+        "",
+        Text(
+            "Needs: the smallest memory that the job survives on. Takes: what it has of a large one, with what PyTorch's "
+            "allocator keeps. Both are estimates, and steps are simulated."
+        ),
+    ]
+    if not found:
+        parts.append(Text("Nothing that was tried makes it need less."))
+    return Group(*parts)
+
+
+def _row(advice: Advice) -> tuple[str, ...]:
+    step = "" if advice.step_seconds is None else format_seconds(advice.step_seconds)
+    fits = "" if advice.fits is None else yes(advice.fits) or "no"
+    return (
+        advice.what, *_bytes(advice.minimum_capacity_bytes, advice.total_bytes), fits, step, advice.cost,
+    )  # fmt: skip
+
+
+def _bytes(*sizes: int | None) -> tuple[str, ...]:
+    return tuple("" if nbytes is None else format_bytes(nbytes) for nbytes in sizes)

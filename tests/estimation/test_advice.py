@@ -1,0 +1,169 @@
+"""Advice: every change is tried, none makes it worse, the cheapest come first, and several together where one is too few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+
+from overspill.core import Device
+from overspill.devices import load_device
+from overspill.estimation.advice import Advice, Price, advice
+from overspill.estimation.api import estimate
+from overspill.estimation.estimate import Estimate
+
+MIB = 1 << 20
+WIDE = 4096
+LARGE, FEW = 16384, 16  # samples of which feature maps are the peak, and so few that the update is
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDE, 4 * WIDE), nn.Linear(4 * WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(x)))
+
+
+def tower() -> nn.Module:
+    return nn.Sequential(*[Block() for _ in range(2)])
+
+
+def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).mean()
+
+
+def gpu(mebibytes: int) -> Device:
+    return replace(
+        load_device("rtx3060"), name="small", memory_bytes=mebibytes * MIB, context_bytes=MIB, context_low_bytes=0,
+        context_high_bytes=2 * MIB,
+    )  # fmt: skip
+
+
+def job(mebibytes: int, batch: int = LARGE, optimizer: str | None = "adamw", **how: object) -> Estimate:
+    return estimate(tower, torch.empty(batch, WIDE, device="meta"), mean, optimizer, device=gpu(mebibytes), **how)  # type: ignore[arg-type]
+
+
+@cache
+def found(mebibytes: int, batch: int = LARGE) -> tuple[Estimate, list[Advice]]:
+    made = job(mebibytes, batch)
+    return made, list(advice(made))
+
+
+def told(all_of_it: list[Advice], part: str) -> Advice:
+    return next(one for one in all_of_it if part in one.what)
+
+
+def test_each_change_was_tried_and_none_makes_it_worse() -> None:
+    made, all_of_it = found(6000)
+    assert not made.fits()
+    tried = [one for one in all_of_it if one.minimum_capacity_bytes is not None]
+    assert len(tried) >= 5
+    for one in tried:
+        assert one.cost
+        if "another GPU" not in one.what:
+            assert one.minimum_capacity_bytes < made.minimum_capacity_bytes  # type: ignore[operator]
+            assert one.fits == (one.minimum_capacity_bytes <= made.device.memory_bytes)  # type: ignore[operator]
+
+
+def test_the_cheapest_come_first() -> None:
+    _, all_of_it = found(6000)
+    alone = [one.price for one in all_of_it if not one.what.startswith("together")]
+    assert alone == sorted(alone)
+    assert alone[0] is Price.NOTHING
+    assert alone[-1] is Price.HARDWARE
+
+
+def test_what_is_advised_is_what_an_estimate_of_it_says() -> None:
+    _, all_of_it = found(6000)
+    checkpointed = job(6000, checkpointing=True)
+    assert told(all_of_it, "checkpointing").minimum_capacity_bytes == checkpointed.minimum_capacity_bytes
+    half = job(6000, dtype="amp-bfloat16")
+    assert told(all_of_it, "autocast").total_bytes == half.total_bytes
+
+
+def test_the_fused_optimizer_has_no_temporaries_and_costs_nothing() -> None:
+    made = job(5000, FEW)  # so few samples that the update is the peak
+    first = made.changes[0]
+    assert "AdamW(…, fused=True)" in first.what
+    assert (first.price, first.fits) == (Price.NOTHING, True)
+
+    def fused(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)  # type: ignore[arg-type]
+
+    by_hand = estimate(tower, torch.empty(FEW, WIDE, device="meta"), mean, fused, device=made.device)
+    assert first.minimum_capacity_bytes == by_hand.minimum_capacity_bytes
+    assert "fused" not in " ".join(one.what for one in by_hand.changes)
+
+
+def test_micro_batches_are_tried_with_the_gradients_that_they_add_to() -> None:
+    _, all_of_it = found(6000)
+    one = told(all_of_it, "accumulating")
+    micro = int(one.what.split()[1])
+    assert one.fits
+    assert one.minimum_capacity_bytes == job(6000, micro, accumulate=2).minimum_capacity_bytes
+
+
+def test_where_no_change_does_it_alone_several_do_together() -> None:
+    made, all_of_it = found(4000, 8192)
+    kept = [one for one in all_of_it if one.price < Price.RESULTS]
+    assert not any(one.fits for one in kept if not one.what.startswith("together"))
+    together = told(all_of_it, "together")
+    assert together.fits
+    assert together.what.count(";") >= 1
+    assert together.minimum_capacity_bytes <= made.device.memory_bytes  # type: ignore[operator]
+
+
+def test_what_cannot_help_by_itself_is_not_tried() -> None:
+    made, all_of_it = found(3000, 4096)
+    assert made.peak.by_category["weights"] + made.peak.by_category["optimizer_state"] > made.device.memory_bytes
+    assert not any("autocast" in one.what or "checkpointing" in one.what for one in all_of_it)
+
+
+def test_more_gpus_are_the_fewest_that_do() -> None:
+    _, all_of_it = found(3000, 4096)
+    shared = next(one for one in all_of_it if one.gpus > 1 and "another" not in one.what)
+    assert shared.fits
+    assert "FSDP" in shared.what
+    assert f"over {shared.gpus} GPUs" in shared.what
+
+
+def test_where_it_fits_only_what_costs_nothing_much_is_told() -> None:
+    made, all_of_it = found(16000, FEW)
+    assert made.fits()
+    assert all_of_it
+    assert all(one.price <= Price.TIME and one.fits for one in all_of_it)
+    assert made.changes == ()
+
+
+def test_gradients_that_are_zeroed_may_be_given_back() -> None:
+    kept = job(6000, set_to_none=False)
+    assert "set_to_none=True" in " ".join(one.what for one in islice(advice(kept), 2))
+
+
+def test_without_an_optimizer_there_is_nothing_to_checkpoint() -> None:
+    made = job(900, optimizer=None)
+    words = " ".join(one.what for one in advice(made))
+    assert not made.fits()
+    assert "checkpointing" not in words
+    assert "accumulating" not in words
+
+
+def test_estimates_show_the_first_five() -> None:
+    made, all_of_it = found(6000)
+    assert list(made.changes) == all_of_it[:5]
+    assert "what would help, cheapest first:" in made.explain()
+    assert f"given room it takes {made.total_bytes}" not in made.explain()
+
+
+@pytest.mark.long
+def test_a_decoder_of_1_3_billion_parameters_is_told_of_the_fused_optimizer() -> None:
+    made = estimate("decoder:width=2048,depth=24,heads=16", optimizer="adamw", batch=1, device="rtx3090")
+    first = made.changes[0]
+    assert "AdamW(…, fused=True)" in " ".join(one.what for one in made.changes[:2])
+    assert first.price is Price.NOTHING

@@ -1,0 +1,192 @@
+"""Scripts in the style of those that people learn from, unmodified: what they read of values is invented, and noted."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from overspill.core import Phase
+from overspill.estimation.script import ScriptRun, record_script
+
+EXAMPLES = Path(__file__).parent / "scripts" / "examples"
+MODEL = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+STEP = """
+    x = torch.randn(32, 64).cuda()
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    def write(text: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        return "train.py"
+
+    return write
+
+
+def run(name: str, *arguments: str, iterations: int = 3) -> ScriptRun:
+    return record_script(EXAMPLES / f"{name}.py", arguments, iterations=iterations)
+
+
+def note(found: ScriptRun, words: str) -> str:
+    return next((text for text in found.notes if words in text), "")
+
+
+LONG = pytest.mark.long
+# Script -> iterations, more than an epoch has batches, so that evaluation, metrics and checkpoints come in between.
+RUNS = [
+    pytest.param("vae", 5, marks=LONG),
+    pytest.param("siamese", 3, marks=LONG),
+    pytest.param("imagenet", 5, marks=LONG),
+    pytest.param("word_language_model", 4, marks=LONG),
+    pytest.param("super_resolution", 5, marks=LONG),
+    pytest.param("gat", 3, marks=LONG),
+    pytest.param("time_sequence", 3, marks=LONG),
+    ("early_stopping", 6),
+]
+
+
+@pytest.mark.parametrize(("name", "iterations"), RUNS)
+def test_an_example_trains_through_its_evaluations_and_checkpoints(name: str, iterations: int) -> None:
+    found = run(name, iterations=iterations)
+    assert found.iterations == found.recording.iterations == iterations
+    assert found.trains
+    assert found.recording.peak_requested_bytes > 0
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.long
+def test_descent_until_a_loss_is_small_goes_on() -> None:
+    found = run("regression")
+    assert found.iterations == 3
+    assert not found.finished
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("transformers", "trainer"), ("lightning", "with_lightning"), ("accelerate", "with_accelerate")],
+)
+def test_a_script_of_a_training_library(package: str, name: str) -> None:
+    for needed in (package, "accelerate" if package == "transformers" else package):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    found = run(name)
+    assert found.iterations == found.recording.iterations == 3
+    assert found.trains
+    assert "AdamW" in " ".join(found.optimizers)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_what_values_select_is_taken_to_be_all_and_named() -> None:
+    found = run("masked")
+    assert found.iterations == 3
+    assert "masked.py" in note(found, "runs nonzero, whose shape depends on values")
+    chosen = [op for op in found.recording.ops if op.name == "nonzero"]
+    assert len(chosen) == 3 * 4
+
+
+def test_the_lines_that_values_were_invented_for_are_noted(write: Callable[..., str]) -> None:
+    script = MODEL + "best = 9\nfor step in range(20):" + STEP + (
+        "    print(f'{loss.item():.3f}')\n"
+        "    if loss.item() < best:\n"
+        "        best = loss.item()\n"
+        "    names = ['a', 'b'][model(x).argmax().item() % 2:]\n"
+    )  # fmt: skip
+    found = record_script(write(script))
+    assert found.iterations == 3
+    assert note(found, "values were invented").endswith(": train.py:14, train.py:16")
+    plain = record_script(write(MODEL + "for step in range(20):" + STEP))
+    assert plain.notes == ()
+    assert plain.recording.peak_requested_bytes <= found.recording.peak_requested_bytes
+
+
+def test_invented_counts_are_named_for_memory_may_depend_on_them(write: Callable[..., str]) -> None:
+    count = "    n = (x > 0).sum().item()\n    kept = x[:n]\n    rows = torch.zeros(int(n))\n"
+    found = record_script(write(MODEL + "for step in range(20):" + STEP + count))
+    assert "train.py:13 counted or indexed by an invented 1" in note(found, "counted")
+
+
+def test_small_values_that_the_script_put_there_itself_are_known(write: Callable[..., str]) -> None:
+    lengths = (
+        "    lengths = torch.tensor([3, 5, 2], device='cuda')\n"
+        "    assert lengths.max().item() == 5 and lengths.tolist() == [3, 5, 2] and int(lengths[1]) == 5\n"
+        "    assert x[:, : lengths.max()].shape[1] == 5 and (lengths > 2).nonzero().shape == (2, 1)\n"
+        "    assert lengths[lengths > 2].sum() == 8 and len(torch.unique(lengths % 2)) == 2\n"
+        "    view = lengths[:1]\n"
+        "    lengths.add_((x > 0).sum())\n"
+        "    assert str(view.sum().item()) == 'unknown'\n"
+    )
+    found = record_script(write(MODEL + "for step in range(20):" + STEP + lengths))
+    assert found.iterations == 3
+    assert found.notes == ()
+
+
+def test_conditions_that_errors_follow_are_as_they_must_be(write: Callable[..., str]) -> None:
+    checks = (
+        "    assert (x > 100).all(), 'small'\n"
+        "    assert not (x < 100).any()\n"
+        "    if not (x > 100).any():\n        raise ValueError\n"
+        "    if loss < 7 or \\\n            loss.item() < 8:\n        raise ValueError\n"
+        "    assert loss.item() > 9\n"
+        "    while loss > 0.1:\n        break\n    else:\n        raise ValueError\n"
+    )
+    found = record_script(write(MODEL + "for step in range(20):" + STEP + checks))
+    assert found.iterations == 3
+
+
+def test_a_saved_checkpoint_can_be_copied_and_loaded_again_and_nothing_stays(write: Callable[..., str]) -> None:
+    saving = (
+        "    torch.save({'model': model.state_dict(), 'step': step}, 'last.pt')\n"
+        "    import shutil; shutil.copyfile('last.pt', 'best.pt')\n"
+        "    state = torch.load('best.pt', map_location='cpu')\n"
+        "    assert state['step'] == step and state['model']['0.weight'].shape == (256, 64)\n"
+        "    model.load_state_dict(state['model'])\n"
+    )
+    found = record_script(write(MODEL + "for step in range(20):" + STEP + saving))
+    assert found.iterations == 3
+    assert {path.name for path in Path.cwd().iterdir()} == {"train.py"}
+
+
+def test_evaluation_that_repeats_itself_before_training_is_cut_short(write: Callable[..., str]) -> None:
+    evaluation = """
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(320, 64)), batch_size=4)
+seen = 0
+with torch.no_grad():
+    for (x,) in data:
+        seen += model(x.cuda()).argmax(1).sum().item() >= 0
+    for _ in range(50):
+        model(torch.randn(4, 64).cuda())
+print('batches', seen)
+"""
+    found = record_script(write(MODEL + evaluation + "for step in range(20):" + STEP))
+    plain = record_script(write(MODEL + "for step in range(20):" + STEP))
+    forward = [op for op in found.recording.ops if op.phase is Phase.FORWARD and op.name == "addmm"]
+    assert found.iterations == 3
+    assert len(forward) < 2 * (12 + 3)
+    assert "evaluation that repeated itself was cut short" in note(found, "cut short")
+    assert found.recording.peak_requested_bytes == plain.recording.peak_requested_bytes
+
+
+@pytest.mark.long
+def test_a_cache_that_grows_is_not_cut_short(write: Callable[..., str]) -> None:
+    evaluation = "kept = []\nwith torch.no_grad():\n    for _ in range(30):\n        kept.append(model(torch.randn(4, 64).cuda()))\n"
+    found = record_script(write(MODEL + evaluation + "for step in range(20):" + STEP))
+    outputs = [a for a in found.recording.allocations if a.nbytes == 4 * 8 * 4 and a.end == found.recording.events]
+    assert len(outputs) >= 30
+    assert note(found, "cut short") == ""
