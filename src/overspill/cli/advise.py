@@ -32,6 +32,7 @@ from .recipe import (
     Inference,
     Kind,
     Lora,
+    MicroBatches,
     OffloadOptimizer,
     Optimizer,
     ParamDtype,
@@ -73,6 +74,7 @@ def advise(
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
     cpu_offload: CpuOffload = False,
+    micro_batches: MicroBatches = None,
     torch: Torch = None,
     cuda: Cuda = None,
     json: AsJson = False,
@@ -86,8 +88,11 @@ def advise(
         "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
         "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": 0,
     }  # fmt: skip
-    sharded = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
-    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, sharded=sharded, ways=ways)
+    shared = {
+        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload,
+        "micro_batches": micro_batches,
+    }  # fmt: skip
+    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, shared=shared, ways=ways)
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import Setting, of_job

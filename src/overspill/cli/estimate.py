@@ -39,6 +39,7 @@ from .recipe import (
     Inference,
     Kind,
     Lora,
+    MicroBatches,
     OffloadOptimizer,
     Optimizer,
     ParamDtype,
@@ -189,6 +190,7 @@ def estimate(
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
     cpu_offload: CpuOffload = False,
+    micro_batches: MicroBatches = None,
     torch: Torch = None,
     cuda: Cuda = None,
     snapshot: SnapshotFile = None,
@@ -203,8 +205,11 @@ def estimate(
         "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
         "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": generate or 0,
     }  # fmt: skip
-    sharded = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload}
-    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, sharded=sharded, ways=ways)
+    shared = {
+        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload,
+        "micro_batches": micro_batches,
+    }  # fmt: skip
+    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, shared=shared, ways=ways)
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
@@ -250,6 +255,9 @@ def estimate(
         request |= {
             "gpus": 1 if recipe.parallel is None else recipe.parallel.gpus,
             "parallel": None if recipe.parallel is None else recipe.parallel.kind,
+            "micro_batches": None
+            if recipe.parallel is None or recipe.parallel.kind != "pp"
+            else recipe.parallel.pieces,
             "ways": {name: getattr(recipe, name) for name in recipe.ways()},
         }
         answer = estimate_answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)

@@ -20,14 +20,16 @@ Dtype = Annotated[
 Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
 Gpus = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="GPUs that train together; --batch is of each.", show_default=False),
+    typer.Option(
+        min=1, metavar="N", help="GPUs that train together; --batch is of each, but of pp of all.", show_default=False
+    ),
 ]
 Kind = Annotated[
     str | None,
     typer.Option(
         "--parallel",
         metavar="NAME",
-        help="ddp, fsdp, horovod, tp (layers are cut), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
+        help="ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
         show_default=False,
     ),
 ]
@@ -72,6 +74,12 @@ ReduceDtype = Annotated[
 CpuOffload = Annotated[
     bool, typer.Option("--cpu-offload", help="Of fsdp: shards, their gradients and the optimizer are on the host.")
 ]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="M", help="Of pp: how many --batch is read in.  [default: as many as GPUs]", show_default=False
+    ),
+]
 OffloadOptimizer = Annotated[
     bool, typer.Option("--offload-optimizer", help="The optimizer and its states are on the host.")
 ]
@@ -105,17 +113,20 @@ def recipe_of(
     inference: bool,
     parallel: str | None,
     gpus: int | None,
-    sharded: Mapping[str, Any],
+    shared: Mapping[str, Any],
     ways: Mapping[str, Any],
 ) -> Recipe:
-    """What the options ask for; `ways` are fields of Recipe, `sharded` of Parallel. Raises RequestError."""
+    """What the options ask for; `ways` are fields of Recipe, `shared` of Parallel. Raises RequestError."""
     if inference:  # which reads the name of an optimizer that it does not use
         Recipe(optimizer)
-    together = parallel_of(parallel, gpus, **{name: value for name, value in sharded.items() if value})
+    together = parallel_of(parallel, gpus, **{name: value for name, value in shared.items() if value})
     if ways["generate"] and not inference:
         raise RequestError("--generate is for --inference")
-    if together is None and (given := [name for name, value in sharded.items() if value]):
-        raise RequestError(f"--{given[0].replace('_', '-')} is for fsdp on several GPUs; pass --parallel fsdp --gpus N")
+    if together is None and (given := [name for name, value in shared.items() if value]):
+        kind = "pp" if given[0] == "micro_batches" else "fsdp"
+        raise RequestError(
+            f"--{given[0].replace('_', '-')} is for {kind} on several GPUs; pass --parallel {kind} --gpus N"
+        )
     return Recipe(None if inference else optimizer, parallel=together, **ways)
 
 

@@ -113,8 +113,8 @@ def estimate(
     `inputs`, or a function of the model and all `inputs` (a dict, which gives the model keywords, is one argument of
     the function); without it a model that is trained returns its own loss. `optimizer` is a name such as `adamw` or a
     function of the parameters. It, `dtype` and all down to `generate` are those of `Recipe`. With `parallel` the answer
-    is for each of several GPUs, and a batch is what one of them reads. `torch` and `cuda` are the releases that the job
-    will run with, as "2.6" and "12.4", where they are not those that are here; its ops are those of the PyTorch that is
+    is for each of several GPUs (of a pipeline the one that needs most), and a batch is what one of them reads (the whole
+    pipeline). `torch` and `cuda` are the releases that the job will run with, as "2.6" and "12.4", where they are not those that are here; its ops are those of the PyTorch that is
     here. With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the program
     that Inductor writes for the CPU.
 
@@ -156,9 +156,13 @@ def measured(
     program: MakeProgram, name: str, batch: int | None, recipe: Recipe, setting: Setting, *, compiled: bool = False
 ) -> Estimate:
     """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
+    recipe.check_batch(batch)
+    stages: dict[int | None, dict[int, int]] = {}
 
     def trace(size: int | None, iterations: int | None = None) -> Recording:
-        return record(program(size, recipe, iterations or programs.ITERATIONS), capability=setting.capability)
+        found, peaks = _needing_most(program, size, recipe, setting, iterations or programs.ITERATIONS)
+        stages.setdefault(size, peaks)
+        return found
 
     VirtualGpu()  # what torch imports for it is not part of the estimate's time
 
@@ -166,12 +170,29 @@ def measured(
         return record(program(batch, recipe, compiled=True), capability=setting.capability)
 
     def trace_otherwise(size: int | None, recipe: Recipe) -> Recording:
-        return record(program(size, recipe), capability=setting.capability)
+        return _needing_most(program, size, recipe, setting)[0]
 
-    return traced(
+    made = traced(
         trace, name, batch, setting, retrace=Retrace(recipe, trace_otherwise), parallel=recipe.parallel,
         under_compile=trace_compiled if compiled else None,
     )  # fmt: skip
+    if len(stages[batch]) > 1:
+        object.__setattr__(made, "stages", stages[batch])
+    return made
+
+
+def _needing_most(
+    program: MakeProgram, batch: int | None, recipe: Recipe, setting: Setting, iterations: int = programs.ITERATIONS
+) -> tuple[Recording, dict[int, int]]:
+    """What the GPU records that needs most; of the stages of a pipeline that may, also the peaks of requested bytes."""
+    recordings = {
+        0 if one.parallel is None else one.parallel.stage: record(
+            program(batch, one, iterations), capability=setting.capability
+        )
+        for one in recipe.stages()
+    }
+    peaks = {stage: found.peak_requested_bytes for stage, found in recordings.items()}
+    return recordings[max(peaks, key=lambda stage: peaks[stage])], peaks
 
 
 def traced(
@@ -234,7 +255,7 @@ class _Work:
         """The loop at batch size `size`, by `recipe`."""
 
         def make() -> Any:
-            return self._inputs.at(size)
+            return self._inputs.at(size if size is None else recipe.micro_batch(size))
 
         build = partial(self._module, compiled=compiled)
         if self._loss is None and recipe.optimizer is None:

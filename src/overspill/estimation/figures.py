@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -32,8 +33,9 @@ class Figures:
     """How much memory `device` needs for a recorded job.
 
     Bytes are of the device unless said otherwise. `parallel` is how other GPUs take part; `scaling` traces the job at
-    other batch sizes, where it can be, and `retrace` trained otherwise; `framework` is what runs it. Everything is
-    computed when asked for.
+    other batch sizes, where it can be, and `retrace` trained otherwise; `framework` is what runs it; `stages`, of a
+    pipeline, the peaks of requested bytes (scratch left out) of those stages that may need most, counted from 0: the
+    figures are those of the largest. Everything is computed when asked for.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Figures:
     seconds: float = 0.0
     retrace: Retrace | None = None
     framework: str = "pytorch"
+    stages: Mapping[int, int] = field(default_factory=dict)
 
     # The allocator
 

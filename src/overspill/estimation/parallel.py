@@ -1,4 +1,4 @@
-"""What data parallel training is asked for: which kind, on how many GPUs, with which options."""
+"""What training on several GPUs is asked for: which kind, on how many GPUs, with which options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from overspill.core.errors import RequestError
 from overspill.costs import Interval
 from overspill.costs.nccl import nccl_bytes
 
-KINDS = ("ddp", "fsdp", "horovod", "tp")
+KINDS = ("ddp", "fsdp", "horovod", "tp", "pp")
 MOST_GPUS = 1 << 17
 """More than any job has; torch's own set-up goes from one to the next, and so takes seconds."""
 _ZERO: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +32,10 @@ class Parallel:
     parameters from its forward to its backward), `param_dtype` and `reduce_dtype` of MixedPrecisionPolicy, `replicas`
     (HSDP: each shard is on that many GPUs) and `blocks`, the class names of the modules that are sharded one by one;
     without them `repeated_blocks`, and `cpu_offload` (CPUOffloadPolicy: shards, their gradients and the optimizer are
-    on the host). `tp` cuts linear layers, and all GPUs read the same batch. For `ddp` also `shard_optimizer`: ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink` says whether GPUs that can be linked so are.
+    on the host). `tp` cuts linear layers, and all GPUs read the same batch. `pp` cuts the model
+    in consecutive stages, one a GPU: a batch is of all of them, in `micro_batches` (None: as many as GPUs), and `stage`
+    is the one that is looked at. For `ddp` also `shard_optimizer`: ZeRO-1, torch's ZeroRedundancyOptimizer. `nvlink`
+    says whether GPUs that can be linked so are.
     """
 
     kind: str = "ddp"
@@ -48,6 +51,8 @@ class Parallel:
     blocks: tuple[str, ...] = ()
     cpu_offload: bool = False
     shard_optimizer: bool = False
+    micro_batches: int | None = None
+    stage: int = 0
     nvlink: bool = True
 
     def __post_init__(self) -> None:
@@ -63,6 +68,17 @@ class Parallel:
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in _DTYPES:
                 raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(_DTYPES)}")
+        self._check_stages()
+        self._check_options()
+
+    def _check_stages(self) -> None:
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise RequestError(f"micro_batches={self.micro_batches} is not a positive number")
+        if self.kind == "pp" and not 0 <= self.stage < self.gpus:
+            raise RequestError(f"stage={self.stage} is none of {self.gpus} stages, counted from 0")
+
+    def _check_options(self) -> None:
+        """Refuse options of other kinds."""
         only = {
             "ddp": (
                 "gradient_as_bucket_view",
@@ -72,11 +88,17 @@ class Parallel:
                 "shard_optimizer",
             ),
             "fsdp": ("reshard_after_forward", "param_dtype", "reduce_dtype", "replicas", "blocks", "cpu_offload"),
+            "pp": ("micro_batches", "stage"),
         }
         for kind, names in only.items():
             for name in names:
                 if kind != self.kind and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     raise RequestError(f"{name} is an option of {kind}, not of {self.kind}")
+
+    @property
+    def pieces(self) -> int:
+        """How many micro-batches a batch is read in."""
+        return (self.micro_batches or self.gpus) if self.kind == "pp" else 1
 
     def communication(self, device: Device) -> Interval:
         """Bytes that NCCL keeps on each GPU, outside the allocator; HSDP has a communicator for either direction."""

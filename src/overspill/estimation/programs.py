@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .recipe import Recipe
 from .training.compiled import Call, compiled_step
 from .training.generation import forward_of
 from .training.optimizers import optimizer_of
+from .training.pipeline import Stage
 from .training.prepare import on_device, prepared, surroundings, whole_dtype
 
 ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
@@ -49,6 +51,8 @@ def training(
     if compiled:
         recipe.check_compiled()
         written = compiled_step(build, make_inputs, loss, whole_dtype(recipe.dtype))
+    if recipe.parallel is not None and recipe.parallel.kind == "pp":
+        return surroundings(_pipeline(build, make_inputs, loss, recipe, iterations), recipe)
 
     def program(recorder: Recorder) -> None:
         value_of = loss if written is None else written(recorder)
@@ -75,6 +79,44 @@ def training(
                 module.zero_grad(recipe.set_to_none)
 
     return surroundings(program, recipe)
+
+
+def _pipeline(
+    build: Callable[[], nn.Module], make_inputs: Callable[[], Any], loss: Callable[[nn.Module, Any], Tensor],
+    recipe: Recipe, iterations: int,
+) -> Program:  # fmt: skip
+    """The training loop of one stage of a pipeline; `make_inputs` makes a micro-batch."""
+    parallel = recipe.parallel
+    assert parallel is not None
+
+    def program(recorder: Recorder) -> None:
+        module = prepared(build().train(), recipe, recorder)
+        stage = Stage(module, parallel, recorder, loss)
+        with recorder.fabricating():
+            stage.to_device(make_inputs())
+        recorder.mark_module(module)
+        optimizer = optimizer_of(recipe, module)
+        scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device="cuda"))  # its first call makes the scale, and most stages have no loss
+        for _ in range(iterations):
+            recorder.start_iteration()
+            if optimizer is not None:
+                optimizer.zero_grad(recipe.set_to_none)
+            with recorder.fabricating():
+                inputs = [make_inputs() for _ in range(parallel.pieces)]
+            if stage.reads:
+                inputs = on_device(inputs, recipe)
+            stage.step(inputs, partial(_autocast, recipe.dtype), scaler)
+            if optimizer is not None and scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            elif optimizer is not None:
+                optimizer.step()
+            else:
+                module.zero_grad(recipe.set_to_none)
+
+    return program
 
 
 def inference(
@@ -127,7 +169,7 @@ def of_job(
         return jobs[0].module
 
     def make_inputs() -> Any:
-        return jobs[0].make_batch(batch)
+        return jobs[0].make_batch(recipe.micro_batch(batch))
 
     def loss(module: nn.Module, inputs: Any) -> Tensor:
         return jobs[0].loss(module, *inputs)

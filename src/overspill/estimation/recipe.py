@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from overspill import models
@@ -90,12 +90,50 @@ class Recipe:
             raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
         if self.parallel is not None and self.parallel.kind == "tp" and (self.quantize or self.lora):
             raise RequestError("adapters and quantised weights are not cut by tp here; leave one of the two out")
+        if self.parallel is not None and self.parallel.kind == "pp":
+            self._check_pipeline(eight_bit=eight_bit)
         if self.offload_optimizer and sharded:
             raise RequestError("offload_optimizer is for whole parameters; fsdp has cpu_offload for sharded ones")
         if self.offload_optimizer and eight_bit:
             raise RequestError(f"{self.optimizer} runs on the GPU; leave it or offload_optimizer out")
         if self.offload_optimizer and self.dtype == "amp":
             raise RequestError("offload_optimizer has no GradScaler; take amp-bfloat16, or leave one out")
+
+    def _check_pipeline(self, *, eight_bit: bool) -> None:
+        changed = self._changed(
+            "accumulate", "channels_last", "lora", "quantize", "offload_optimizer", "cudnn_benchmark"
+        )
+        self._refuse("not with pp here; leave one of the two out", changed)
+        if eight_bit:
+            raise RequestError(f"{self.optimizer} is not with pp here; leave one of the two out")
+
+    def micro_batch(self, batch: int) -> int:
+        """How many samples the model reads at once of `batch`; what does not come out even is rounded up."""
+        return batch if self.parallel is None else -(-batch // self.parallel.pieces)
+
+    def check_batch(self, batch: int | None) -> None:
+        """Raise RequestError for a batch that is not to be read in equal micro-batches."""
+        pieces = 1 if self.parallel is None else self.parallel.pieces
+        if pieces == 1:
+            return
+        if batch is None:
+            raise RequestError(f"pass batch: it is what {pieces} micro-batches have together")
+        if batch % pieces:
+            even = pieces * self.micro_batch(batch)
+            raise RequestError(
+                f"a batch of {batch} is no multiple of {pieces} micro-batches; take {even}, or another micro_batches"
+            )
+
+    def stages(self) -> list[Recipe]:
+        """This recipe for each GPU that may need most: of a pipeline the first two stages and the last, else this alone.
+
+        Between them is no stage that needs more than the second, which has more micro-batches under way.
+        """
+        parallel = self.parallel
+        if parallel is None or parallel.kind != "pp":
+            return [self]
+        asked = sorted({0, min(1, parallel.gpus - 1), parallel.gpus - 1})
+        return [replace(self, parallel=replace(parallel, stage=stage)) for stage in asked]
 
     def check_inference(self) -> None:
         """Raise RequestError where the model is only run, and the recipe has what only training has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from overspill.core.units import format_bytes
 
@@ -101,9 +101,19 @@ def figures(estimate: Figures) -> Iterator[str]:
         f"  requested {format_bytes(estimate.peak_requested_bytes)}, allocated {format_bytes(estimate.peak_allocated_bytes)}, "
         f"reserved {format_bytes(estimate.peak_reserved_bytes)}"
     )
+    if estimate.stages and estimate.parallel is not None:
+        yield stages(estimate.stages, estimate.parallel.gpus)
     total = estimate.total
     if total.low != total.high:
         yield f"  nine of ten times between {format_bytes(total.low)} and {format_bytes(total.high)}, as library workspaces and the context turn out"
+
+
+def stages(peaks: Mapping[int, int], count: int) -> str:
+    """Which stage of a pipeline the figures are of, counted from 1, and what others ask for."""
+    largest = max(peaks, key=lambda stage: peaks[stage])
+    asked = ", ".join(f"stage {stage + 1} {format_bytes(nbytes)}" for stage, nbytes in peaks.items())
+    between = "; those between take less than stage 2" if count > len(peaks) else ""
+    return f"  stage {largest + 1} of {count} of the pipeline needs most: of tensors {asked}{between}"
 
 
 def under_compile(estimate: Figures, compiled: Figures, *, asked: bool) -> str:

@@ -39,6 +39,7 @@ def estimate_answer(
             "around": list(peak.ops),
         },
         "largest_batch": made.largest_batch if asked else None,
+        "stages": [{"stage": stage + 1, "peak_requested_bytes": nbytes} for stage, nbytes in made.stages.items()],
         "fitting_gpus": list(made.gpus),
         "changes": [
             advice_answer(change) for change in (made.changes if asked else ())

@@ -276,7 +276,7 @@ class _Trials:
         for _ in range(_GPUS_TRIED):
             if gpus > MOST_GPUS:
                 break
-            each = -(-batch // gpus) if have is None else batch
+            each = -(-batch // gpus) if have is None or have.kind == "pp" else batch  # a pipeline's is of all its GPUs
             other = Parallel(kind, gpus) if have is None or have.kind != kind else replace(have, gpus=gpus)
             what = f"{how} over {gpus} GPUs, batch {each} on each"
             changed = self._changed(each, partial(replace, parallel=other), what)

@@ -38,7 +38,7 @@ def whole_dtype(dtype: str) -> torch.dtype | None:
 
 
 def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module:
-    """`module` as `recipe` has it, on the device. Raises RequestError where that cannot be done to it."""
+    """`module` as `recipe` has it, on the device but for pp. Raises RequestError where that cannot be done to it."""
     options = _conversion(module, recipe)
     if recipe.parallel is not None and recipe.parallel.kind == "tp":
         split_layers(module, recipe.parallel.gpus)
@@ -51,6 +51,8 @@ def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module
         add_adapters(module, recipe.lora)
     if recipe.checkpointing:
         checkpoint_blocks(module, () if isinstance(recipe.checkpointing, bool) else recipe.checkpointing)
+    if recipe.parallel is not None and recipe.parallel.kind == "pp":
+        return module.to(**options) if options else module
     if recipe.parallel is None or recipe.parallel.kind == "tp":
         module = module.to("cuda", **options)
     else:

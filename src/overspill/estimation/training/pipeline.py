@@ -1,0 +1,210 @@
+"""Pipeline stages: consecutive blocks of a model on each GPU, the embedding before the first, head and loss after the last.
+
+The schedule is 1F1B, as of torch.distributed.pipelining's Schedule1F1B and Megatron-LM (Narayanan et al., SC 2021, §2.2):
+of N stages, the one after s others has N - s micro-batches under way, and then by turns ends one and begins the next.
+A buffer to receive is there when it is needed, and gone with its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from overspill.capture.recording.recorder import Recorder
+from overspill.core import TensorKind
+from overspill.core.errors import RequestError
+from overspill.estimation.parallel import Parallel
+from overspill.models.gpt2 import Gpt2
+
+from .wrappers import repeated_blocks
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class _Sent(Exception):
+    """A stage's output, which ends its forward where another stage goes on."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Stage:
+    """One stage of a model: its blocks are on the device, as is what the model has before or after all of them."""
+
+    def __init__(self, module: nn.Module, parallel: Parallel, recorder: Recorder, loss: Loss) -> None:
+        self.module, self._loss, self._recorder = module, loss, recorder
+        self._first, self._last = parallel.stage == 0, parallel.stage == parallel.gpus - 1
+        self._ahead = min(parallel.gpus - parallel.stage, parallel.pieces)
+        blocks = _blocks(module, parallel.gpus)
+        count = len(blocks) // parallel.gpus
+        begin = parallel.stage * count
+        self._before, self._own = blocks[:begin], blocks[begin : begin + count]
+        self._blocks = blocks
+        self._in_tuples = False  # how blocks return hidden states
+        self._outside = ExitStack()  # what runs on other stages, closed where this one begins
+        self._moved: dict[int, Any] = {}
+
+    @property
+    def reads(self) -> bool:
+        """Whether this stage reads batches: the first their inputs, the last their targets."""
+        return self._first or self._last
+
+    def to_device(self, inputs: Any) -> None:
+        """Bring the stage's part of the model to the device; `inputs`, a micro-batch on the host, shows which it is."""
+        before, after = self._ends(inputs)
+        own = [*self._own, *(before if self._first else ()), *(after if self._last else ())]
+        self.module.requires_grad_(False)
+        for part in own:
+            part.to("cuda").requires_grad_(True)
+        for block in self._before:
+            block.forward = self._passed
+        if not self._first:
+            for block in self._own:
+                block.forward = self._entered(block.forward, first=block is self._own[0])
+        if not self._last:
+            self._own[-1].forward = self._sending(self._own[-1].forward)
+
+    def _ends(self, inputs: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules with weights that run before the blocks, and after them."""
+        inside = {part for block in self._blocks for part in block.modules()}
+        ends: dict[nn.Module, bool] = {}
+        reached = False
+        forwards = {block: block.forward for block in self._blocks}
+
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal reached
+            reached = True
+            made = forwards[self._blocks[0]](hidden, *args, **kwargs)
+            self._in_tuples = isinstance(made, tuple)
+            if _hidden(made).shape != hidden.shape or _hidden(made).dtype != hidden.dtype:
+                raise RequestError(f"blocks of {type(self.module).__name__} make other hidden states than they read")
+            return made
+
+        def seen(part: nn.Module, _: Any) -> None:
+            ends.setdefault(part, reached)
+
+        outside = [m for m in self.module.modules() if m not in inside and _own_tensors(m)]
+        handles = [part.register_forward_pre_hook(seen) for part in outside]
+        try:
+            for block in self._blocks:
+                block.forward = self._passed
+            self._blocks[0].forward = run
+            with torch.no_grad(), self._elsewhere():
+                self._loss(self.module, inputs)
+        finally:
+            for block, forward in forwards.items():
+                block.forward = forward
+            for handle in handles:
+                handle.remove()
+        around = {m for m in outside if not inside.isdisjoint(m.modules())}
+        if any(list(m.parameters(recurse=False)) for m in outside if m in around or m not in ends):
+            raise RequestError(f"{type(self.module).__name__} has weights that are of no stage of a pipeline")
+        parts = {m: late for m, late in ends.items() if m not in around}
+        return [m for m, late in parts.items() if not late], [m for m, late in parts.items() if late]
+
+    def _elsewhere(self) -> ExitStack:
+        """What runs inside takes nothing of this stage's device."""
+        made = ExitStack()
+        made.enter_context(self._recorder.placing(on_device=False))
+        made.enter_context(self._recorder.fabricating())
+        return made
+
+    def step(self, micro_batches: list[Any], context: Callable[[], Any], scaler: torch.amp.GradScaler | None) -> None:
+        """Forward and backward of all `micro_batches`, in the order of 1F1B; gradients add up.
+
+        Forward runs in a new `context`, and the loss is scaled by the `scaler`, if there is one.
+        """
+        under_way: list[Tensor] = []
+        for micro_batch in micro_batches:
+            if len(under_way) == self._ahead:
+                self._backward(under_way.pop(0))
+            with context():
+                made = self._forward(micro_batch)
+            if self._last:
+                made = (made if scaler is None else scaler.scale(made)) / len(micro_batches)
+            under_way.append(made)
+            del made
+        while under_way:
+            self._backward(under_way.pop(0))
+
+    def _forward(self, inputs: Any) -> Tensor:
+        """What is to be sent, or the loss; what was received lives in its graph."""
+        if not self._first:
+            self._outside = self._elsewhere()
+            self._outside.enter_context(torch.no_grad())
+        try:
+            return self._loss(self.module, inputs)
+        except _Sent as sent:
+            return sent.value
+        finally:
+            self._outside.close()
+            self._moved.clear()
+
+    def _backward(self, made: Tensor) -> None:
+        """Backward of a micro-batch; the gradient of what was received is sent and gone with it."""
+        if self._last:
+            made.backward()
+            return
+        gradient = torch.empty_like(made)
+        self._recorder.mark(gradient, TensorKind.OUTPUT_GRADIENT)
+        made.backward(gradient)
+
+    def _passed(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        """What a block that is on another GPU does here."""
+        return (hidden,) if self._in_tuples else hidden
+
+    def _entered(self, forward: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
+        """`forward` on what the stage received, and on its own copies of what else other stages made too."""
+
+        def moved(value: Tensor) -> Tensor:
+            if id(value) not in self._moved:
+                self._moved[id(value)] = (value, value.to("cuda"))  # with `value`, so that its id stays its own
+            copy: Tensor = self._moved[id(value)][1]
+            return copy
+
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if first:
+                self._outside.close()
+                hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device="cuda", requires_grad=True)
+                self._recorder.mark(hidden, TensorKind.ACTIVATION)
+            args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
+            return forward(hidden, *args, **kwargs)
+
+        return run
+
+    def _sending(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            raise _Sent(_hidden(forward(*args, **kwargs)))
+
+        return run
+
+
+def _hidden(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _own_tensors(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
+def _blocks(module: nn.Module, stages: int) -> list[nn.Module]:
+    """The blocks of a decoder. Raises RequestError where it has none, or they are not to be divided evenly."""
+    blocks = list(repeated_blocks(module))
+    holders = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and list(m) == blocks]
+    known = isinstance(module, Gpt2) or getattr(module, "get_output_embeddings", lambda: None)() is not None
+    if not holders or not known:
+        raise RequestError(
+            f"{type(module).__name__} is not cut in stages here; the built-in decoders and those of transformers are"
+        )
+    if len(blocks) % stages:
+        raise RequestError(
+            f"{type(module).__name__} has {len(blocks)} blocks, which {stages} stages cannot share evenly"
+        )
+    return blocks
