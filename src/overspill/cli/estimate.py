@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -302,6 +303,7 @@ def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
     from overspill.estimation.api import of_recording
     from overspill.estimation.script import record_script
 
+    started = time.perf_counter()
     narrator.be_still()  # the terminal is the script's
     narrator.line(f"running {run.script} for {run.iterations} steps on a GPU that is not there")
     done = record_script(
@@ -318,7 +320,8 @@ def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
         "dtype": None,
     }
     request |= {"iterations": done.iterations, "trains": done.trains, "notes": list(done.notes)}
-    return of_recording(done.recording, done.name, setting), request
+    made = of_recording(done.recording, done.name, setting)
+    return replace(made, seconds=time.perf_counter() - started), request
 
 
 def _of_model(

@@ -121,7 +121,8 @@ class Recipe:
         if batch % pieces:
             even = pieces * self.micro_batch(batch)
             raise RequestError(
-                f"a batch of {batch} is no multiple of {pieces} micro-batches; take {even}, or another micro_batches"
+                f"a batch of {batch} is no multiple of {pieces} micro-batches, as many as there are GPUs unless said; take "
+                f"{even}, or another micro_batches"
             )
 
     def stages(self) -> list[Recipe]:
@@ -162,6 +163,21 @@ class Recipe:
     def ways(self) -> list[str]:
         """The fields in which training differs from the plain loop, optimizer, dtype and number of GPUs left aside."""
         return self._changed(*(f.name for f in fields(self) if f.name not in {"optimizer", "dtype", "parallel"}))
+
+    def said(self) -> str:
+        """All of it in words, and what batch and bytes are of where several GPUs take part."""
+        by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "an optimizer")
+        parts = ["run without gradients" if self.optimizer is None else f"trained by {by}", f"in {self.dtype}"]
+        for name in self.ways():
+            value = getattr(self, name)
+            word = name.replace("_", " ")
+            parts.append(f"no {word}" if value is False else word if value is True else f"{word} {value}")
+        if self.parallel is not None:
+            kind, of = self.parallel.kind, "batch and bytes are of each GPU"
+            if kind == "pp":
+                of = "the batch is of all, bytes are of the GPU that needs most"
+            parts.append(f"{kind} over {self.parallel.gpus} GPUs: {of}")
+        return ", ".join(parts)
 
     def _changed(self, *names: str) -> list[str]:
         """Those of `names` that are not as they are by default."""

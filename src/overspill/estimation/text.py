@@ -28,6 +28,7 @@ def lines(
     `compiled` are the figures under `torch.compile`, and `besides` further lines about that.
     """
     yield verdict(estimate)
+    yield from trained(estimate)
     yield ""
     yield from bars(estimate)
     yield ""
@@ -60,6 +61,12 @@ def verdict(estimate: Figures) -> str:
         f"of the {format_bytes(device.memory_bytes)} of {device.name} (it would survive on "
         f"{format_bytes(estimate.minimum_capacity_bytes)})"
     )
+
+
+def trained(estimate: Figures) -> Iterator[str]:
+    """How the job is trained or run, where that is known."""
+    if estimate.retrace is not None:
+        yield f"  {estimate.retrace.recipe.said()}"
 
 
 def _with_room(total: int, needed: int) -> str:

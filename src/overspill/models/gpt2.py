@@ -39,7 +39,7 @@ class Shape:
             if value < 1:
                 raise RequestError(f"{name} must be at least 1, got {value}")
         if self.width % self.heads:
-            raise RequestError(f"width {self.width} is no multiple of {self.heads} heads")
+            raise RequestError(f"width {self.width} is no multiple of {self.heads} heads; choose heads=")
 
 
 _FULL = Shape()

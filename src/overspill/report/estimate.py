@@ -11,7 +11,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
-from overspill.estimation.text import bars, figures, lines, moment, under_compile
+from overspill.estimation.text import bars, figures, lines, moment, trained, under_compile
 from overspill.plans.plan import Plan
 
 from .advice import advice_answer
@@ -119,6 +119,7 @@ def _without_verdict(estimate: Estimate) -> list[str]:
     compiled = [] if estimate.compiled is None else [under_compile(estimate, estimate.compiled, asked=False)]
     return [
         f"{estimate.name}{batch} takes {format_bytes(estimate.total_bytes)}{on}",
+        *trained(estimate),
         "",
         *bars(estimate),
         "",

@@ -239,7 +239,7 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
         shapes = ", ".join(str(tuple(i.shape)) for i in inputs if isinstance(i, Tensor)) or "no tensors"
         instead = ""
         if not whole_step and f"at {UPDATE} of" in error.cause:
-            instead = "; the optimizer's update takes it, which overspill.train_step would split"
+            instead = "; the optimizer's update takes it, which overspill.train_step (--whole-step) would split"
         elif f"at {REST} of" in error.cause:
             instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
         raise error.told(f"{instead} (the {what} graph, on inputs of {shapes})") from None

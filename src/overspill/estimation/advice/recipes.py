@@ -85,7 +85,7 @@ def _precision(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
         )  # fmt: skip
     if major >= 8:
         yield Change(
-            "the whole model in bfloat16", "faster; weights have 8 bits, small updates may be lost", Price.RESULTS,
+            "the whole model in bfloat16", "faster; weights of 8 significant bits lose small updates", Price.RESULTS,
             {"dtype": "bfloat16"}, 0.5, 0.5,
         )  # fmt: skip
 
