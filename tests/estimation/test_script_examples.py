@@ -93,6 +93,7 @@ def test_a_script_of_a_training_library(package: str, name: str) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.long
 def test_what_values_select_is_taken_to_be_all_and_named() -> None:
     found = run("masked")
     assert found.iterations == 3
@@ -116,6 +117,7 @@ def test_the_lines_that_values_were_invented_for_are_noted(write: Callable[..., 
     assert plain.recording.peak_requested_bytes <= found.recording.peak_requested_bytes
 
 
+@pytest.mark.long
 def test_invented_counts_are_named_for_memory_may_depend_on_them(write: Callable[..., str]) -> None:
     count = "    n = (x > 0).sum().item()\n    kept = x[:n]\n    rows = torch.zeros(int(n))\n"
     found = record_script(write(MODEL + "for step in range(20):" + STEP + count))
@@ -137,6 +139,7 @@ def test_small_values_that_the_script_put_there_itself_are_known(write: Callable
     assert found.notes == ()
 
 
+@pytest.mark.long
 def test_conditions_that_errors_follow_are_as_they_must_be(write: Callable[..., str]) -> None:
     checks = (
         "    assert (x > 100).all(), 'small'\n"

@@ -285,6 +285,7 @@ def _with(marker: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_the_next_script_runs_also_after_its_server_was_killed() -> None:
     run(TRAIN)
     assert client._server is not None

@@ -13,7 +13,7 @@ LIKE_ANOTHER = {
 MODELS = [name for name in names() if name not in ALIASES]
 DEEP = {
     "resnet50", "resnet32-cifar", "densenet121", "overfeat", "vgg-c", "googlenet", "inception-v3", "inception-v4", "inception-resnet-v2",
-    "deeplabv3plus", "pix2pixhd", "bert-base",
+    "deeplabv3plus", "pix2pixhd", "bert-base", "seq2seq",
 }  # fmt: skip
 """Models of many ops or large ones, whose parts others have too: they are trained in the long suite."""
 OWN = [name for name in MODELS if name not in LIKE_ANOTHER]

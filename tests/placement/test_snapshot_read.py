@@ -217,7 +217,7 @@ ENDLESS = b"\x80\x04}N\x85q\x00" + b"h\x00\x86q\x00" * 60 + b"Ns."
         (DEEP, "1000007 bytes that overflow the stack"),
         (HUGE_MEMO, "9 bytes that take very much memory"),
         (HUGE_BYTES, "13 bytes that take very much memory"),
-        (ENDLESS, "310 bytes that take very long"),
+        pytest.param(ENDLESS, "310 bytes that take very long", marks=pytest.mark.long),
     ],
 )
 def test_a_pickle_that_is_made_to_do_harm_is_refused(tmp_path: Path, content: bytes, said: str) -> None:

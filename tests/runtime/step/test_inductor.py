@@ -110,6 +110,7 @@ def test_a_step_has_the_bits_of_torch_compile_and_keeps_the_smallest_budget() ->
     assert len(pair.step.plans) == 2
 
 
+@pytest.mark.long
 def test_a_model_that_is_changed_between_steps_is_compiled_anew() -> None:
     pair = Pair(make_optimizer=OPTIMIZERS["momentum"], policy="window")
     pair.train()

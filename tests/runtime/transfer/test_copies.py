@@ -119,6 +119,7 @@ tensor = engine.prefetch(handle)
 """
 
 
+@pytest.mark.long
 def test_a_program_may_end_with_copies_under_way() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS],
