@@ -11,6 +11,7 @@ from overspill.devices import this_cpu
 BENCH = Path(__file__).parents[2] / "bench"
 
 
+@pytest.mark.long
 def test_a_row_for_each_policy_and_store_with_its_simulated_and_its_measured_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def test_it_ranks_what_was_tried_and_plans_the_step(overspill: Overspill) -> Non
     assert planned["minimum_capacity_bytes"] <= answer["capacity_bytes"]
 
 
+@pytest.mark.long
 def test_a_job_that_fits_is_told_what_takes_less(overspill: Overspill) -> None:
     done = overspill("advise gpt2 --small --batch 8 --gpu t4 --optimizer adamw")
     assert done.code == 0
@@ -61,6 +62,7 @@ def test_what_cannot_be_is_one_clear_line(overspill: Overspill, arguments: str, 
     assert done.error.count("\n") <= 1
 
 
+@pytest.mark.long
 def test_the_software_that_is_named_is_that_of_the_answer(overspill: Overspill) -> None:
     job = "gpt2 --small --batch 8 --gpu rtx5090"  # where cuBLAS takes more since 2.12
     old, new = (

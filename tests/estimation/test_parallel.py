@@ -128,6 +128,7 @@ def test_horovod_adds_its_fusion_buffer(monkeypatch):
     assert recorded(Parallel("horovod", 4)).peak_requested_bytes == alone
 
 
+@pytest.mark.long
 def test_more_gpus_leave_less_of_the_model_on_each():
     # A batch that is small beside the model: what is sharded decides.
     peaks = [recorded(Parallel("fsdp", gpus), optimizer="adamw").peak_requested_bytes for gpus in (1, 2, 4, 8)]

@@ -111,6 +111,7 @@ def test_a_whole_step_trains_from_the_pool_with_the_same_bits(placement: str) ->
     assert pool.served_share > (0.5 if placement == "planned" else 0.9)  # an arena beside weights that stay leaves less
 
 
+@pytest.mark.long
 def test_a_larger_batch_is_begun_again_with_beta_more_and_the_bits_are_those_of_plain_training() -> None:
     """Dymem's trial and error for real: squeezed to a small batch, the main space has no room for a larger one."""
     sizes = [512, 512, 2048, 2048, 512]
@@ -137,6 +138,7 @@ def test_compiled_models_go_on_beside_the_main_space_and_have_more_in_the_next_s
     assert pool.restarts == 0
 
 
+@pytest.mark.long
 def test_another_batch_is_solved_anew_and_training_goes_on() -> None:
     """Profile-guided placement, section 4.3: a step that is not the recorded one is served, recorded and solved."""
     sizes = [512] * 5 + [1024] * 7
