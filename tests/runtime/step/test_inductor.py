@@ -189,11 +189,11 @@ def test_a_step_that_the_store_failed_goes_on(monkeypatch: pytest.MonkeyPatch) -
     assert engine is not None
     plain, calls = engine.await_prefetch, [0]
 
-    def failing(tensor: Tensor) -> None:
+    def failing(tensor: Tensor) -> Tensor:
         calls[0] += 1
         if calls[0] == 5:
             raise StoreError("the disk is gone")
-        plain(tensor)
+        return plain(tensor)
 
     torch.manual_seed(9)
     expected = pair.plain(*pair.inputs)
@@ -221,6 +221,10 @@ def test_under_autocast() -> None:
 def training(model: str, optimizer: str, gradients: GradientOptions | None = None) -> Training:
     build = partial(load, model, small=True)
     return Training(build, 4, optimizer, 3, "cpu", whole_step=True, gradients=gradients or GradientOptions())
+
+
+VARIED = "seq2seq-varied"
+"""A model whose batches differ in shape, each of which is compiled, the last one's while bytes are counted."""
 
 
 @cache
@@ -259,9 +263,16 @@ def test_three_models_in_all_ways(model: str, optimizer: str, policy: str, store
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", sorted({*names()} - {"gpt2", "resnet18", "lstm"}))
+@pytest.mark.parametrize("model", sorted({*names()} - {"gpt2", "resnet18", "lstm", VARIED}))
 def test_every_model_trains_with_the_bits_of_torch_compile(model: str) -> None:
     checked(model, "momentum", "auto", "host", "70%")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:a profiler runs")
+def test_a_model_of_varied_batches_trains_with_the_bits_of_torch_compile() -> None:
+    options = Options("1MiB", "auto", "host", backend="inductor", partition=1)
+    assert train(training(VARIED, "momentum"), options).identical_to(stock(VARIED, "momentum"))
 
 
 @pytest.mark.long
