@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tests.estimation.small_script import MODEL, STEP
 from torch import nn
 
 from overspill.capture.recording.recording import Recording
@@ -23,37 +24,9 @@ from overspill.estimation import programs
 from overspill.estimation.recipe import Recipe
 from overspill.estimation.script import ScriptRun, record_script
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SCRIPTS = Path(__file__).parent / "scripts"
-MODEL = """
-import torch
-from torch import nn
-model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-"""
-STEP = """
-    x = torch.randn(32, 64).cuda()
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 TRAINING = MODEL + "for step in range(20):" + STEP
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
-    def write(text: str, name: str = "train.py") -> str:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        return name
-
-    return write
 
 
 def run(name: str, *arguments: str, iterations: int = 3) -> ScriptRun:

@@ -5,38 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.estimation.small_script import MODEL, STEP
 
 from overspill.core import Phase
 from overspill.estimation.script import ScriptRun, record_script
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 EXAMPLES = Path(__file__).parent / "scripts" / "examples"
-MODEL = """
-import torch
-from torch import nn
-model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-"""
-STEP = """
-    x = torch.randn(32, 64).cuda()
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
-    def write(text: str) -> str:
-        (tmp_path / "train.py").write_text(text)
-        return "train.py"
-
-    return write
 
 
 def run(name: str, *arguments: str, iterations: int = 3) -> ScriptRun:

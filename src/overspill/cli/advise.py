@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from overspill import models
+from overspill.estimation.recipe import Recipe
 
 from .common import (
     AsJson,
@@ -20,27 +21,7 @@ from .common import (
     narrate,
     quiet_torch,
 )
-from .recipe import (
-    Accumulate,
-    Attention,
-    ChannelsLast,
-    Checkpointing,
-    CpuOffload,
-    CudnnBenchmark,
-    Dtype,
-    Gpus,
-    Inference,
-    Kind,
-    Lora,
-    MicroBatches,
-    OffloadOptimizer,
-    Optimizer,
-    ParamDtype,
-    Quantize,
-    ReduceDtype,
-    SetToNone,
-    recipe_of,
-)
+from .recipe import with_recipe
 from .software import Cuda, Torch
 
 Samples = Annotated[int, typer.Option(min=1, help="Samples in a step, on each GPU.")]
@@ -50,31 +31,16 @@ TrainedOn = Annotated[
 ]
 
 
+@with_recipe("generate")
 def advise(
     model: ModelName,
     gpu: TrainedOn,
+    *,
     batch: Samples = 1,
-    optimizer: Optimizer = "sgd",
-    dtype: Dtype = "float32",
-    inference: Inference = False,
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
-    gpus: Gpus = None,
-    parallel: Kind = None,
-    accumulate: Accumulate = 1,
-    set_to_none: SetToNone = True,
-    checkpointing: Checkpointing = False,
-    attention: Attention = None,
-    channels_last: ChannelsLast = False,
-    lora: Lora = None,
-    quantize: Quantize = None,
-    offload_optimizer: OffloadOptimizer = False,
-    cudnn_benchmark: CudnnBenchmark = False,
-    param_dtype: ParamDtype = None,
-    reduce_dtype: ReduceDtype = None,
-    cpu_offload: CpuOffload = False,
-    micro_batches: MicroBatches = None,
+    recipe: Recipe,
     torch: Torch = None,
     cuda: Cuda = None,
     json: AsJson = False,
@@ -83,16 +49,6 @@ def advise(
     del json  # `main` reads it from the arguments
     begun = time.perf_counter()
     models.check_name(model)
-    ways = {
-        "dtype": dtype, "accumulate": accumulate, "set_to_none": set_to_none, "checkpointing": checkpointing,
-        "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
-        "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": 0,
-    }  # fmt: skip
-    shared = {
-        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload,
-        "micro_batches": micro_batches,
-    }  # fmt: skip
-    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, shared=shared, ways=ways)
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import Setting, of_job
@@ -105,7 +61,7 @@ def advise(
         made = of_job(choice.build, model, batch, recipe, setting)
         found = list(advise_on(made, choice.build, narrator.now))
         fits = made.fits() or any(advice.fits for advice in found)
-        request = {"model": model, "batch": batch, "optimizer": recipe.optimizer, "dtype": dtype}
+        request = {"model": model, "batch": batch, "optimizer": recipe.optimizer, "dtype": recipe.dtype}
         request["gpus"] = 1 if recipe.parallel is None else recipe.parallel.gpus
         answer = advise_answer(request, made, found, time.perf_counter() - begun)
         return Outcome(answer, advise_report(made, found), 0 if fits else 1)

@@ -73,11 +73,8 @@ def doctor(json: AsJson = False) -> Outcome:
 
 def build_facts() -> str:
     """What `--version` says after the number: for which Python and machine this Overspill was built."""
-    tag = f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}"
-    try:
-        return f"{tag}, torch {version('torch')}"
-    except PackageNotFoundError:
-        return f"{tag}, no torch"
+    machine = f"{platform.system()} {platform.machine()}"
+    return f"CPython {platform.python_version()}, {machine}, torch {_release('torch')}"
 
 
 def _package() -> Iterable[Finding]:
@@ -104,8 +101,10 @@ def _torch() -> Iterable[Finding]:
     """The release of PyTorch."""
     import torch
 
+    from overspill.costs.releases import release_of
+
     found = str(torch.__version__)
-    release = tuple(int(part) for part in found.split("+", maxsplit=1)[0].split(".")[:2])
+    release = release_of(found, "PyTorch", "2.13")
     first, last = (".".join(map(str, end)) for end in TESTED_TORCH)
     if TESTED_TORCH[0] <= release <= TESTED_TORCH[1]:
         yield Finding("torch", "works", found, f"tested with {first} to {last}")

@@ -13,6 +13,7 @@ import typer
 from overspill import models
 from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.estimation.recipe import Recipe
 from overspill.estimation.source import Source
 
 from .common import (
@@ -27,36 +28,13 @@ from .common import (
     narrate,
     quiet_torch,
 )
-from .recipe import (
-    Accumulate,
-    Attention,
-    ChannelsLast,
-    Checkpointing,
-    CpuOffload,
-    CudnnBenchmark,
-    Dtype,
-    Generate,
-    Gpus,
-    Inference,
-    Kind,
-    Lora,
-    MicroBatches,
-    OffloadOptimizer,
-    Optimizer,
-    ParamDtype,
-    Quantize,
-    ReduceDtype,
-    SetToNone,
-    check_as_it_is,
-    recipe_of,
-)
+from .recipe import check_as_it_is, with_recipe
 from .software import Cuda, Torch
 
 if TYPE_CHECKING:
     from overspill.core import Device
     from overspill.estimation import Estimate
     from overspill.estimation.api import Setting
-    from overspill.estimation.recipe import Recipe
     from overspill.plans.plan import Plan
 
 Words = Annotated[
@@ -156,13 +134,12 @@ Within = Annotated[
 _NO_BATCH = "say how many samples make a step, for instance --batch 32"
 
 
+@with_recipe()
 def estimate(
     words: Words = None,
+    *,
     batch: Batch = None,
-    optimizer: Optimizer = "sgd",
-    dtype: Dtype = "float32",
     gpu: Gpu = None,
-    inference: Inference = False,
     script: Script = None,
     iterations: Iterations = 3,
     time_limit: TimeLimit = 600.0,
@@ -176,22 +153,7 @@ def estimate(
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
-    gpus: Gpus = None,
-    parallel: Kind = None,
-    accumulate: Accumulate = 1,
-    set_to_none: SetToNone = True,
-    checkpointing: Checkpointing = False,
-    attention: Attention = None,
-    channels_last: ChannelsLast = False,
-    lora: Lora = None,
-    quantize: Quantize = None,
-    offload_optimizer: OffloadOptimizer = False,
-    cudnn_benchmark: CudnnBenchmark = False,
-    generate: Generate = None,
-    param_dtype: ParamDtype = None,
-    reduce_dtype: ReduceDtype = None,
-    cpu_offload: CpuOffload = False,
-    micro_batches: MicroBatches = None,
+    recipe: Recipe,
     torch: Torch = None,
     cuda: Cuda = None,
     snapshot: SnapshotFile = None,
@@ -201,16 +163,6 @@ def estimate(
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
     check_writable(snapshot)
-    ways = {
-        "dtype": dtype, "accumulate": accumulate, "set_to_none": set_to_none, "checkpointing": checkpointing,
-        "attention": attention, "channels_last": channels_last, "lora": lora, "quantize": quantize,
-        "offload_optimizer": offload_optimizer, "cudnn_benchmark": cudnn_benchmark, "generate": generate or 0,
-    }  # fmt: skip
-    shared = {
-        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload,
-        "micro_batches": micro_batches,
-    }  # fmt: skip
-    recipe = recipe_of(optimizer, inference=inference, parallel=parallel, gpus=gpus, shared=shared, ways=ways)
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
@@ -222,7 +174,7 @@ def estimate(
         _check_model(words, batch)
     elif (
         recipe.parallel is not None
-        or inference
+        or recipe.optimizer is None
         or small
         or any(size is not None for size in (batch, image_size, seq_len))
     ):
@@ -243,7 +195,7 @@ def estimate(
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config, torch, cuda)
         within = None
         if source is not None:
-            made, request = _of_source(source, batch or 1, None if inference else optimizer, setting, narrator)
+            made, request = _of_source(source, batch or 1, recipe, setting, narrator)
         elif script is not None:
             run = _Run(script, words or [], iterations, time_limit, allow_writes, quiet=json)
             made, request = _of_script(run, setting, narrator)
@@ -252,7 +204,7 @@ def estimate(
             made, request = _of_model(choice, batch or 1, recipe, setting, narrator, compiled=compiled)
             if limit is not None:
                 narrator.now(f"planning {choice.name} as torch.compile has it")
-                within = _plan(choice, batch or 1, optimizer, dtype, limit, setting.device)
+                within = _plan(choice, batch or 1, recipe, limit, setting.device)
         request |= {
             "gpus": 1 if recipe.parallel is None else recipe.parallel.gpus,
             "parallel": None if recipe.parallel is None else recipe.parallel.kind,
@@ -289,11 +241,12 @@ class _Run:
 _Made = tuple["Estimate", dict[str, Any]]
 
 
-def _of_source(source: Source, batch: int, optimizer: str | None, setting: Setting, narrator: Narrator) -> _Made:
+def _of_source(source: Source, batch: int, recipe: Recipe, setting: Setting, narrator: Narrator) -> _Made:
     """The estimate of a job of another framework, and what was asked for."""
     from overspill.estimation.frameworks import of_source
 
     narrator.now(f"reading {source.target}")
+    optimizer = None if recipe.optimizer is None else str(recipe.optimizer)
     made = of_source(source, batch, optimizer, setting)
     return made, {"model": source.target, "batch": batch, "optimizer": optimizer, "dtype": "float32"}
 
@@ -348,16 +301,14 @@ def _budget(text: str | None, recipe: Recipe, *, compiled: bool) -> Budget | Non
     return Budget.parse(text)
 
 
-def _plan(
-    choice: ModelChoice, batch: int, optimizer: str, dtype: str, limit: Budget, device: Device
-) -> Plan | InfeasibleBudget:
+def _plan(choice: ModelChoice, batch: int, recipe: Recipe, limit: Budget, device: Device) -> Plan | InfeasibleBudget:
     """The plan of the compiled step within `limit` on `device`, or why there is none."""
     from overspill.estimation.training.prepare import whole_dtype
     from overspill.models.step import job_in_dtype
     from overspill.runtime.options import Options
     from overspill.runtime.training import Training, preview
 
-    training = Training(partial(job_in_dtype, choice.build, whole_dtype(dtype)), batch, optimizer)
+    training = Training(partial(job_in_dtype, choice.build, whole_dtype(recipe.dtype)), batch, str(recipe.optimizer))
     try:
         return preview(training, Options(limit, device=device, backend="inductor"))
     except InfeasibleBudget as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -10,8 +13,7 @@ from overspill.core.errors import RequestError
 from overspill.estimation.parallel import parallel_of
 from overspill.estimation.recipe import Recipe
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from .common import Outcome
 
 Dtype = Annotated[
     str,
@@ -108,26 +110,76 @@ Generate = Annotated[
 
 
 def recipe_of(
-    optimizer: str,
     *,
-    inference: bool,
-    parallel: str | None,
-    gpus: int | None,
-    shared: Mapping[str, Any],
-    ways: Mapping[str, Any],
+    optimizer: Optimizer = "sgd",
+    dtype: Dtype = "float32",
+    inference: Inference = False,
+    gpus: Gpus = None,
+    parallel: Kind = None,
+    accumulate: Accumulate = 1,
+    set_to_none: SetToNone = True,
+    checkpointing: Checkpointing = False,
+    attention: Attention = None,
+    channels_last: ChannelsLast = False,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    offload_optimizer: OffloadOptimizer = False,
+    cudnn_benchmark: CudnnBenchmark = False,
+    generate: Generate = None,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
+    micro_batches: MicroBatches = None,
 ) -> Recipe:
-    """What the options ask for; `ways` are fields of Recipe, `shared` of Parallel. Raises RequestError."""
+    """What the options ask for. Raises RequestError."""
     if inference:  # which reads the name of an optimizer that it does not use
         Recipe(optimizer)
-    together = parallel_of(parallel, gpus, **{name: value for name, value in shared.items() if value})
-    if ways["generate"] and not inference:
+    shared = {
+        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cpu_offload": cpu_offload, "micro_batches": micro_batches,
+    }  # fmt: skip
+    given = {name: value for name, value in shared.items() if value}
+    together = parallel_of(parallel, gpus, **given)
+    if generate and not inference:
         raise RequestError("--generate is for --inference")
-    if together is None and (given := [name for name, value in shared.items() if value]):
-        kind = "pp" if given[0] == "micro_batches" else "fsdp"
+    if together is None and given:
+        first = next(iter(given))
+        kind = "pp" if first == "micro_batches" else "fsdp"
         raise RequestError(
-            f"--{given[0].replace('_', '-')} is for {kind} on several GPUs; pass --parallel {kind} --gpus N"
+            f"--{first.replace('_', '-')} is for {kind} on several GPUs; pass --parallel {kind} --gpus N"
         )
-    return Recipe(None if inference else optimizer, parallel=together, **ways)
+    return Recipe(
+        None if inference else optimizer, dtype, accumulate, set_to_none, together, checkpointing, attention, channels_last,
+        lora, quantize, offload_optimizer, cudnn_benchmark, generate or 0,
+    )  # fmt: skip
+
+
+def with_recipe(*without: str) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+    """Give a command the options of `recipe_of`, those `without` aside, in the place of its argument `recipe`."""
+
+    def decorate(command: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        options = {
+            name: option
+            for name, option in inspect.signature(recipe_of, eval_str=True).parameters.items()
+            if name not in without
+        }
+
+        @wraps(command)
+        def run(**given: Any) -> Outcome:
+            recipe = recipe_of(**{name: given.pop(name) for name in options})
+            return command(recipe=recipe, **given)
+
+        # Typer reads the options off the signature.
+        own = inspect.signature(command, eval_str=True)
+        parameters = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in own.parameters.values()
+            for each in (options.values() if parameter.name == "recipe" else [parameter])
+        ]
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
 
 
 def check_as_it_is(recipe: Recipe, whose: str) -> None:

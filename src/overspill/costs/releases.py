@@ -34,14 +34,14 @@ def software_named(torch: str | None = None, cuda: str | None = None) -> Softwar
 
 def _known_torch(text: str) -> str:
     """`2.6.0+cu124` as `2.6`. Raises RequestError."""
-    if "{}.{}".format(*_release(text, "PyTorch", "2.6")) not in _CUDA_OF:
+    if "{}.{}".format(*release_of(text, "PyTorch", "2.6")) not in _CUDA_OF:
         first, *_, last = _CUDA_OF
         raise RequestError(f"what PyTorch {text} takes is not known; {first} to {last} are")
     return text
 
 
 def _known_cuda(text: str) -> str:
-    major, minor = _release(text, "CUDA", "12.4")
+    major, minor = release_of(text, "CUDA", "12.4")
     if minor > _CUDA_UNTIL.get(major, -1):
         spans = ", ".join(f"{known}.0 to {known}.{last}" for known, last in _CUDA_UNTIL.items())
         raise RequestError(f"what CUDA {text} takes is not known; {spans} are")
@@ -50,11 +50,12 @@ def _known_cuda(text: str) -> str:
 
 def _cuda_of(torch: str) -> str:
     """The CUDA release of PyTorch's wheel; of a PyTorch that is newer than those known, the last one's."""
-    major, minor = _release(torch, "PyTorch", "2.6")
+    major, minor = release_of(torch, "PyTorch", "2.6")
     return _CUDA_OF.get(f"{major}.{minor}", Software.cuda_version)
 
 
-def _release(text: str, what: str, example: str) -> tuple[int, int]:
+def release_of(text: str, what: str, example: str) -> tuple[int, int]:
+    """Major and minor number of a release of `what`, which is written as `example`. Raises RequestError."""
     match = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)?(?:[a-z+.-].*)?", text)
     if match is None:
         raise RequestError(f"{text!r} is not a release of {what}; write it as {example}")

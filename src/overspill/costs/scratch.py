@@ -98,19 +98,19 @@ def _threads_of(capability: tuple[int, int]) -> int:
 def room_bytes(scratch: Scratch, compute_capability: str, software: Software) -> int:
     """What a plan leaves room for: the likeliest bytes, and of a convolution those of an engine that is faster."""
     if elastic(scratch) and scratch.family != "conv_trial":
-        kind, found = _engines(scratch, compute_capability)
+        kind, found = engines_of(scratch, compute_capability)
         return found[roomy(kind)] if kind is not None else 0
     return scratch_bytes(scratch, compute_capability, software).central
 
 
 def _convolution(scratch: Scratch, compute_capability: str) -> Interval:
     """The workspace of cuDNN's engine, benchmark off: none, which is likeliest, up to the largest."""
-    kind, found = _engines(scratch, compute_capability)
+    kind, found = engines_of(scratch, compute_capability)
     return NOTHING if kind is None else Interval(0, 0, max(found))
 
 
-def _engines(scratch: Scratch, compute_capability: str) -> tuple[str | None, tuple[int, int, int, int]]:
-    """The kind of a convolution, and the workspaces of its engines."""
+def engines_of(scratch: Scratch, compute_capability: str) -> tuple[str | None, tuple[int, int, int, int]]:
+    """The kind of a convolution (None where all engines work in place), and the workspaces of ENGINES."""
     convolution = Convolution(*scratch.sizes)
     kind = kind_of(scratch.family, convolution, scratch.dtype, compute_capability)
     return kind, workspaces(scratch.family, convolution, ITEM_BYTES.get(scratch.dtype, 4), compute_capability)

@@ -296,9 +296,8 @@ def _arguments(_: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (list, tuple)) else model(inputs)
+    args, kwargs = _arguments(model, inputs)
+    return model(*args, **kwargs)
 
 
 def _checked_module(made: Any) -> nn.Module:

@@ -109,17 +109,16 @@ class Demand:
         return replace(self, nbytes=np.maximum(sizes, 0))
 
 
-def demand_of(recording: Recording, device: Device, software: Software, *, choose: str = "central") -> Demand:
-    """What `recording` asks for on `device`; `choose` is `low`, `central` or `high` where scratch is uncertain."""
+def demand_of(recording: Recording, device: Device, software: Software) -> Demand:
+    """What `recording` asks for on `device`, the likeliest where scratch is uncertain."""
     allocations = recording.allocations
     nbytes = np.fromiter((a.nbytes for a in allocations), dtype=np.int64, count=len(allocations))
     may_fail = np.zeros(len(allocations), dtype=np.bool_)
     for position, allocation in enumerate(allocations):
         if allocation.scratch is not None:
-            bounds = scratch_bytes(
+            nbytes[position] = scratch_bytes(
                 allocation.scratch, device.compute_capability, software, device.multiprocessors or LARGE_GPU
-            )
-            nbytes[position] = getattr(bounds, choose)
+            ).central
             may_fail[position] = elastic(allocation.scratch)
     return Demand(
         np.fromiter((a.start for a in allocations), dtype=np.int64, count=len(allocations)),

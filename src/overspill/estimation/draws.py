@@ -17,8 +17,8 @@ import numpy as np
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.costs import Interval
-from overspill.costs.engines import ENGINES, SHARES, Convolution, Shares, chances, kind_of, workspaces
-from overspill.costs.scratch import ITEM_BYTES, elastic
+from overspill.costs.engines import ENGINES, SHARES, Convolution, Shares, chances
+from overspill.costs.scratch import elastic, engines_of
 
 from .demand import Demand
 
@@ -45,14 +45,12 @@ class Draws:
                 continue
             key = (scratch.family, scratch.sizes, scratch.dtype)
             if key not in shapes:
-                convolution = Convolution(*scratch.sizes)
-                kind = kind_of(scratch.family, convolution, scratch.dtype, device.compute_capability)
+                kind, found = engines_of(scratch, device.compute_capability)
                 shapes[key] = -1 if kind is None else len(options)
                 if kind is not None:
                     self._kinds.append(kind)
-                    self._shapes.append(convolution.one_sample)
-                    item = ITEM_BYTES.get(scratch.dtype, 4)
-                    options.append(workspaces(scratch.family, convolution, item, device.compute_capability))
+                    self._shapes.append(Convolution(*scratch.sizes).one_sample)
+                    options.append(found)
             if shapes[key] >= 0:
                 places.append(place)
                 which.append(shapes[key])

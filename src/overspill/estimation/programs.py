@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
@@ -70,13 +71,7 @@ def training(
                 if scaler is not None:
                     value = scaler.scale(value)
                 (value / recipe.accumulate if recipe.accumulate > 1 else value).backward()
-            if optimizer is not None and scaler is not None:
-                scaler.step(optimizer)
-                scaler.update()
-            elif optimizer is not None:
-                optimizer.step()
-            else:
-                module.zero_grad(recipe.set_to_none)
+            _update(module, optimizer, scaler, recipe)
 
     return surroundings(program, recipe)
 
@@ -108,13 +103,7 @@ def _pipeline(
             if stage.reads:
                 inputs = on_device(inputs, recipe)
             stage.step(inputs, partial(_autocast, recipe.dtype), scaler)
-            if optimizer is not None and scaler is not None:
-                scaler.step(optimizer)
-                scaler.update()
-            elif optimizer is not None:
-                optimizer.step()
-            else:
-                module.zero_grad(recipe.set_to_none)
+            _update(module, optimizer, scaler, recipe)
 
     return program
 
@@ -231,6 +220,19 @@ def loss_of(output: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise RequestError(f"the model returns {type(output).__name__}, which holds no loss; pass loss=")
     return found if found.dim() == 0 else found.float().mean()
+
+
+def _update(
+    module: nn.Module, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None, recipe: Recipe
+) -> None:
+    """The end of a step: the optimizer's, through the scaler where there is one; without an optimizer gradients go."""
+    if optimizer is None:
+        module.zero_grad(recipe.set_to_none)
+    elif scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def _autocast(dtype: str) -> AbstractContextManager[Any]:

@@ -109,7 +109,7 @@ def _peaks(trained: Trained) -> Table:
         ("measured peak", run.measured_peak_bytes),
         *([("measured peak, reserved", run.reserved_peak_bytes)] if run.reserved_peak_bytes is not None else []),
         (
-            "unmanaged peak (planned)" if _is_usual(run) else "unmanaged peak, so parted (planned)",
+            "unmanaged peak (planned)" if _parted_as_stock(run) else "unmanaged peak, so parted (planned)",
             plan.unmanaged_peak_bytes,
         ),
     ]
@@ -201,14 +201,14 @@ def _times(trained: Trained) -> str:
     return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
 
 
-def _is_usual(run: Run) -> bool:
+def _parted_as_stock(run: Run) -> bool:
     """Whether forward and backward are parted as stock torch.compile does, of which a share of a budget is."""
     return run.partition in (None, 1.0)
 
 
 def _partition(run: Run) -> str:
     """That forward and backward are parted otherwise than usual."""
-    return "" if _is_usual(run) else f", parted as by activation_memory_budget={run.partition:g}"
+    return "" if _parted_as_stock(run) else f", parted as by activation_memory_budget={run.partition:g}"
 
 
 def _usual(run: Run) -> float:
