@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import overspill
+from overspill.capture.programs.allocations import allocations
 from overspill.core import Device
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.devices import load_device
@@ -43,26 +43,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def allocated(run: Callable[[], Any]) -> Events:
     """What `run` asks of PyTorch's CPU allocator, in order."""
-    with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
+    with allocations() as found:
         run()
-    found: list[tuple[int, int, int]] = []
-
-    def visit(event: Any) -> None:
-        if event.tag.name == "Allocation":
-            found.append((event.start_time_ns, event.typed[1].alloc_size, event.typed[1].ptr))
-        for child in event.children:
-            visit(child)
-
-    for root in profiled.profiler.kineto_results.experimental_event_tree():
-        visit(root)
-    rows: list[tuple[int, int, int, int]] = []
-    live: dict[int, int] = {}
-    for count, (_, nbytes, address) in enumerate(sorted(found, key=lambda row: row[0])):
-        if nbytes > 0:
-            live[address] = count
-            rows.append((ALLOCATE, count, nbytes, 0))
-        elif address in live:
-            rows.append((FREE, live.pop(address), 0, 0))
+    rows = [
+        (ALLOCATE, block, nbytes, 0) if nbytes > 0 else (FREE, block, 0, 0)
+        for block, nbytes in zip(found.blocks, found.changes, strict=True)
+    ]
     return Events.from_rows(rows)
 
 

@@ -1,31 +1,35 @@
 """What PyTorch's allocator hands out while something runs: compiled kernels and library calls show it to nobody else.
 
-Relies on the profiler's memory events (2.11 to 2.13), which come from the allocator itself: `[memory]`, with a negative
-number where a block is freed. Blocks that were there before are not known, nor are their ends.
+Relies on the profiler's memory events (2.11 to 2.13), which come from the allocator itself, with an address and a negative
+number where a block is freed. Blocks that were there before are not known, nor are their ends: the profiler may report one,
+with the bytes of whatever it once saw come at that address, and it is left out.
 """
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
+from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says on standard error that it starts and ends
 
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "overspill: "
 
 
 class Allocations:
-    """`changes` are the bytes that the allocator gave (positive) or got back, in order.
+    """`changes` are the bytes that the allocator gave (positive) or got back, in order; `blocks` is the number of each's block.
 
     `by_part` has those of each `part`, by its number, and `between_parts` those since the part before.
     """
 
     def __init__(self) -> None:
         self.changes: list[int] = []
+        self.blocks: list[int] = []
         self.by_part: list[list[int]] = []
         self.between_parts: list[list[int]] = []
 
@@ -38,27 +42,39 @@ class Allocations:
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Note what is allocated while this lasts; it is there when it is over.
-
-    No garbage is collected meanwhile: among it may be blocks that an earlier count saw come, and that would be seen to go here.
-    """
-    found, collects = Allocations(), gc.isenabled()
-    gc.disable()
-    try:
-        with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
-            yield found
-    finally:
-        if collects:
-            gc.enable()
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    found.changes = [nbytes for _, nbytes in changes]
+    """Note what is allocated while this lasts; it is there when it is over."""
+    found = Allocations()
+    with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
+        yield found
+    results = profiled.profiler.kineto_results
+    moments, found.blocks, found.changes = _changes(results.experimental_event_tree())
+    changes = list(zip(moments, found.changes, strict=True))
     last = 0
-    for part in (event for event in events if event.name() == _MARK):
+    for part in sorted((e for e in results.events() if e.name() == _MARK), key=lambda event: event.start_ns()):
         begin, end = part.start_ns(), part.end_ns()
         found.by_part.append([nbytes for at, nbytes in changes if begin <= at <= end])
         found.between_parts.append([nbytes for at, nbytes in changes if last < at < begin])
         last = end
+
+
+def _changes(tree: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+    """When (in nanoseconds) which block came or went, and its bytes: of those that came alone."""
+    events, left = [], [*reversed(tree)]
+    while left:
+        event = left.pop()
+        left.extend(reversed(event.children))
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    changes, live = [], dict[int, tuple[int, int]]()
+    for count, (at, address, nbytes) in enumerate(sorted(events, key=itemgetter(0))):
+        if nbytes > 0:
+            live[address] = count, nbytes
+            changes.append((at, count, nbytes))
+        elif address in live:
+            block, came = live.pop(address)
+            changes.append((at, block, -came))
+    moments, blocks, found = map(list, zip(*changes, strict=True)) if changes else ([], [], [])
+    return moments, blocks, found
 
 
 def peak_of(changes: Iterable[int]) -> tuple[int, int]:
