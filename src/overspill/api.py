@@ -35,6 +35,7 @@ def plan(
     device: str | Device = "cpu",
     policy: str = "auto",
     batch: int | None = None,
+    dtype: str = "float32",
     whole_step: bool = False,
     placement: str | None = None,
     times: MeasuredTimes | None = None,
@@ -47,7 +48,8 @@ def plan(
     `build`, `inputs` and `loss` are those of `overspill.estimate`: a built-in model by its name (then with `batch`), a
     module (left as it is) or a function that makes one; what it reads; a criterion of torch.nn, a function of the model
     and all inputs, or None for a model that returns its own loss. `budget` is a size (`"8GiB"`), a share of what the
-    step takes unmanaged (`0.5`), or None for all of the device. `whole_step`: parameters, gradients and optimizer state
+    step takes unmanaged (`0.5`), or None for all of the device. `dtype`: float32, bfloat16, float16, or amp-bfloat16
+    (under autocast). `whole_step`: parameters, gradients and optimizer state
     may move too, as in `overspill.train_step`. `placement`: an allocator or solver within whose peak the plan must stay.
     `times`: op times that were measured on the device. `backend="inductor"`: the step as `torch.compile` has it, by the
     program that Inductor writes for the CPU. `torch` and `cuda`: the releases that a GPU runs it with, as in `estimate`.
@@ -62,7 +64,7 @@ def plan(
     options = Options(
         budget, policy, device=_device(device), placement=placement, times=times, backend=backend, software=software
     )
-    return preview(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), options)
+    return preview(_training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step), options)
 
 
 def compare(
@@ -75,6 +77,7 @@ def compare(
     device: str | Device = "cpu",
     policies: Iterable[str] | None = None,
     batch: int | None = None,
+    dtype: str = "float32",
     whole_step: bool = False,
     torch: str | None = None,
     cuda: str | None = None,
@@ -95,7 +98,7 @@ def compare(
         policy_named(name)
     software = software_named(torch, cuda)
     where = elsewhere(_device(device), software)
-    graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
+    graph = graph_on(_training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step), where)
     return compare_on(Options(budget, device=where, software=software), graph, where, names)[1]
 
 
@@ -161,6 +164,7 @@ def _training(
     loss: Callable[..., Tensor] | None,
     optimizer: str,
     batch: int | None,
+    dtype: str,
     *,
     whole_step: bool,
 ) -> Training:
@@ -172,7 +176,7 @@ def _training(
     if isinstance(build, str) and batch is None:
         raise RequestError(f"pass batch=, the samples in a step of {build}")
     samples = batch or Inputs(inputs).batch or 1
-    return Training(load, samples, optimizer, whole_step=whole_step)
+    return Training(load, samples, optimizer, whole_step=whole_step, dtype=dtype)
 
 
 def _loader(

@@ -45,6 +45,8 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("train alexnet --batch 2 --store host --store-dir .", "--store-dir is for the disk store"),
         ("train alexnet --batch 2 --backend fast", "unknown backend 'fast'; backends: eager, inductor"),
         ("train alexnet --batch 2 --optimizer lion", "unknown optimizer 'lion'; optimizers: sgd"),
+        ("train alexnet --batch 2 --dtype int8", "unknown dtype 'int8'; dtypes to train in: float32"),
+        ("plan alexnet --batch 2 --dtype amp", "amp-bfloat16 takes the same bytes"),
         ("train alexnet --batch 2 --device tpu", "unknown device 'tpu'"),
         ("train alexnet --batch 2 --seq-len 8", "seq_len does not apply to alexnet"),
         ("train nets:deep --batch 2 --small", "only built-in models have a small configuration"),

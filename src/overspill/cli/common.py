@@ -65,6 +65,7 @@ PlacerName = Annotated[
 OptimizerName = Annotated[
     str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")
 ]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, float16 or amp-bfloat16 (autocast).")]
 Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
 ImageSize = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)

@@ -15,6 +15,7 @@ from .common import (
     AsJson,
     Batch,
     Budget,
+    Dtype,
     Gpu,
     ImageSize,
     ModelChoice,
@@ -70,6 +71,7 @@ def compare(
     budget: Budget = None,
     policies: PolicyNames = None,
     optimizer: OptimizerName = "sgd",
+    dtype: Dtype = "float32",
     small: Small = False,
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
@@ -104,7 +106,7 @@ def compare(
 
         software = software_named(torch, cuda)
         choice = ModelChoice(model, small, image_size, seq_len)
-        training = Training(choice.build, batch, optimizer, whole_step=whole_step)
+        training = Training(choice.build, batch, optimizer, whole_step=whole_step, dtype=dtype)
         narrator.now(f"capturing {model} for {device.name}")
         device = elsewhere(device, software)
         graph = graph_on(training, device)
@@ -117,6 +119,7 @@ def compare(
         "model": model,
         "batch": batch,
         "optimizer": optimizer,
+        "dtype": dtype,
         "whole_step": whole_step,
         "gpu": device.name,
         "budget_bytes": budget_bytes,

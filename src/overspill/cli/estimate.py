@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -303,12 +302,10 @@ def _budget(text: str | None, recipe: Recipe, *, compiled: bool) -> Budget | Non
 
 def _plan(choice: ModelChoice, batch: int, recipe: Recipe, limit: Budget, device: Device) -> Plan | InfeasibleBudget:
     """The plan of the compiled step within `limit` on `device`, or why there is none."""
-    from overspill.estimation.training.prepare import whole_dtype
-    from overspill.models.step import job_in_dtype
     from overspill.runtime.options import Options
     from overspill.runtime.training import Training, preview
 
-    training = Training(partial(job_in_dtype, choice.build, whole_dtype(recipe.dtype)), batch, str(recipe.optimizer))
+    training = Training(choice.build, batch, str(recipe.optimizer), dtype=recipe.dtype)
     try:
         return preview(training, Options(limit, device=device, backend="inductor"))
     except InfeasibleBudget as error:

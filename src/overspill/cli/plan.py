@@ -16,6 +16,7 @@ from .common import (
     Budget,
     ClipNorm,
     ClipValue,
+    Dtype,
     Gpu,
     ImageSize,
     ModelChoice,
@@ -60,6 +61,7 @@ def plan(
     placement: PlacerName = None,
     gpu: Gpu = None,
     optimizer: OptimizerName = "sgd",
+    dtype: Dtype = "float32",
     whole_step: WholeStep = False,
     accumulate: Accumulate = 1,
     clip_norm: ClipNorm = None,
@@ -95,10 +97,16 @@ def plan(
 
         choice = ModelChoice(model, small, image_size, seq_len)
         gradients = GradientOptions(accumulate, clip_norm, clip_value)
-        training = Training(choice.build, batch, optimizer, whole_step=whole_step, gradients=gradients)
+        training = Training(choice.build, batch, optimizer, whole_step=whole_step, gradients=gradients, dtype=dtype)
         narrator.now(f"capturing and planning {model} for {device.name}")
-        request = {"model": model, "batch": batch, "optimizer": optimizer, "gpu": device.name, "policy": policy}
-        request["whole_step"] = whole_step
+        request: dict[str, Any] = {
+            "model": model,
+            "batch": batch,
+            "optimizer": optimizer,
+            "gpu": device.name,
+            "policy": policy,
+        }
+        request |= {"dtype": dtype, "whole_step": whole_step}
         try:
             measured = None if times is None else MeasuredTimes.load(times)
             software = software_named(torch, cuda)

@@ -19,6 +19,7 @@ from .common import (
     Budget,
     ClipNorm,
     ClipValue,
+    Dtype,
     ImageSize,
     ModelChoice,
     ModelName,
@@ -95,6 +96,7 @@ def train(
     backend: Backend = "eager",
     partition: Partition = None,
     optimizer: OptimizerName = "sgd",
+    dtype: Dtype = "float32",
     whole_step: WholeStep = False,
     accumulate: Accumulate = 1,
     clip_norm: ClipNorm = None,
@@ -121,7 +123,7 @@ def train(
 
         gradients = GradientOptions(accumulate, clip_norm, clip_value)
         training = Training(
-            choice.build, batch, optimizer, steps, _device(device), whole_step, gradients, keep_state=check
+            choice.build, batch, optimizer, steps, _device(device), whole_step, gradients, keep_state=check, dtype=dtype
         )
         store = store or ("disk" if training.device == "cpu" else "pinned")
         options = Options(
@@ -220,6 +222,7 @@ def _answer(trained: Trained) -> dict[str, Any]:
         "model": trained.model,
         "batch": training.batch,
         "optimizer": training.optimizer,
+        "dtype": training.dtype,
         "policy": options.policy,
         "whole_step": training.whole_step,
         "device": training.device,

@@ -15,14 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.models import Job
-from overspill.models.step import loss_in
+from overspill.models.step import loss_in, whole_dtype
 
 from .recipe import Recipe
 from .training.compiled import Call, compiled_step
 from .training.generation import forward_of
 from .training.optimizers import optimizer_of
 from .training.pipeline import Stage
-from .training.prepare import on_device, prepared, surroundings, whole_dtype
+from .training.prepare import on_device, prepared, surroundings
 
 ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
 

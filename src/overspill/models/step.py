@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 from overspill.core.errors import RequestError
 
 from .job import Job
+
+DTYPES = ("float32", "bfloat16", "float16", "amp-bfloat16")
+"""What a job can be trained in."""
 
 
 class TrainingStep(nn.Module):
@@ -98,13 +102,23 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def job_in_dtype(load: Callable[[], Job], dtype: torch.dtype | None) -> Job:
-    """The job that `load` makes where tensors are fake, with model and batches in `dtype`; None: as they are."""
-    job = load()
-    if dtype is None:
-        return job
-    convert(job.module, dtype)
-    return replace(job, make_batch=lambda size: tuple(cast(value, dtype) for value in job.make_batch(size)))
+def whole_dtype(dtype: str) -> torch.dtype | None:
+    """What the whole model is converted to; None where its weights stay as they are."""
+    return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
+
+
+def job_in_dtype(job: Job, dtype: str) -> Job:
+    """`job` with model and batches in `dtype`, or for amp-bfloat16 with its model and loss under autocast."""
+    whole = whole_dtype(dtype)
+    if whole is not None:
+        convert(job.module, whole)
+        return replace(job, make_batch=lambda size: tuple(cast(value, whole) for value in job.make_batch(size)))
+    return replace(job, loss=partial(_under_autocast, job.loss)) if dtype.startswith("amp") else job
+
+
+def _under_autocast(loss: Callable[..., Tensor], model: nn.Module, *batch: Tensor) -> Tensor:
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        return loss(model, *batch)
 
 
 def _call(model: nn.Module, inputs: tuple[Any, ...]) -> Any:

@@ -9,9 +9,8 @@ from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
 from overspill.estimation.recipe import Recipe
-from overspill.estimation.training.prepare import whole_dtype
 from overspill.models import Job
-from overspill.models.step import job_in_dtype
+from overspill.models.step import DTYPES
 from overspill.plans.plan import Plan
 
 from .options import Options
@@ -35,7 +34,7 @@ def advise(
 
 def _can_plan(recipe: Recipe) -> bool:
     """Whether the step is one that can be planned here: plain, and by an optimizer with a name."""
-    return isinstance(recipe.optimizer, str) and not recipe.dtype.startswith("amp") and not recipe.ways()
+    return isinstance(recipe.optimizer, str) and recipe.dtype in DTYPES and not recipe.ways()
 
 
 def _planned(load: Callable[[], Job], recipe: Recipe, batch: int, options: Options) -> Advice | None:
@@ -44,10 +43,9 @@ def _planned(load: Callable[[], Job], recipe: Recipe, batch: int, options: Optio
     Where that is not enough either, what the smallest plan needs.
     """
     assert isinstance(recipe.optimizer, str)
-    build = partial(job_in_dtype, load, whole_dtype(recipe.dtype))
     least = None
     for whole_step, what in ((False, _COMPILE), (True, _TRAIN_STEP)):
-        training = Training(build, batch, recipe.optimizer, whole_step=whole_step)
+        training = Training(load, batch, recipe.optimizer, whole_step=whole_step, dtype=recipe.dtype)
         try:
             return _as_advice(preview(training, options), what)
         except InfeasibleBudget as error:

@@ -23,7 +23,7 @@ from overspill.core import Device, Graph, Phase
 from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
 from overspill.models import Job, check_optimizer, optimizer_named
-from overspill.models.step import TrainingStep
+from overspill.models.step import DTYPES, TrainingStep, job_in_dtype
 from overspill.plans.plan import Plan
 
 from . import accelerator, batches
@@ -48,7 +48,7 @@ class Training:
     """What to train: `build` makes the job anew (weights and data follow from the seed), `device` is cpu or cuda.
 
     With `whole_step` the update is part of the plan, as in `overspill.train_step`; only then may `gradients` differ
-    from the default. `keep_state`: the run ends with a copy of weights and buffers, to compare with another's.
+    from the default. `dtype` is float32, bfloat16, float16, or amp-bfloat16 (autocast). `keep_state`: the run ends with a copy of weights and buffers, to compare with another's.
     """
 
     build: Callable[[], Job]
@@ -59,6 +59,7 @@ class Training:
     whole_step: bool = False
     gradients: GradientOptions = PLAIN
     keep_state: bool = True
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
@@ -67,6 +68,12 @@ class Training:
         if self.steps < 1:
             raise RequestError(f"{self.steps} steps are not a positive number")
         check_optimizer(self.optimizer)
+        if self.dtype == "amp":
+            raise RequestError(
+                "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"
+            )
+        if self.dtype not in DTYPES:
+            raise RequestError(f"unknown dtype {self.dtype!r}; dtypes to train in: {', '.join(DTYPES)}")
         if not self.whole_step and self.gradients != PLAIN:
             raise RequestError("accumulation and clipping are planned with the whole step only; add --whole-step")
         if torch.device(self.device).type == "cuda" and not accelerator.is_available():
@@ -74,17 +81,17 @@ class Training:
 
     @property
     def manner(self) -> str:
-        """What is planned, where it is the whole step, and what the step does to gradients, for a title."""
-        if not self.whole_step:
-            return ""
-        parts = ["whole step"]
+        """In which dtype, what is planned where it is the whole step, and what the step does to gradients, for a title."""
+        parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
+        if self.whole_step:
+            parts.append("whole step")
         if self.gradients.accumulate > 1:
             parts.append(f"{self.gradients.accumulate} micro-batches")
         if self.gradients.clip_norm is not None:
             parts.append(f"gradients clipped to norm {self.gradients.clip_norm:g}")
         if self.gradients.clip_value is not None:
             parts.append(f"gradients clipped to ±{self.gradients.clip_value:g}")
-        return ", " + ", ".join(parts)
+        return "".join(f", {part}" for part in parts)
 
 
 @dataclass
@@ -371,7 +378,7 @@ def _prepare(training: Training, device: str) -> tuple[TrainingStep, list[tuple[
     """The model with its loss, and a batch for all steps, or where they vary one for each."""
     torch.manual_seed(SEED)
     try:
-        job = training.build()
+        job = job_in_dtype(training.build(), training.dtype)
         step = TrainingStep(job)
         given = [job.make_batch(training.batch) for _ in range(training.steps if job.varied else 1)]
         if device != "cpu":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from overspill.capture.fake_cuda.autocast import cuda_autocast
 from overspill.capture.fake_cuda.retarget import GRAPHED, retargeted
 from overspill.core import Device
 from overspill.costs import capability_of
@@ -23,7 +24,7 @@ def captured_for(device: Device) -> Iterator[None]:
         return
     token = CAPABILITY.set(capability)
     try:
-        with retargeted(capability_of(capability), GRAPHED):
+        with retargeted(capability_of(capability), GRAPHED), cuda_autocast():
             yield
     finally:
         CAPABILITY.reset(token)

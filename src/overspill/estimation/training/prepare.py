@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.estimation.recipe import Recipe
+from overspill.models.step import whole_dtype
 
 from .adapters import add_adapters
 from .checkpointing import checkpoint_blocks
@@ -30,11 +31,6 @@ _KERNELS = {
 _ATTENTION_OPS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_safe_softmax"
 )  # fmt: skip
-
-
-def whole_dtype(dtype: str) -> torch.dtype | None:
-    """What the whole model is converted to; None where its weights stay as they are."""
-    return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
 
 
 def prepared(module: nn.Module, recipe: Recipe, recorder: Recorder) -> nn.Module:

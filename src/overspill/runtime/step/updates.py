@@ -216,7 +216,9 @@ class OptimizerUpdates:
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
         if new and (needs := self._probed(parameter, group)).first_share > needs.share:
             limit = int(limit * needs.share / needs.first_share)
-        if not self.elementwise or nbytes <= limit or parameter.dim() == 0:
+        # The CPU's kernels round half precision otherwise at the end of a piece, which they do not vectorise.
+        ends_differ = parameter.itemsize < 4 and parameter.device.type == "cpu"
+        if not self.elementwise or ends_differ or nbytes <= limit or parameter.dim() == 0:
             yield ...
             return
         rows = max(1, limit // (nbytes // parameter.shape[0]))

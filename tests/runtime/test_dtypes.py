@@ -1,0 +1,51 @@
+"""Jobs in lower precision and under autocast train as without Overspill, within what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from overspill.models import load
+from overspill.models.step import DTYPES
+from overspill.runtime.options import Options
+from overspill.runtime.training import Training, train, train_plain
+
+WAYS = [
+    ("gpt2", "amp-bfloat16", False, "eager"),
+    ("resnet18", "bfloat16", True, "eager"),
+    *(
+        pytest.param(model, dtype, whole_step, backend, marks=pytest.mark.long)
+        for model in ("gpt2", "resnet18")
+        for dtype in DTYPES
+        for whole_step in (False, True)
+        for backend in ("eager", "inductor")
+    ),
+]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("model", "dtype", "whole_step", "backend"), WAYS)
+def test_the_numbers_are_those_of_plain_training(model: str, dtype: str, whole_step: bool, backend: str) -> None:
+    job = Training(partial(load, model, small=True), 4, "momentum", 2, "cpu", whole_step, dtype=dtype)
+    with threads(1):  # with several, Inductor's kernels add up some gradients in an order that changes
+        run = train(job, Options("90%", store="host", backend=backend, partition=None if backend == "eager" else 1))
+        assert run.identical_to(train_plain(job, Options(backend=backend)))
+    plan = run.plan
+    assert plan is not None
+    assert run.measured_peak_bytes <= run.planned_peak_bytes <= plan.budget_bytes
+    assert whole_step or plan.offloaded_bytes + plan.recomputed_ops > 0
+    lower = any(t.dtype == dtype.removeprefix("amp-") for t in plan.graph.tensors if t.kind.value == "activation")
+    assert lower or dtype == "float32"
