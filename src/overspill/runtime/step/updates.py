@@ -170,7 +170,7 @@ class OptimizerUpdates:
         stepping, states = [], []
         for owned, rows, gradient, scale, given in parts:
             part = rows.detach().requires_grad_()
-            part.grad = self._gradient(gradient, scale)
+            part.grad = _laid_as(part, self._gradient(gradient, scale))
             rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
             before = given | rest
             stepping.append(part)
@@ -216,9 +216,7 @@ class OptimizerUpdates:
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
         if new and (needs := self._probed(parameter, group)).first_share > needs.share:
             limit = int(limit * needs.share / needs.first_share)
-        # The CPU's kernels round half precision otherwise at the end of a piece, which they do not vectorise.
-        ends_differ = parameter.itemsize < 4 and parameter.device.type == "cpu"
-        if not self.elementwise or ends_differ or nbytes <= limit or parameter.dim() == 0:
+        if not self.elementwise or _rounds_by_place(parameter) or nbytes <= limit or parameter.dim() == 0:
             yield ...
             return
         rows = max(1, limit // (nbytes // parameter.shape[0]))
@@ -246,13 +244,29 @@ class OptimizerUpdates:
             tiny = optimizer_like(self.optimizer, as_on(like.device, group), [probe])
             peaks = [temporary_bytes(tiny) for _ in range(2)]
         kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
-        others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
+        relaid = _rounds_by_place(like) and like.dim() > 1
+        others = self.scales + (self.clip_value is not None) + relaid  # the scaled, the clamped and the copied gradient
         return Needs(
             shape,
             {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
             *(peak / probe.nbytes + others for peak in peaks),
         )
+
+
+def _rounds_by_place(parameter: Tensor) -> bool:
+    """Whether kernels round an element of `parameter` by where it lies: half precision on the CPU.
+
+    There `add` with a factor rounds what it vectorises otherwise than ends of pieces and tensors of unlike strides.
+    """
+    return parameter.itemsize < 4 and parameter.device.type == "cpu"
+
+
+def _laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient with the strides that autograd gives it, those of `parameter`, where that makes a difference."""
+    if not _rounds_by_place(parameter) or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter.detach()).copy_(gradient)
 
 
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
