@@ -61,13 +61,20 @@ def budget_of(job: Training, share: float) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("whole_step", [False, True])
-@pytest.mark.parametrize(("model", "batch"), [(DECODER, 16), ("resnet18", 4)])
+@pytest.mark.parametrize(
+    ("model", "batch", "whole_step", "share"),
+    [
+        (DECODER, 16, False, 0.75),
+        (DECODER, 16, True, 0.75),
+        ("resnet18", 4, False, 0.98),  # AdamW's update of all parameters together is nearly all of its peak
+        ("resnet18", 4, True, 0.75),
+    ],
+)
 def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
-    model: str, batch: int, whole_step: bool, tmp_path: Any
+    model: str, batch: int, whole_step: bool, share: float, tmp_path: Any
 ) -> None:
     job = Training(lambda: load(model), batch, "adamw", 3, whole_step=whole_step, keep_state=False)
-    budget = budget_of(job, 0.75)
+    budget = budget_of(job, share)
     found = []
     asked = Options(device=GPU, budget=budget, store="disk", store_dir=tmp_path)
     events = allocated(lambda: found.append(train(job, asked)))

@@ -133,22 +133,27 @@ def preview(training: Training, options: Options) -> Plan:
     its card, as in training there. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    if options.backend == "inductor":
-        from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
-
-        from .compiled.unrun import plan_unrun  # noqa: PLC0415
-
+    where = torch.device("cpu")
+    device = elsewhere(device_for(options, where), options.software)
+    by_inductor = options.backend == "inductor"
+    if by_inductor or (training.whole_step and device.kind == "cpu"):
         with FakeTensorMode(allow_non_fake_inputs=True):
             step, (batch, *_) = _prepare(training, "cpu")
             optimizer = optimizer_named(training.optimizer)(step.parameters())
             if not training.whole_step:
+                from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
+
                 return plan_unrun(step, batch, optimizer, options)
-        with nothing_compiled():
+        with _nothing_compiled() if by_inductor else nullcontext():
             return TrainStep(step.model, step.loss, optimizer, options, training.gradients).preview(*batch)
-    where = torch.device("cpu")
-    device = elsewhere(device_for(options, where), options.software)
     graph = graph_on(training, device, options.reserve)
     return plan_graph(options, graph, device, budget_for(options, graph, device, where))
+
+
+def _nothing_compiled() -> AbstractContextManager[None]:
+    from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
+
+    return nothing_compiled()
 
 
 def graph_on(training: Training, device: Device, reserve: str | float | None = None) -> Graph:

@@ -315,8 +315,9 @@ def test_micro_batches_have_one_partition() -> None:
 
 
 @pytest.mark.long
-def test_a_preview_is_the_plan_of_the_run() -> None:
-    job, options = training("gpt2", "momentum"), Options("70%", store="host", backend="inductor", partition=1)
+@pytest.mark.parametrize(("backend", "partition"), [("eager", None), ("inductor", 1)])
+def test_a_preview_is_the_plan_of_the_run(backend: str, partition: float | None) -> None:
+    job, options = training("gpt2", "momentum"), Options("70%", store="host", backend=backend, partition=partition)
     seen, run = preview(job, options), train(job, options).plan
     assert run is not None
     assert seen.schedule.instructions == run.schedule.instructions

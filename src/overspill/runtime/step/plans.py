@@ -203,7 +203,8 @@ class StepPlans:
         *_, part = batches.split(inputs, self.gradients.accumulate)
         found = self._capture(part, self._elsewhere(part, inputs), last=True)
         planned = self._planner(found.steps)
-        return planned(self._budget(found.steps.graph, planned))
+        plan = planned(self._budget(found.steps.graph, planned))
+        return self._gathered(found.steps.of(plan.graph), plan)
 
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
         """The fewest bytes for which a step on `inputs` has a plan."""
@@ -312,8 +313,7 @@ class StepPlans:
                 plan = agreed(budget)
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._state_of(captured))
-        if not self.options.profile:  # which times each op by itself
-            plan = gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
+        plan = self._gathered(captured, plan)
         if self.state.where.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
         with self.processes.together():
@@ -342,6 +342,12 @@ class StepPlans:
             found.python,
             captured.partition,
         )  # fmt: skip
+
+    def _gathered(self, captured: CapturedStep, plan: Plan) -> Plan:
+        """`plan` with updates together, but where each op is timed by itself."""
+        if self.options.profile:
+            return plan
+        return gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
         """What gives the best plan of `steps` within some bytes."""
