@@ -65,8 +65,12 @@ class StepViews {
     if (this.run.offset.length) this.views.push(new AddressView(this));
     this.axisSheet = el("canvas", { class: "ruler", "aria-hidden": "true" });
     const titles = { Addresses: `Addresses, placed by ${this.run.placer}`, Streams: "Streams" };
-    const panes = this.views.map(({ sheet }) => el("div", { class: "pane" }, el("h3", {}, titles[sheet.label] || sheet.label), sheet.element));
-    this.parts.views.replaceChildren(panes[0], ...panes.slice(1), this.axisSheet);
+    this.streamKey = el("div", { class: "legend" });
+    const panes = this.views.map(({ sheet }) => {
+      const heading = el("div", { class: "heading" }, el("h3", {}, titles[sheet.label] || sheet.label), sheet.label === "Streams" ? this.streamKey : null);
+      return el("div", { class: "pane" }, heading, sheet.element);
+    });
+    this.parts.views.replaceChildren(...panes, this.axisSheet);
     for (const view of this.views) this.listen(view);
     this.control();
     this.window = [0, this.longest];
@@ -107,15 +111,20 @@ class StepViews {
       return el("span", {}, box, group.label);
     });
     for (const other of this.compared) chips.push(el("span", {}, el("i", { class: "dash" }), `${other.name}: peak ${FORMATS.bytes(other.peak)}`));
-    if (this.run.streams.length) {
-      const box = (ink, name) => {
-        const made = el("i", { class: "chip" });
-        made.style.backgroundColor = ink;
-        return el("span", {}, made, name);
-      };
-      chips.push(el("b", {}, "streams:"), ...Object.entries(PHASES).map(([name, ink]) => box(ink, name)), box(RECOMPUTED, "recompute"), box(TRANSFERS.offload, "offload"), box(TRANSFERS.prefetch, "prefetch"), box("var(--stall)", "waiting"));
-    }
     this.parts.legend.replaceChildren(...chips);
+    this.streamLegend();
+  }
+
+  // What the colours of the streams mean, beside their heading.
+  streamLegend() {
+    if (!this.streamKey) return;
+    const box = (ink, name, pattern) => {
+      const made = el("i", { class: `chip ${pattern || ""}` });
+      made.style.backgroundColor = ink;
+      return el("span", {}, made, name);
+    };
+    const phases = [...new Set(this.step.ops.phase)].map((phase) => box(PHASES[phase], phase));
+    this.streamKey.replaceChildren(...(this.mode === "layer" ? [] : phases), box(this.mode === "layer" ? "transparent" : RECOMPUTED, "recomputed", "pattern1"), box("var(--stall)", "compute waits"));
   }
 
   fit() {

@@ -5,9 +5,8 @@ const GUTTER = 78;
 const MARGIN = 12;
 const ROW = 26;
 const LEAST_BAND = 3;
-const PHASES = { forward: "#56B4E9", backward: "#0072B2", update: "#CC79A7" };
-const TRANSFERS = { offload: "#E69F00", prefetch: "#009E73" };
-const RECOMPUTED = "#9A7BD0";
+const PHASES = { forward: "#A9BACB", backward: "#66809B", update: "#C9B3A3" };
+const RECOMPUTED = "#D08770";
 
 class Sheet {
   constructor(label, height, help) {
@@ -108,7 +107,7 @@ const inkOn = (hex) => {
 class MemoryView {
   constructor(views) {
     this.views = views;
-    this.sheet = new Sheet("Memory over the step", 320, views.help);
+    this.sheet = new Sheet("Memory over the step", 340, views.help);
   }
   y(nbytes) {
     return this.sheet.height - (nbytes / this.views.most) * this.sheet.height;
@@ -134,7 +133,7 @@ class MemoryView {
   }
   // One group, upon `base`, which it lifts. With a filter, what it does not let through is grey.
   area(pen, sum, base, group) {
-    const { columns, sheet } = this;
+    const { columns } = this;
     const path = new Path2D();
     const tops = new Float64Array(columns.length);
     let any = false;
@@ -156,7 +155,6 @@ class MemoryView {
     }
     pen.globalAlpha = 1;
     base.set(tops);
-    void sheet;
   }
   // Where the span lies in the stack, pixel by pixel: [column, bytes beneath it]. Large spans only.
   eachBand(visit) {
@@ -211,7 +209,7 @@ class MemoryView {
       }
       pen.stroke();
       pen.globalAlpha = 1;
-      if (high >= 13 && passes) this.nameBand(pen, span, here, high);
+      if (high >= 12 && passes) this.nameBand(pen, span, here, high);
     });
   }
   // The name stands in the longest stretch in which the band neither rises nor falls.
@@ -320,11 +318,14 @@ class StreamView {
     this.rows = [...views.run.streams, "waiting"];
     this.sheet = new Sheet("Streams", this.rows.length * ROW + 6, views.help);
   }
+  // Transfers have the colour of what they move; ops that of their phase, or of their layer where layers have colours.
   colourOf(event) {
     const { run, step } = this.views;
-    const verb = run.verbs[run.verb[event]];
-    if (run.stream[event] > 0) return TRANSFERS[verb] || "#8A8F98";
-    return verb === "recompute" ? RECOMPUTED : PHASES[step.ops.phase[run.target[event]]];
+    const { groups, of } = this.views.grouping;
+    const verb = run.verbs[run.verb[event]], target = run.target[event];
+    if (run.stream[event] > 0) return groups[of(target)].colour;
+    if (this.views.mode === "layer") return groups[of(-1 - target)].colour;
+    return verb === "recompute" ? RECOMPUTED : PHASES[step.ops.phase[target]];
   }
   passes(event) {
     const { run, step, filter } = this.views;
@@ -370,7 +371,7 @@ class StreamView {
       }
       pen.fillStyle = key;
       pen.fillRect(left, top, wide > 3 ? wide - 0.5 : wide, high);
-      if (fill === RECOMPUTED && wide > 3) {
+      if (views.run.verbs[views.run.verb[event]] === "recompute" && wide > 3) {
         pen.fillStyle = patterned(pen, 1, "rgb(0 0 0 / 35%)");
         pen.fillRect(left, top, wide - 0.5, high);
       }
@@ -485,7 +486,7 @@ class AddressView {
     const inks = grouping.groups.map((group) => [this.pixel(group.colour, 255), this.pixel(group.colour, 60), this.pixel(group.colour, 255, 0.62)]);
     const edges = run.edges[views.axis];
     const scale = width / (views.window[1] - views.window[0]), rise = height / this.most;
-    const group = run.stack(views.mode, grouping, (LEAST_BAND / 320) * views.most).group;
+    const group = run.stack(views.mode, grouping, (LEAST_BAND / 340) * views.most).group;
     const named = [];
     for (let i = 0; i < run.start.length; i++) {
       const from = (edges[run.start[i]] - views.window[0]) * scale, until = (edges[run.end[i]] - views.window[0]) * scale;
