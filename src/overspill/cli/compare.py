@@ -87,7 +87,7 @@ def compare(
     from overspill.report.plot import check_plot
 
     begun = time.perf_counter()
-    names = _policy_names(policies)
+    names = policy_names(policies)
     placing = _placer_names(placers) if placement or placers is not None else ()
     limit = check_request(model, budget, "auto", plot)
     if plot is not None:
@@ -126,7 +126,7 @@ def compare(
     return _outcome(request, training.manner, rows, device, plot, begun, crossings, placing)
 
 
-def _policy_names(asked: str | None) -> tuple[str, ...]:
+def policy_names(asked: str | None) -> tuple[str, ...]:
     """The policies that the user named, or all. Raises RequestError for one that is not there."""
     from overspill.policies import POLICIES, policy_named
 
