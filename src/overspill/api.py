@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pac
     from .estimation.recipe import MakeOptimizer
     from .models import Job
     from .placement.packing import Solution
-    from .plans.comparison import Row
+    from .plans.comparison import Comparison
     from .plans.plan import Plan
     from .plans.sweep import Sweep
     from .runtime.training import Training
@@ -79,7 +79,7 @@ def compare(
     whole_step: bool = False,
     torch: str | None = None,
     cuda: str | None = None,
-) -> list[Row]:
+) -> Comparison:
     """A row for each of `policies` (by default all) on one training step: its plan, or why there is none.
 
     The fastest that fits comes first, then what does not fit, the least bytes first. The arguments are those of `plan`.
@@ -97,7 +97,7 @@ def compare(
     software = software_named(torch, cuda)
     where = elsewhere(_device(device), software)
     graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
-    return compare_on(Options(budget, device=where, software=software), graph, where, names)[1]
+    return compare_on(Options(budget, device=where, software=software), graph, where, names)
 
 
 def sweep(

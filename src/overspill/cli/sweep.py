@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,9 +19,11 @@ from .common import (
     ModelName,
     OptimizerName,
     Outcome,
+    ReportFile,
     SeqLen,
     Small,
     WholeStep,
+    check_report,
     check_request,
     narrate,
     quiet_torch,
@@ -53,6 +56,7 @@ def sweep(
     whole_step: WholeStep = False,
     torch: Torch = None,
     cuda: Cuda = None,
+    report: ReportFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Find what a training step costs at every budget, from all that it takes down to the smallest that works."""
@@ -64,6 +68,7 @@ def sweep(
     names = policy_names(policies)
     check_points(points)
     check_request(model, None, "auto", None)
+    check_report(report)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
@@ -84,10 +89,10 @@ def sweep(
         found = sweep_on(options, graph, device, names, points, lambda what: narrator.now(what, lasting=False))
     request = {"model": model, "batch": batch, "optimizer": optimizer, "whole_step": whole_step, "gpu": device.name}
     title = f"{model}, batch {batch}, {optimizer} on {device.name}{training.manner}, at every budget: simulated"
-    return _outcome(request, found, title, begun)
+    return _outcome(request, found, title, begun, report)
 
 
-def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float) -> Outcome:
+def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, report: Path | None) -> Outcome:
     from overspill.report.sweep import point_figures, sweep_report
 
     answer = request | {
@@ -99,7 +104,9 @@ def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float) ->
         "seconds": time.perf_counter() - begun,
         "rows": [point_figures(found, point) for point in found.points],
     }
-    human = sweep_report(found, title)
+    if report is not None:
+        found.report(report, title)
+    human = sweep_report(found, title, None if report is None else f"report saved to {report}")
     if any(found.fits(point) for point in found.points):
         return Outcome(answer, human)
     needed = min(p.plan.device_bytes or p.plan.peak_bytes for p in found.points if p.plan is not None)

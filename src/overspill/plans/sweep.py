@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.core.reportable import Reportable
 from overspill.core.units import format_bytes
 from overspill.costs import MeasuredTimes
 from overspill.planning.floor import Floor, below, peak_of
@@ -44,7 +45,7 @@ class SweepPoint:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Reportable):
     """The step of one graph at many budgets: for each policy its points, from the largest budget to the smallest.
 
     `floors`: by policy the smallest budget that works, and what holds it up. Budgets are live bytes; on a GPU each plan
