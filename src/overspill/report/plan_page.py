@@ -27,7 +27,7 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
     tensors = Table(
         "The largest tensors at the peak",
         (Column("tensor"), Column("kind"), Column("shape"), Column("bytes", Unit.BYTES, bar=True)),
-        tuple((t.name, t.kind.value.replace("_", " "), "×".join(map(str, t.shape)), t.nbytes) for t in peak.largest),
+        tuple((t.name, t.kind.value.replace("_", " "), "x".join(map(str, t.shape)), t.nbytes) for t in peak.largest),
     )
     figures = Table("All figures", (Column("figure"), Column("value")), tuple(_figures(plan)))
     notes = ("Times and memory are simulated, not measured.", *whole_step_notes(plan))

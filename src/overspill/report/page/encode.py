@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -34,19 +35,23 @@ def visible(text: str) -> str:
 
 def _plain(value: Any) -> Any:
     """`value` in what JSON has; a section says which it is."""
-    match value:
-        case Enum():
-            return value.value
-        case str():
-            return visible(value)
-        case np.ndarray():
-            return _column(value)
-        case float() if value != value or value in (float("inf"), float("-inf")):
-            return None
-        case bool() | int() | float() | None:
-            return value
-        case np.generic():
-            return _plain(value.item())
+    if isinstance(value, Enum):
+        value = value.value
+    elif isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, np.ndarray):
+        return _column(value)
+    return _collection(value)
+
+
+def _collection(value: Any) -> Any:
+    """A section with its name, or a list."""
     if is_dataclass(value):
         content = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
         return {"is": type(value).__name__, **content}

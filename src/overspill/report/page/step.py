@@ -144,7 +144,7 @@ def _layout(trace: Trace, placer: str) -> Layout | None:
 
 
 def _shape(tensor: Tensor) -> str:
-    return f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
 
 
 def _size_class(nbytes: int) -> str:
