@@ -117,15 +117,6 @@ StoreDir = Annotated[
         show_default=False,
     ),
 ]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--report",
-        metavar="FILE.html",
-        help="Write a report there: one page to look at, which needs nothing else.",
-        show_default=False,
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -192,15 +183,6 @@ def check_writable(out: Path | None) -> None:
         raise RequestError(f"cannot write {out}: it is a directory")
     if not writable:
         raise RequestError(f"cannot write {out}: permission denied")
-
-
-def check_report(report: Path | None) -> None:
-    """Raise RequestError where `report` can not become a page, before work is done for it."""
-    if report is not None:
-        from overspill.report.page.write import check_page
-
-        check_page(report)
-        check_writable(report)
 
 
 class Narrator:

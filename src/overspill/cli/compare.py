@@ -60,7 +60,7 @@ PlacerNames = Annotated[
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw memory against slowdown: .png or .html.", show_default=False),
+    typer.Option("--plot", metavar="FILE", help="Draw memory against slowdown, as .png.", show_default=False),
 ]
 
 
