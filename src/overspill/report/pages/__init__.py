@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import singledispatch
 from pathlib import Path
 
+from overspill.core.errors import RequestError
 from overspill.core.reportable import Reportable
 from overspill.estimation import Estimate
+from overspill.placement.packing.base import Solution
 from overspill.plans.comparison import Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
@@ -16,6 +18,7 @@ from overspill.report.plan_page import plan_page, plan_verdict
 from .compare import compare_page, compare_table, compare_verdict
 from .estimate import estimate_page, estimate_table, estimate_verdict
 from .notebook import short_html
+from .pack import pack_page, pack_verdict
 from .sweep import sweep_page, sweep_table, sweep_verdict_of
 
 
@@ -79,3 +82,15 @@ def _(found: Estimate, title: str | None = None) -> Page:
 @short_of.register
 def _(found: Estimate) -> tuple[Verdict, Table | None]:
     return estimate_verdict(found), estimate_table(found)
+
+
+@page_of.register
+def _(found: Solution, title: str | None = None) -> Page:
+    if found.trace is None:
+        raise RequestError("the blocks of this solution are not known to it; solve a Trace, as overspill.pack does")
+    return pack_page(found, found.trace, title or f"{len(found.trace.blocks)} blocks")
+
+
+@short_of.register
+def _(found: Solution) -> tuple[Verdict, Table | None]:
+    return pack_verdict(found), None

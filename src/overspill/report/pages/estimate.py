@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from overspill.core.units import format_bytes
@@ -25,8 +27,12 @@ def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = Tru
         "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
         *(line.strip() for line in trained(made)),
     ]
+    said = estimate_verdict(made, asked=asked)
+    if asked and made.largest_batch is not None:  # found by tracing more batches, for which no notebook should wait
+        largest = Figure(f"largest batch on {made.device.name}", str(made.largest_batch))
+        said = replace(said, figures=(*said.figures, largest))
     batch = "" if made.batch is None else f", batch {made.batch}"
-    return Page(title or f"{made.name}{batch} on {made.device.name}", estimate_verdict(made, asked=asked), tuple(sections), tuple(notes))  # fmt: skip
+    return Page(title or f"{made.name}{batch} on {made.device.name}", said, tuple(sections), tuple(notes))  # fmt: skip
 
 
 def estimate_verdict(made: Estimate, *, asked: bool = True) -> Verdict:
@@ -42,8 +48,6 @@ def estimate_verdict(made: Estimate, *, asked: bool = True) -> Verdict:
     if not asked:
         text = f"{made.name} takes {format_bytes(made.total_bytes)} (context as on {device.name})"
         return Verdict(text, good=None, figures=tuple(figures))
-    if made.largest_batch is not None:
-        figures.append(Figure(f"largest batch on {device.name}", str(made.largest_batch)))
     text = verdict(made)
     return Verdict(text[0].upper() + text[1:], made.fits(), tuple(figures))
 
