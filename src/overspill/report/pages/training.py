@@ -45,15 +45,13 @@ def _verdict(trained: Trained) -> Verdict:
 
 def _peaks(trained: Trained) -> Table:
     run, plan, reference = trained.managed, trained.plan, trained.reference
-    rows = [
-        ("budget", plan.asked_bytes, "asked"),
-        ("peak", run.planned_peak_bytes, "planned"),
-        ("peak", run.measured_peak_bytes, "measured"),
-        ("unmanaged peak", plan.unmanaged_peak_bytes, "planned"),
-        *([("unmanaged peak", reference.measured_peak_bytes, "measured")] if reference is not None else []),
-    ]
-    columns = (Column("what"), Column("bytes", Unit.BYTES, bar=True), Column("how it is known"))
-    return Table("Planned against measured", columns, tuple(rows))
+    unmanaged = None if reference is None else reference.measured_peak_bytes
+    rows = (
+        ("with Overspill", run.planned_peak_bytes, run.measured_peak_bytes),
+        ("without", plan.unmanaged_peak_bytes, unmanaged),
+    )
+    columns = (Column("peak"), Column("planned", Unit.BYTES, bar=True), Column("measured", Unit.BYTES, bar=True))
+    return Table("Planned against measured", columns, rows)
 
 
 def _losses(trained: Trained) -> Lines:
