@@ -72,7 +72,9 @@ def made_up_step(ops: int, blocks: int) -> tuple[Step, Trace, Layout]:
     """A step in which each op makes as many tensors, that live for a while: most shortly, some until backward."""
     draw = random.Random(0)
     each = blocks // ops
-    found, maker, kinds = [], [], []
+    found: list[Block] = []
+    maker: list[int] = []
+    kinds: list[str] = []
     for op in range(ops):
         for _ in range(each):
             long = draw.random() < 0.2
@@ -133,8 +135,8 @@ def report(name: str, path: Path, found: tuple[float, list[float]]) -> None:
 
 def draw_by_plotly(step: Step, path: Path) -> None:
     """The same in plotly: stacked memory, and the blocks as shapes of one colour each, as its fastest way to draw them."""
-    from plotly import graph_objects  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional library
-    from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # noqa: PLC0415
+    from plotly import graph_objects  # noqa: PLC0415 - an optional library
+    from plotly.subplots import make_subplots  # noqa: PLC0415
 
     run = step.runs[0]
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True)

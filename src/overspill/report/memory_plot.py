@@ -1,4 +1,4 @@
-"""Memory over the time of one step, planned and unmanaged, in a picture by matplotlib. `plan_page.py` makes the page."""
+"""Memory over the time of one step, planned and unmanaged, in a picture by matplotlib. `pages/plan.py` makes the page."""
 
 from __future__ import annotations
 

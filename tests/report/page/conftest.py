@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -73,15 +73,13 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    selenium = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    programs = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if None in programs:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    options = selenium.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(programs[1]))
+    pytest.importorskip("selenium", reason="needs selenium")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[3] / "bench")
+        start = importlib.import_module("report_page").chromium
+    try:
+        driver = start()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     yield Browser(driver)
     driver.quit()

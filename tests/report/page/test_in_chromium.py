@@ -25,7 +25,7 @@ from overspill.report.page import (
     addresses,
     write_page,
 )  # fmt: skip
-from overspill.report.plan_page import plan_page
+from overspill.report.pages.plan import plan_page
 
 if TYPE_CHECKING:
     from .conftest import Browser

@@ -13,12 +13,12 @@ from overspill.plans.comparison import Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
 from overspill.report.page import Page, Table, Verdict, write_page
-from overspill.report.plan_page import plan_page, plan_verdict
 
 from .compare import compare_page, compare_table, compare_verdict
 from .estimate import estimate_page, estimate_table, estimate_verdict
 from .notebook import short_html
 from .pack import pack_page, pack_verdict
+from .plan import plan_page, plan_verdict
 from .sweep import sweep_page, sweep_table, sweep_verdict_of
 
 

@@ -7,8 +7,9 @@ from statistics import median
 from overspill.core.units import format_bytes, format_seconds
 from overspill.report.listing import percent
 from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Section, Table, Unit, Verdict
-from overspill.report.plan_page import plan_page
 from overspill.report.training import Trained, title_of
+
+from .plan import plan_page
 
 
 def training_page(trained: Trained) -> Page:
