@@ -29,8 +29,10 @@ def test_sweep_gives_the_keys_of_the_contract_and_a_share_that_plan_takes(oversp
 
 
 def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> None:
-    done = overspill(SWEEP)
+    done = overspill(f"{SWEEP} --report page.html")
     assert done.code == 0
+    assert "report saved to page.html" in done.out
+    assert "What less memory costs" in Path("page.html").read_text(encoding="utf-8")
     text = " ".join(done.out.split())
     assert "nets:deep, batch 512, sgd on cpu, at every budget: simulated" in text
     assert "100.0 %" in text

@@ -12,7 +12,7 @@ from overspill.placement.packing.base import Solution
 from overspill.plans.comparison import Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
-from overspill.report.page import Page, Table, Verdict, write_page
+from overspill.report.page import Page, Table, Verdict, check_page, write_page
 
 from .compare import compare_page, compare_table, compare_verdict
 from .estimate import estimate_page, estimate_table, estimate_verdict
@@ -24,6 +24,7 @@ from .sweep import sweep_page, sweep_table, sweep_verdict_of
 
 def write_report(found: Reportable, path: Path, title: str | None = None) -> None:
     """Write the page of `found` to `path`. Raises RequestError."""
+    check_page(path)  # before the work of making it
     write_page(path, page_of(found, title))
 
 

@@ -14,17 +14,13 @@ MEMORY, TIME = Axis("budget", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
 def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
     """The report of `sweep`."""
     name = title or f"{sweep.points[0].plan.graph.name if sweep.points[0].plan else 'step'} at every budget"
-    floors = Table(
-        "The smallest budgets that work, and what holds them up",
-        (Column("policy"), Column("budget", Unit.BYTES), Column("because of")),
-        tuple((policy, floor.nbytes, floor.cause) for policy, floor in sweep.floors.items()),
-    )
     notes = (
         f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
         "Below the bound lies no plan within that budget, by any policy that keeps the graph's order.",
         "Budgets are live bytes. A plan within a budget is one within each larger budget too.",
+        *(f"{name} works from {format_bytes(floor.nbytes)} on: {floor.cause}" for name, floor in sweep.floors.items()),
     )
-    return Page(name, sweep_verdict_of(sweep), (_curves(sweep), sweep_table(sweep), floors), notes)
+    return Page(name, sweep_verdict_of(sweep), (_curves(sweep), sweep_table(sweep)), notes)
 
 
 def sweep_verdict_of(sweep: Sweep) -> Verdict:
