@@ -23,8 +23,8 @@ def plan() -> Plan:
     layers = [
         Layer(3 * 2**20, weight_bytes=2**19, flops=10**8, workspace_bytes=2**18, random=i % 2 == 0) for i in range(8)
     ]
-    device = replace(DEVICE, offload_bytes_per_second=2e7, prefetch_bytes_per_second=2e7)
-    return make_plan(network(layers), device, "auto", 20 * 2**20)
+    device = replace(DEVICE, offload_bytes_per_second=1e7, prefetch_bytes_per_second=1e7)
+    return make_plan(network(layers), device, "auto", 17 * 2**20)
 
 
 class Browser:

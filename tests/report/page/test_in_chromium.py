@@ -60,7 +60,7 @@ def marked(browser: Browser) -> list[bool]:
 
 
 def test_it_opens_with_the_verdict_first_and_without_a_complaint(opened: Browser) -> None:
-    assert opened.find(".sentence").text.startswith("✓Fits in 20.0 MiB")
+    assert opened.find(".sentence").text.startswith("✓Fits in 17.0 MiB")
     assert len(opened.all(".view")) == 3
     opened.shot("light")
     assert opened.complaints() == []
@@ -116,6 +116,28 @@ def test_a_selected_tensor_stands_out_in_all_views(opened: Browser) -> None:
     assert "made by" in opened.find(".history").text
     assert marked(opened) == [True, True, True]
     opened.shot("selected")
+
+
+@pytest.mark.long
+def test_a_tensor_is_found_by_its_name(opened: Browser) -> None:
+    opened.find(".search").send_keys("Y3")
+    assert [button.text for button in opened.all(".instant .link")] == ["y3", "dy3"]
+    opened.find(".instant .link").click()
+    assert opened.find("div.step").get_attribute("data-selected") == "y3"
+    assert marked(opened) == [True, True, True]
+
+
+@pytest.mark.long
+def test_what_compute_waits_for_is_red_and_named(opened: Browser, plan: Plan) -> None:
+    stall = max(plan.timeline.stalls, key=lambda found: found.end_seconds - found.start_seconds)
+    view = opened.all(".view")[1]
+    share = (stall.start_seconds + stall.end_seconds) / 2 / plan.step_seconds
+    plot = view.size["width"] - 78 - 12  # between the labels and the margin
+    x, y = 78 + share * plot - view.size["width"] / 2, view.size["height"] / 2 - 17  # in the last row
+    opened.actions.move_to_element_with_offset(view, round(x), round(y)).perform()
+    told = opened.find(".tooltip").text
+    assert told.startswith("compute waits ")
+    assert f"for {stall.cause}" in told
 
 
 @pytest.mark.long

@@ -14,13 +14,14 @@ class StepViews {
     this.run = this.step.runs[0];
     this.axis = this.run.timed ? "time" : "positions";
     this.mode = "kind";
-    this.window = [0, this.run.end_of(this.axis)];
+    this.window = [0, this.run.endOf(this.axis)];
     this.instant = null;
     this.selected = null;
     this.hovered = null;
     this.filter = null;
     this.filterPath = null;
     this.moving = false;
+    this.sought = "";
     this.parts = {
       controls: el("div", { class: "controls", role: "toolbar", "aria-label": "What the views show" }),
       legend: el("div", { class: "legend" }),
@@ -46,7 +47,7 @@ class StepViews {
     return 1.1 * Math.max(tallest, ...marks, 1);
   }
   get longest() {
-    return Math.max(...[this.run, ...this.compared].map((run) => run.end_of(this.axis)));
+    return Math.max(...[this.run, ...this.compared].map((run) => run.endOf(this.axis)));
   }
   get right() {
     return GUTTER + this.memory.sheet.plot;
@@ -92,6 +93,7 @@ class StepViews {
       choice("Colours", modes, this.mode, (mode) => this.choose({ mode })),
       choice("Axis", axes, this.axis, (axis) => this.choose({ axis })),
       el("div", { class: "choice", role: "group", "aria-label": "Zoom" }, zoom("−", "Zoom out", () => this.zoom(2)), zoom("+", "Zoom in", () => this.zoom(0.5)), zoom("All", "Show all", () => this.show(0, this.longest))),
+      el("input", { type: "search", class: "search", placeholder: "Find a tensor", "aria-label": "Find a tensor by its name", value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
       this.crumb = el("button", { type: "button", class: "crumb", hidden: true, title: "Clear the filter", onclick: () => this.pick(null) }),
     ].filter(Boolean));
   }
@@ -344,6 +346,7 @@ class StepViews {
   }
   clear() {
     this.selected = this.instant = this.hovered = null;
+    this.sought = this.element.querySelector(".search").value = "";
     hush();
     this.pick(null);
     this.below();
@@ -368,20 +371,25 @@ class StepViews {
     if (tree) tree.show(position);
     this.parts.below.replaceChildren(...[tree?.element, el("div", {}, this.instantTable(position), this.card())].filter(Boolean));
   }
+  // The largest tensors at an instant, or of all that are named as is searched for.
   instantTable(position) {
     const { run, step } = this;
-    const live = [...Array(run.start.length).keys()].filter((i) => run.start[i] <= position && position < run.end[i]);
-    live.sort((a, b) => run.nbytes[b] - run.nbytes[a]);
-    const rows = live.slice(0, TENSORS_LISTED).map((i) => {
-      const tensor = run.tensor[i];
+    const sought = this.sought.toLowerCase();
+    const spans = [...run.start.keys()].filter((i) =>
+      sought ? step.nameOf(run.tensor[i]).toLowerCase().includes(sought) : run.start[i] <= position && position < run.end[i],
+    );
+    const sizes = new Map(spans.map((i) => [run.tensor[i], run.nbytes[i]]));
+    const found = [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
+    const rows = found.slice(0, TENSORS_LISTED).map((tensor) => {
       const chosen = tensor === this.selected;
       const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
-      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : ""), el("td", { class: "number", title: `${run.nbytes[i].toLocaleString("en")} bytes` }, FORMATS.bytes(run.nbytes[i])));
+      const nbytes = sizes.get(tensor);
+      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : ""), el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)));
     });
-    const rest = live.slice(TENSORS_LISTED).reduce((sum, i) => sum + run.nbytes[i], 0);
-    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${live.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
+    const rest = found.slice(TENSORS_LISTED).reduce((sum, tensor) => sum + sizes.get(tensor), 0);
+    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
     const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
-    const heading = `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
+    const heading = sought ? `${found.length} tensors whose name has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
     const head = el("tr", {}, ["largest tensors", "kind", "shape", "size"].map((name, at) => el("th", { scope: "col", class: at === 3 ? "number" : null }, name)));
     return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }
@@ -403,82 +411,4 @@ function preciseTime(seconds, span) {
   const [factor, unit] = span >= 2 ? [1, "s"] : span >= 2e-3 ? [1e3, "ms"] : [1e6, "µs"];
   const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10((span * factor) / 8))));
   return `${(seconds * factor).toFixed(digits)} ${unit}`;
-}
-
-// The model as a tree of layers, with bytes at the instant and seconds of compute; a layer filters all views.
-class TreeView {
-  constructor(views) {
-    this.views = views;
-    this.opened = new Set([""]);
-    this.list = el("ul", { role: "tree", "aria-label": "Layers", onkeydown: (event) => this.key(event) });
-    this.element = el("div", { class: "tree" }, el("h3", {}, "Layers"), el("div", { class: "row head", "aria-hidden": "true" }, el("span", {}, "click to filter"), el("span", {}, "bytes here"), el("span", {}, "compute")), this.list);
-  }
-  show(position) {
-    const { nbytes, seconds } = this.views.run.byLayer(position);
-    this.sum = (node) => [node.layers.reduce((sum, layer) => sum + nbytes[layer], 0), node.layers.reduce((sum, layer) => sum + seconds[layer], 0)];
-    this.whole = this.sum(this.views.step.root);
-    this.fill();
-  }
-  fill(focused) {
-    const rows = [];
-    const add = (node, depth) => {
-      rows.push(this.row(node, depth));
-      if (this.opened.has(node.path)) node.children.forEach((child) => add(child, depth + 1));
-    };
-    add(this.views.step.root, 0);
-    this.list.replaceChildren(...rows);
-    this.mark(this.views.filterPath);
-    const wanted = focused !== undefined ? rows.find((row) => row.dataset.path === focused) : null;
-    (wanted || rows[0]).tabIndex = 0;
-    if (wanted) wanted.focus();
-  }
-  row(node, depth) {
-    const [nbytes, seconds] = this.sum(node);
-    const inner = node.children.length > 0;
-    const open = this.opened.has(node.path);
-    const sign = el("span", { class: "sign", "aria-hidden": "true", onclick: (event) => (event.stopPropagation(), this.turn(node)) }, inner ? (open ? "▾" : "▸") : "");
-    const name = el("span", { class: "layer" }, sign, el("bdi", {}, node.name));
-    name.style.paddingLeft = `${depth * 14}px`;
-    const bar = (value, whole, text) => {
-      const made = el("span", { class: "amount" }, text);
-      made.style.setProperty("--share", whole ? value / whole : 0);
-      return made;
-    };
-    const made = el("li", { class: "row", role: "treeitem", tabindex: -1, "aria-level": depth + 1, "aria-expanded": inner ? String(open) : null, "data-path": node.path, title: node.path || null, onclick: () => this.choose(node) },
-      name, bar(nbytes, this.whole[0], FORMATS.bytes(nbytes)), bar(seconds, this.whole[1], this.views.run.timed ? FORMATS.seconds(seconds) : ""));
-    made.node = node;
-    return made;
-  }
-  choose(node) {
-    this.views.pick(node.path === "" || node.path === this.views.filterPath ? null : node.path);
-  }
-  turn(node) {
-    if (!node.children.length) return;
-    if (!this.opened.delete(node.path)) this.opened.add(node.path);
-    this.fill(node.path);
-  }
-  mark(path) {
-    for (const row of this.list.children) row.setAttribute("aria-selected", String(row.dataset.path === path && path !== null));
-  }
-  key(event) {
-    const rows = [...this.list.children];
-    const at = rows.indexOf(document.activeElement);
-    if (at < 0) return;
-    const node = rows[at].node;
-    const open = this.opened.has(node.path);
-    const go = (to) => {
-      if (!rows[to]) return;
-      rows[at].tabIndex = -1;
-      rows[to].tabIndex = 0;
-      rows[to].focus();
-    };
-    const acts = {
-      ArrowDown: () => go(at + 1), ArrowUp: () => go(at - 1), Home: () => go(0), End: () => go(rows.length - 1),
-      ArrowRight: () => (open || !node.children.length ? go(at + 1) : this.turn(node)), ArrowLeft: () => (open && node.children.length ? this.turn(node) : go(at - 1)),
-      Enter: () => this.choose(node), " ": () => this.choose(node), Escape: () => this.views.clear(),
-    };
-    if (!acts[event.key]) return;
-    event.preventDefault();
-    acts[event.key]();
-  }
 }

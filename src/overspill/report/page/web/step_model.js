@@ -188,7 +188,7 @@ class RunModel {
     return made;
   }
 
-  end_of(axis) {
+  endOf(axis) {
     return this.edges[axis][this.positions] || 1;
   }
   // A time on the axis that is shown, and back.
