@@ -94,8 +94,11 @@ def test_train_gives_the_keys_of_the_contract_and_moves_what_it_planned(overspil
 
 
 def test_train_tells_a_reader_the_peaks_the_losses_and_that_they_are_identical(overspill: Overspill) -> None:
-    done = overspill(f"{TIGHT} --check --steps 2 --store host")
+    done = overspill(f"{TIGHT} --check --steps 2 --store host --report page.html")
     assert done.code == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "with the same numbers to the last bit" in page
+    assert "Planned against measured" in page
     assert "measured peak" in done.out
     assert (
         "identical: losses and all 32 tensors of weights and buffers are equal to plain PyTorch to the last bit"

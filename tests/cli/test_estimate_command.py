@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.cli.commands import Overspill
 
@@ -54,7 +56,8 @@ def test_what_does_not_fit_exits_with_1_and_says_what_would_help(overspill: Over
 
 
 def test_what_fits_says_so_first(overspill: Overspill) -> None:
-    done = overspill("estimate unet --small --batch 2 --gpu h100")
+    done = overspill("estimate unet --small --batch 2 --gpu h100 --report page.html")
+    assert "Fits: unet, batch 2, takes" in Path("page.html").read_text(encoding="utf-8")
     assert done.code == 0
     assert done.out.startswith("fits: unet, batch 2, takes ")
 

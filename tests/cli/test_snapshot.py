@@ -34,9 +34,16 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 def test_an_equal_snapshot_is_told_so(overspill: Overspill, snapshot: Path) -> None:
-    done = overspill("snapshot run.pickle")
+    done = overspill("snapshot run.pickle --report page.html")
     assert (done.code, done.err) == (0, "")
-    for words in ("8 of 8 replayed", "3 allocations, 1 frees", "expandable_segments:True", "3 compared: equal"):
+    assert "The simulated allocator did what the recorded one did" in Path("page.html").read_text(encoding="utf-8")
+    for words in (
+        "report saved to page.html",
+        "8 of 8 replayed",
+        "3 allocations, 1 frees",
+        "expandable_segments:True",
+        "3 compared: equal",
+    ):
         assert words in done.out
     answer = overspill("snapshot run.pickle --json").answer
     assert answer.keys() == KEYS

@@ -26,10 +26,12 @@ from .common import (
     PlacerName,
     PlanFile,
     PolicyName,
+    ReportFile,
     SeqLen,
     Small,
     TimesFile,
     WholeStep,
+    check_report,
     check_request,
     check_writable,
     narrate,
@@ -47,7 +49,7 @@ MemoryPlot = Annotated[
     typer.Option(
         "--plot",
         metavar="FILE",
-        help="Draw memory over time, planned and unmanaged: .png or .html.",
+        help="Draw memory over time, planned and unmanaged, as .png.",
         show_default=False,
     ),
 ]
@@ -70,6 +72,7 @@ def plan(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     out: PlanFile = None,
+    report: ReportFile = None,
     plot: MemoryPlot = None,
     times: TimesFile = None,
     torch: Torch = None,
@@ -83,6 +86,7 @@ def plan(
     from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
+    check_report(report)
     if plot is not None:
         check_writable(plot)
         check_plot(plot)
@@ -113,17 +117,19 @@ def plan(
             options = Options(limit, policy, device=device, times=measured, placement=placement, software=software)
             made = preview(training, options)
         except InfeasibleBudget as error:
-            return _infeasible(request, error)
+            return _infeasible(request, error, _title(request, training.manner), report)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, training.manner, out, plot)
+    return _feasible(request, made, options.placer, training.manner, {"plan": out, "plot": plot, "report": report})
 
 
 def _feasible(
-    request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None, plot: Path | None
+    request: dict[str, Any], made: Plan, placer: str | None, manner: str, saved: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.memory_plot import plot_memory
+    from overspill.report.page import write_page
+    from overspill.report.pages.plan import plan_page
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
     peak = peak_of(made)
@@ -154,14 +160,21 @@ def _feasible(
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
-    title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
-    if plot is not None:
+    title = _title(request, manner)
+    if (plot := saved["plot"]) is not None:
         plot_memory(made, plot, title)
-    saved = [f"{what} saved to {path}" for what, path in (("plan", out), ("plot", plot)) if path is not None]
-    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(saved) or None))
+    if (report := saved["report"]) is not None:
+        write_page(report, plan_page(made, title, placer))
+    notes = [f"{what} saved to {path}" for what, path in saved.items() if path is not None]
+    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(notes) or None))
 
 
-def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
+def _title(request: dict[str, Any], manner: str) -> str:
+    job = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}"
+    return f"{job}, policy {request['policy']}{manner}"
+
+
+def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
@@ -176,4 +189,9 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
         "error": (message := explain(error).message),
         "exit_code": error.exit_code,
     }  # fmt: skip
+    if report is not None:
+        from overspill.report.page import write_page
+        from overspill.report.pages.plan import infeasible_page
+
+        write_page(report, infeasible_page(error, title, message))
     return Outcome(answer, None, error.exit_code, message)
