@@ -91,6 +91,24 @@ ClipValue = Annotated[
 PlanFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Save what happens when as a trace, .json, for ui.perfetto.dev.",
+        show_default=False,
+    ),
+]
+SnapshotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--snapshot",
+        metavar="FILE",
+        help="Save allocations and frees as .pickle, for PyTorch's memory_viz.",
+        show_default=False,
+    ),
+]
 TimesFile = Annotated[
     Path | None,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,9 @@ from .common import (
     PolicyName,
     SeqLen,
     Small,
+    SnapshotFile,
     TimesFile,
+    TraceFile,
     WholeStep,
     check_request,
     check_writable,
@@ -69,6 +72,8 @@ def plan(
     seq_len: SeqLen = None,
     out: PlanFile = None,
     plot: MemoryPlot = None,
+    trace: TraceFile = None,
+    snapshot: SnapshotFile = None,
     times: TimesFile = None,
     torch: Torch = None,
     cuda: Cuda = None,
@@ -81,8 +86,9 @@ def plan(
     from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
+    for file in (plot, trace, snapshot):
+        check_writable(file)
     if plot is not None:
-        check_writable(plot)
         check_plot(plot)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
@@ -108,14 +114,36 @@ def plan(
             return _infeasible(request, error)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, training.manner, out, plot)
+    return _feasible(request, made, options.placer, training.manner, _Files(out, plot, trace, snapshot))
 
 
-def _feasible(
-    request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None, plot: Path | None
-) -> Outcome:
+@dataclass(frozen=True)
+class _Files:
+    """Where the plan goes, in each form that was asked for."""
+
+    plan: Path | None
+    plot: Path | None
+    trace: Path | None
+    snapshot: Path | None
+
+    def write(self, made: Plan, title: str) -> str | None:
+        """Write all but the plan itself, which is there; what was saved where."""
+        from overspill.report.memory_plot import plot_memory
+        from overspill.report.tracing.memory_viz import write_plan_snapshot
+        from overspill.report.tracing.plan_trace import write_plan_trace
+
+        if self.plot is not None:
+            plot_memory(made, self.plot, title)
+        if self.trace is not None:
+            write_plan_trace(made, self.trace, title)
+        if self.snapshot is not None:
+            write_plan_snapshot(made, self.snapshot)
+        named = {"plan": self.plan, "plot": self.plot, "trace": self.trace, "snapshot": self.snapshot}
+        return "; ".join(f"{what} saved to {path}" for what, path in named.items() if path is not None) or None
+
+
+def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: _Files) -> Outcome:
     from overspill.placement.place import place_plan
-    from overspill.report.memory_plot import plot_memory
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
     peak = peak_of(made)
@@ -147,10 +175,8 @@ def _feasible(
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
     title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
-    if plot is not None:
-        plot_memory(made, plot, title)
-    saved = [f"{what} saved to {path}" for what, path in (("plan", out), ("plot", plot)) if path is not None]
-    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(saved) or None))
+    saved = files.write(made, title)
+    return Outcome(answer, plan_report(made, peak, placed, title, saved))
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
