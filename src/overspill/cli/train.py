@@ -30,10 +30,13 @@ from .common import (
     PolicyName,
     SeqLen,
     Small,
+    SnapshotFile,
     StoreDir,
     TimesFile,
+    TraceFile,
     WholeStep,
     check_request,
+    check_writable,
     narrate,
     quiet_torch,
 )
@@ -106,16 +109,21 @@ def train(
     out: PlanFile = None,
     times: TimesFile = None,
     profile: ProfileFile = None,
+    trace: TraceFile = None,
+    snapshot: SnapshotFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
     limit = check_request(model, budget, policy, out)
+    for file in (trace, snapshot):
+        check_writable(file)
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs import MeasuredTimes
         from overspill.runtime.options import Options
+        from overspill.runtime.record import RunRecord
         from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training
 
@@ -135,6 +143,7 @@ def train(
             profile=profile is not None,
             placement=placement,
             checksum=checksum,
+            record=None if trace is None and snapshot is None else RunRecord(),
         )
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
@@ -143,7 +152,23 @@ def train(
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
         trained.managed.times.save(profile)
-    return _outcome(trained, out)
+    _save_record(trained, trace, snapshot)
+    saved = {"plan": out, "trace": trace, "snapshot": snapshot}
+    return _outcome(trained, "; ".join(f"{what} saved to {path}" for what, path in saved.items() if path) or None)
+
+
+def _save_record(trained: Trained, trace: Path | None, snapshot: Path | None) -> None:
+    """Write what was recorded of the run into the files that were asked for."""
+    from overspill.report.tracing.memory_viz import write_run_snapshot
+    from overspill.report.tracing.run_trace import write_run_trace
+
+    if (record := trained.options.record) is None:
+        return
+    title = f"{trained.model}, batch {trained.training.batch}, policy {trained.options.policy}"
+    if trace is not None:
+        write_run_trace(record, trained.plan, trace, title)
+    if snapshot is not None:
+        write_run_snapshot(record, snapshot)
 
 
 def _device(name: str | None) -> str:
@@ -203,14 +228,12 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
         ) from None
 
 
-def _outcome(trained: Trained, out: Path | None) -> Outcome:
+def _outcome(trained: Trained, saved: str | None) -> Outcome:
     from overspill.report.training import training_report
 
     code = 0 if trained.identical in (True, None) else DIFFERS
     complaint = "" if code == 0 else f"not identical to plain PyTorch: {trained.difference}"
-    return Outcome(
-        _answer(trained), training_report(trained, None if out is None else f"plan saved to {out}"), code, complaint
-    )
+    return Outcome(_answer(trained), training_report(trained, saved), code, complaint)
 
 
 def _answer(trained: Trained) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from .live.allocator import serving
 from .live.pools import check_live, live_steps
 from .live.steps import PoolReport
 from .options import Options, budget_for, device_for, plan_graph
+from .record import RunRecord
 from .step.train_step import GradientOptions, TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of
@@ -265,7 +266,14 @@ def _train(
                 yield
             run.measured_peak_bytes = begun.live_bytes + peak_of(found.changes)[0]
 
-        _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
+        _run_steps(
+            training,
+            one_step,
+            run,
+            on_step,
+            None if session is None else session.options.record,
+            around_last=counted if counts else nullcontext,
+        )
     run.state = _final_state(step) if training.keep_state else {}
     return run
 
@@ -291,7 +299,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                     yield
                 (run.measured_peak_bytes,) = found
 
-            _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
+            _run_steps(training, one_step, run, on_step, options.record, around_last=counted if counts else nullcontext)
         run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
@@ -310,11 +318,13 @@ def _run_steps(
     one_step: Callable[[int], Tensor],
     run: Run,
     on_step: Callable[[int, float], None] | None,
+    record: RunRecord | None,
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     torch.manual_seed(SEED + 1)
     for index in range(training.steps):
-        with around_last() if index == training.steps - 1 else nullcontext():
+        recorded = nullcontext() if record is None else record.step()
+        with recorded, around_last() if index == training.steps - 1 else nullcontext():
             begun = time.perf_counter()
             run.losses.append(one_step(index).item())
             run.step_seconds.append(time.perf_counter() - begun)
@@ -360,6 +370,8 @@ def _measured(
         run.measured_peak_bytes, run.reserved_peak_bytes = accelerator.peak_bytes(device)
         return
     tracker = LiveBytes(device)
+    if managed is not None and managed.options.record is not None:
+        tracker.watch = managed.options.record.changed
     tracker.add(persistent)
     if managed is not None:
         managed.tracker = tracker

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from tests.report.tracing.format import Event, counted, nanoseconds, named, of_process, read_trace
+from tests.report.tracing.format import Event, counted, named, nanoseconds, of_process, read_trace
 from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Device, Stream, TensorKind, Verb

@@ -9,9 +9,9 @@ from overspill.core import Graph, Schedule, Timeline, Verb
 
 
 class Change(NamedTuple):
-    """At instruction number `index`: tensors that appear, bytes that are there while it lasts alone, and tensors that go."""
+    """At instruction number `position`: tensors that appear, bytes that are there while it lasts alone, and tensors that go."""
 
-    index: int
+    position: int
     appearing: tuple[int, ...]
     scratch_bytes: int
     leaving: tuple[int, ...]

@@ -28,7 +28,7 @@ LIVE = "live bytes"
 def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
     """Write the simulated step of `plan`, and the same step unmanaged, to `path`. Raises RequestError where that fails."""
     policy, name = plan.schedule.policy, title or plan.graph.name
-    planned = _Step(plan, plan.schedule, plan.timeline, PLANNED, f"simulated: {name}")
+    planned = planned_step(plan, name)
     plain = Liveness().plan(plan.graph, plan.device)
     unmanaged = _Step(plan, plain, plan.unmanaged_timeline, UNMANAGED, f"simulated, unmanaged: {plan.graph.name}")
     facts = {
@@ -39,7 +39,12 @@ def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
         "peak_bytes": plan.peak_bytes,
         "unmanaged_peak_bytes": plan.unmanaged_peak_bytes,
     }
-    write_trace_events(path, (planned.process(), unmanaged.process()), facts)
+    write_trace_events(path, (planned, unmanaged.process()), facts)
+
+
+def planned_step(plan: Plan, name: str) -> Process:
+    """The simulated step of `plan`, as a process of a trace."""
+    return _Step(plan, plan.schedule, plan.timeline, PLANNED, f"simulated: {name}").process()
 
 
 class _Step:

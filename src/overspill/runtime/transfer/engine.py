@@ -10,12 +10,15 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, UntypedStorage
 
+from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.record import RunRecord
 
 from .checksums import Checksums
-from .lanes import Lane, Slot, ThreadLane, Ticket
+from .lanes import Lane, RecordedLane, Slot, ThreadLane, Ticket
 from .stores import Store
 
+CPU_ALONE = "what a run does when is recorded on the CPU; on CUDA torch.profiler and torch.cuda.memory._record_memory_history do it"
 _LOG = logging.getLogger("overspill")
 
 
@@ -239,14 +242,24 @@ class TransferEngine:
             self.store.release(stored.slot)
 
 
-def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
-    """The engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
+def make_engine(
+    store: Store, device: torch.device, *, checksum: bool = False, record: RunRecord | None = None
+) -> TransferEngine:
+    """The engine for tensors on `device`, with the lanes of the store, or such as `record` sees. Raises RequestError."""
     if checksum and device.type == "cuda":
         raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
-    if not checksum:
+    if record is not None and device.type == "cuda":
+        raise RequestError(CPU_ALONE)
+    if not checksum and record is None:
         return TransferEngine(store, *store.lanes(device))
-    checksums = Checksums(store)
-    lanes = ThreadLane("offload", checksums.write), ThreadLane("prefetch", checksums.read)
+    checksums = Checksums(store) if checksum else None
+    write, read = (store.write, store.read) if checksums is None else (checksums.write, checksums.read)
+    lanes = ThreadLane("offload", write), ThreadLane("prefetch", read)
+    if record is not None:
+        lanes = (
+            RecordedLane("offload", write, record, Verb.OFFLOAD),
+            RecordedLane("prefetch", read, record, Verb.PREFETCH),
+        )
     return TransferEngine(store, *lanes, checksums)
 
 
