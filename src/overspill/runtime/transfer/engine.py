@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -97,6 +98,8 @@ class TransferEngine:
         self._handle_died = _when_a_handle_dies(self)
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0
+        self.waited_seconds = 0.0
+        """How long the host stood still until transfers were done: on the CPU compute, on CUDA it waits for none."""
 
     @property
     def stored_count(self) -> int:
@@ -149,7 +152,9 @@ class TransferEngine:
             assert source is not None
             leaving = self._outward.submit(stored.slot, source.untyped_storage())
         if leaving is not None:
+            begun = time.perf_counter()
             leaving.wait()
+            self.waited_seconds += time.perf_counter() - begun
         stored.written = True
 
     def prefetch(self, handle: Tensor, into: UntypedStorage | None = None) -> Tensor:
@@ -172,12 +177,14 @@ class TransferEngine:
         key = storage._cdata
         ticket, stored = self._arriving[key]
         self._arriving[key] = (None, stored)
+        begun = time.perf_counter()
         try:
             (ticket or self._inward.submit(stored.slot, storage)).wait()
         except BaseException:
             # Who gives up gives no notice, and another storage may get this one's address.
             weakref.finalize(storage, _forget_arrival, weakref.ref(self), key)
             raise
+        self.waited_seconds += time.perf_counter() - begun
         self._arrived(key)
         return tensor
 
