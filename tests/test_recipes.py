@@ -235,28 +235,34 @@ def test_accelerate_trains_data_parallel_with_the_same_bits(tmp_path: Path) -> N
 
 
 def test_trainers_log_has_what_overspill_did(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    heard: list[dict[str, float]] = []
+
+    class Board(TrainerCallback):
+        """Stands for those of TensorBoard and the like, which Trainer has before it has ours."""
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            heard.append(dict(logs))
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4))
     model.loss_type = "ForCausalLM"
-    model.forward = overspill.compile(model.forward, budget=0.9, store="host", policy="vdnn-all")
+    model.forward = overspill.compile(model.forward, budget=0.9, store="host")
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 128, (32, 32))]
     settings = TrainingArguments(
         str(tmp_path), max_steps=4, per_device_train_batch_size=8, logging_steps=2, save_strategy="no", use_cpu=True,
-        report_to=["tensorboard"], logging_dir=str(tmp_path / "board"), disable_tqdm=True,
+        report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model=model, args=settings, train_dataset=data)
+    trainer = Trainer(model=model, args=settings, train_dataset=data, callbacks=[Board()])
     trainer.add_callback(overspill.callbacks.TrainerCallback(trainer))
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "overspill/offloaded_bytes" in entry]
     assert [entry["step"] for entry in logged] == [2, 4]
     session = model.forward.overspill
-    assert sum(2 * entry["overspill/offloaded_bytes"] for entry in logged) == session.engine.offloaded_bytes
-    assert logged[-1]["overspill/planned_peak_bytes"] == session.peak_bytes
-    events = [
-        path for path in tmp_path.rglob("events.out.tfevents.*") if b"overspill/offloaded_bytes" in path.read_bytes()
-    ]
-    assert events, "TensorBoard has it too"
+    moved = session.engine.offloaded_bytes if session.engine else 0
+    assert sum(2 * entry["overspill/offloaded_bytes"] for entry in logged) == moved
+    assert logged[-1]["overspill/planned_peak_bytes"] == session.peak_bytes > 0
+    assert sum("overspill/wait_seconds" in logs for logs in heard) == 2
 
 
 def test_lightnings_log_has_what_overspill_did(tmp_path: Path) -> None:
