@@ -198,13 +198,15 @@ def _run(model: str, training: Training, options: Options, narrator: Narrator, *
 
     def on_step(index: int, loss: float) -> None:
         narrator.line(f"step {index + 1}/{training.steps}: loss {loss:.6g}")
-        narrator.now(f"training: step {min(index + 2, training.steps)}/{training.steps}", lasting=False)
+        narrator.done()
+        narrator.now("training", lasting=False)
 
     if check and options.backend == "inductor" and training.device == "cpu":
         import torch
 
         torch.set_num_threads(1)
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
+    narrator.parts(training.steps)
     managed = train_managed(training, options, on_step)
     if managed.plan is None:
         raise OverspillError(f"{model} gave no graph that could be planned")
@@ -216,9 +218,12 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
     """The same steps without Overspill. Raises StoreError when they do not fit in this machine's memory."""
     from overspill.runtime.training import train_plain
 
+    narrator.parts(trained.training.steps)
     narrator.now("training the same steps without Overspill")
     try:
-        return train_plain(trained.training, trained.options, partition=trained.managed.partition)
+        return train_plain(
+            trained.training, trained.options, lambda *_: narrator.done(), partition=trained.managed.partition
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
