@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,12 +25,14 @@ from .common import (
     PlacerName,
     PlanFile,
     PolicyName,
+    ReportFile,
     SeqLen,
     Small,
     SnapshotFile,
     TimesFile,
     TraceFile,
     WholeStep,
+    check_report,
     check_request,
     check_writable,
     narrate,
@@ -49,7 +50,7 @@ MemoryPlot = Annotated[
     typer.Option(
         "--plot",
         metavar="FILE",
-        help="Draw memory over time, planned and unmanaged: .png or .html.",
+        help="Draw memory over time, planned and unmanaged, as .png.",
         show_default=False,
     ),
 ]
@@ -71,6 +72,7 @@ def plan(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     out: PlanFile = None,
+    report: ReportFile = None,
     plot: MemoryPlot = None,
     trace: TraceFile = None,
     snapshot: SnapshotFile = None,
@@ -88,6 +90,7 @@ def plan(
     limit = check_request(model, budget, policy, out)
     for file in (plot, trace, snapshot):
         check_writable(file)
+    check_report(report)
     if plot is not None:
         check_plot(plot)
     device = load_device(gpu or "cpu")
@@ -114,35 +117,13 @@ def plan(
             return _infeasible(request, error)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, training.manner, _Files(out, plot, trace, snapshot))
+    files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
+    return _feasible(request, made, options.placer, training.manner, files)
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Where the plan goes, in each form that was asked for."""
-
-    plan: Path | None
-    plot: Path | None
-    trace: Path | None
-    snapshot: Path | None
-
-    def write(self, made: Plan, title: str) -> str | None:
-        """Write all but the plan itself, which is there; what was saved where."""
-        from overspill.report.memory_plot import plot_memory
-        from overspill.report.tracing.memory_viz import write_plan_snapshot
-        from overspill.report.tracing.plan_trace import write_plan_trace
-
-        if self.plot is not None:
-            plot_memory(made, self.plot, title)
-        if self.trace is not None:
-            write_plan_trace(made, self.trace, title)
-        if self.snapshot is not None:
-            write_plan_snapshot(made, self.snapshot)
-        named = {"plan": self.plan, "plot": self.plot, "trace": self.trace, "snapshot": self.snapshot}
-        return "; ".join(f"{what} saved to {path}" for what, path in named.items() if path is not None) or None
-
-
-def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: _Files) -> Outcome:
+def _feasible(
+    request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: dict[str, Path | None]
+) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
@@ -175,8 +156,27 @@ def _feasible(request: dict[str, Any], made: Plan, placer: str | None, manner: s
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
     title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
-    saved = files.write(made, title)
-    return Outcome(answer, plan_report(made, peak, placed, title, saved))
+    saved = {what: path for what, path in files.items() if path is not None}
+    _write(made, title, placer, saved)
+    notes = "; ".join(f"{what} saved to {path}" for what, path in saved.items())
+    return Outcome(answer, plan_report(made, peak, placed, title, notes or None))
+
+
+def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -> None:
+    """Write a plan in each form that was asked for, but the plan itself."""
+    from overspill.report.memory_plot import plot_memory
+    from overspill.report.page import write_page
+    from overspill.report.plan_page import plan_page
+    from overspill.report.tracing import write_plan_snapshot, write_plan_trace
+
+    if (plot := files.get("plot")) is not None:
+        plot_memory(made, plot, title)
+    if (report := files.get("report")) is not None:
+        write_page(report, plan_page(made, title, placer))
+    if (trace := files.get("trace")) is not None:
+        write_plan_trace(made, trace, title)
+    if (snapshot := files.get("snapshot")) is not None:
+        write_plan_snapshot(made, snapshot)
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:

@@ -28,6 +28,7 @@ from .common import (
     PlacerName,
     PlanFile,
     PolicyName,
+    ReportFile,
     SeqLen,
     Small,
     SnapshotFile,
@@ -35,6 +36,7 @@ from .common import (
     TimesFile,
     TraceFile,
     WholeStep,
+    check_report,
     check_request,
     check_writable,
     narrate,
@@ -109,6 +111,7 @@ def train(
     out: PlanFile = None,
     times: TimesFile = None,
     profile: ProfileFile = None,
+    report: ReportFile = None,
     trace: TraceFile = None,
     snapshot: SnapshotFile = None,
     json: AsJson = False,
@@ -118,6 +121,7 @@ def train(
     limit = check_request(model, budget, policy, out)
     for file in (trace, snapshot):
         check_writable(file)
+    check_report(report)
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
@@ -152,22 +156,26 @@ def train(
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
         trained.managed.times.save(profile)
-    _save_record(trained, trace, snapshot)
-    saved = {"plan": out, "trace": trace, "snapshot": snapshot}
-    return _outcome(trained, "; ".join(f"{what} saved to {path}" for what, path in saved.items() if path) or None)
+    files = {"plan": out, "report": report, "trace": trace, "snapshot": snapshot}
+    saved = {what: path for what, path in files.items() if path is not None}
+    _write(trained, saved)
+    return _outcome(trained, "; ".join(f"{what} saved to {path}" for what, path in saved.items()) or None)
 
 
-def _save_record(trained: Trained, trace: Path | None, snapshot: Path | None) -> None:
-    """Write what was recorded of the run into the files that were asked for."""
-    from overspill.report.tracing.memory_viz import write_run_snapshot
-    from overspill.report.tracing.run_trace import write_run_trace
+def _write(trained: Trained, files: dict[str, Path]) -> None:
+    """Write the run in each form that was asked for, but its plan."""
+    from overspill.report.page import write_page
+    from overspill.report.pages.training import training_page
+    from overspill.report.tracing import write_run_snapshot, write_run_trace
 
+    if (report := files.get("report")) is not None:
+        write_page(report, training_page(trained))
     if (record := trained.options.record) is None:
         return
     title = f"{trained.model}, batch {trained.training.batch}, policy {trained.options.policy}"
-    if trace is not None:
+    if (trace := files.get("trace")) is not None:
         write_run_trace(record, trained.plan, trace, title)
-    if snapshot is not None:
+    if (snapshot := files.get("snapshot")) is not None:
         write_run_snapshot(record, snapshot)
 
 
