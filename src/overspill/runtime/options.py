@@ -87,7 +87,10 @@ class Options:
         if self.profile and self.backend != "eager":
             raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
         if self.record is not None and self.backend != "eager":
-            raise RequestError("what a run does op by op is recorded on the eager backend; Inductor fuses ops")
+            raise RequestError(
+                "what a run does op by op is recorded on the eager backend; Inductor fuses ops: leave --trace and --snapshot out, or "
+                "take the eager backend"
+            )
         if self.partition is not None and self.backend != "inductor":
             raise RequestError("a partition is for Inductor's programs; give backend='inductor' with it")
         if self.partition is not None and not 0 <= self.partition <= 1:
