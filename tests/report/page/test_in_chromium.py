@@ -11,7 +11,19 @@ import pytest
 from overspill.core import Block, Layout, Trace
 from overspill.plans.plan import Plan
 from overspill.report.page import (
-    Axis, Column, Curve, Lines, Mark, Page, Point, Points, Table, Unit, Verdict, addresses, write_page,
+    Axis,
+    Column,
+    Curve,
+    Lines,
+    Mark,
+    Page,
+    Point,
+    Points,
+    Table,
+    Unit,
+    Verdict,
+    addresses,
+    write_page,
 )  # fmt: skip
 from overspill.report.plan_page import plan_page
 
