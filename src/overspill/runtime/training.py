@@ -39,6 +39,7 @@ from .step.train_step import GradientOptions, TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
+from .transfer.engine import CPU_ALONE
 
 SEED = 0
 PLAIN = GradientOptions()
@@ -182,6 +183,8 @@ def _captured(training: Training, reserve: str | float | None = None, kind: str 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
     """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory."""
     where = torch.device(training.device)
+    if options.record is not None and where.type == "cuda":
+        raise RequestError(CPU_ALONE)
     has_pool = check_live(options.placement, options.backend, where)
     if training.whole_step:
         if has_pool and where.type == "cuda":  # before the model is on the GPU

@@ -19,7 +19,7 @@ from .checksums import Checksums
 from .lanes import Lane, RecordedLane, Slot, ThreadLane, Ticket
 from .stores import Store
 
-CPU_ALONE = "what a run does when is recorded on the CPU; on CUDA torch.profiler and torch.cuda.memory._record_memory_history do it"
+CPU_ALONE = "what a run does when is recorded on the CPU; on CUDA torch.profiler and torch.cuda.memory._record_memory_history do it, so leave --trace and --snapshot out"
 _LOG = logging.getLogger("overspill")
 
 
