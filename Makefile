@@ -80,7 +80,7 @@ $(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
 	touch $@
 
-# The libraries that docs/recipes.md is about, which only the long tests use.
+# The libraries that docs/recipes.md is about, and what runs notebooks, which only the long tests use.
 $(RECIPES): $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "overspill[recipes]"
 	touch $@

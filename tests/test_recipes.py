@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
+import overspill.callbacks
 from overspill.core.units import parse_bytes
 from overspill.errors import OverspillError
 from overspill.runtime.training import same_bits
@@ -231,3 +232,65 @@ def test_accelerate_trains_data_parallel_with_the_same_bits(tmp_path: Path) -> N
     done = subprocess.run(torchrun, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"identical: (\w+)", done.stdout) == ["True", "True"]
+
+
+def test_trainers_log_has_what_overspill_did(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    heard: list[dict[str, float]] = []
+
+    class Board(TrainerCallback):
+        """Stands for those of TensorBoard and the like, which Trainer has before it has ours."""
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            heard.append(dict(logs))
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=4))
+    model.loss_type = "ForCausalLM"
+    model.forward = overspill.compile(model.forward, budget=0.9, store="host")
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 128, (32, 32))]
+    settings = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=8, logging_steps=2, save_strategy="no", use_cpu=True,
+        report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=settings, train_dataset=data, callbacks=[Board()])
+    trainer.add_callback(overspill.callbacks.TrainerCallback(trainer))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "overspill/offloaded_bytes" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4]
+    session = model.forward.overspill
+    moved = session.engine.offloaded_bytes if session.engine else 0
+    assert sum(2 * entry["overspill/offloaded_bytes"] for entry in logged) == moved
+    assert logged[-1]["overspill/planned_peak_bytes"] == session.peak_bytes > 0
+    assert sum("overspill/wait_seconds" in logs for logs in heard) == 2
+
+
+def test_lightnings_log_has_what_overspill_did(tmp_path: Path) -> None:
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+            self.net.forward = overspill.compile(self.net.forward, budget=0.9, store="host", policy="vdnn-all")
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=CSVLogger(tmp_path, name="run", version="1"), log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[overspill.callbacks.LightningCallback()],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(1024, 64)), 256))
+    rows = (tmp_path / "run" / "1" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    column = rows[0].split(",").index("overspill/offloaded_bytes")
+    moved = [float(row.split(",")[column]) for row in rows[1:]]
+    assert len(moved) == 4
+    assert sum(moved) == module.net.forward.overspill.engine.offloaded_bytes > 0

@@ -27,6 +27,7 @@ ORDER = (
     ("runtime",),
     ("papers",),
     ("report",),
+    ("callbacks",),
     ("cli",),
 )
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}

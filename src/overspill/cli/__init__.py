@@ -34,6 +34,7 @@ from . import (
 )
 from .common import Outcome
 from .failures import OUTSIDE_FAILURE, Failure, explain
+from .narrator import QUIET
 from .output import Stream, print_error, print_human, print_json, shown, streams
 
 app = typer.Typer(
@@ -57,6 +58,8 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("reproduce")(reproduce.reproduce)
 app.command("snapshot")(snapshot.snapshot)
 
+QUIET_OPTION = "--quiet"
+"""May stand anywhere before a script's arguments, for every command."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 plus the number of SIGINT, as shells have it."""
 
@@ -66,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is a script's
     as_json = "--json" in ours
+    QUIET.set(QUIET_OPTION in ours)
+    arguments = [word for word in ours if word != QUIET_OPTION] + arguments[len(ours) :]
     debug = bool(os.environ.get("OVERSPILL_DEBUG"))
     with streams() as out:
         try:
@@ -121,8 +126,12 @@ def _quiet(debug: bool) -> Iterator[None]:
 def _top(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    quiet: Annotated[
+        bool, typer.Option(QUIET_OPTION, help="With any command: say nothing on standard error but what is wrong.")
+    ] = False,
 ) -> None:
     """Know what a model takes before it runs, and train it in less, with the same numbers to the last bit."""
+    del quiet  # `main` reads it from the arguments, wherever it stands
     if version:
         sys.stdout.write(f"overspill {overspill.__version__} ({doctor.build_facts()})\n")
         raise typer.Exit

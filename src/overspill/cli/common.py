@@ -1,12 +1,11 @@
-"""What the commands share: their options, their outcome, and what they say while they work."""
+"""What the commands share: their options and their outcome."""
 
 from __future__ import annotations
 
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,11 +16,11 @@ from overspill import models
 from overspill.core.budget import Budget as Limit
 from overspill.core.errors import RequestError
 
-from .output import shown
+from .narrator import Narrator as Narrator  # noqa: PLC0414 - commands take all that they share from here
+from .narrator import narrate as narrate  # noqa: PLC0414
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
-    from rich.console import Console, RenderableType
-    from rich.status import Status
+    from rich.console import RenderableType
 
     from overspill.models import Job
 
@@ -98,6 +97,24 @@ ReportFile = Annotated[
         "--report",
         metavar="FILE",
         help="Write a page to look at, as .html, which needs no network.",
+        show_default=False,
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Save what happens when as a trace, .json, for ui.perfetto.dev.",
+        show_default=False,
+    ),
+]
+SnapshotFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--snapshot",
+        metavar="FILE",
+        help="Save allocations and frees as .pickle, for PyTorch's memory_viz.",
         show_default=False,
     ),
 ]
@@ -184,49 +201,6 @@ def check_writable(out: Path | None) -> None:
         raise RequestError(f"cannot write {out}: it is a directory")
     if not writable:
         raise RequestError(f"cannot write {out}: permission denied")
-
-
-class Narrator:
-    """Says on standard error what goes on: `now` for the moment, `line` to stay.
-
-    Without a terminal there is no moment, and both are lines; what is not `lasting` is then left out.
-    """
-
-    def __init__(self, console: Console, status: Status | None) -> None:
-        self._console = console
-        self._status = status
-
-    def now(self, text: str, *, lasting: bool = True) -> None:
-        """What is being done from here on."""
-        from rich.text import Text  # a name may hold brackets, which are markup to rich
-
-        if self._status is not None:
-            self._status.update(Text(shown(text)))
-        elif lasting:
-            self.line(text)
-
-    def line(self, text: str) -> None:
-        """What has been done."""
-        self._console.print(shown(text), markup=False, soft_wrap=True)
-
-    def be_still(self) -> None:
-        """Leave the terminal to somebody else: from here on all is lines."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-
-@contextmanager
-def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
-    """A narrator that begins with `first`: in most commands the start of PyTorch, which takes seconds."""
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield Narrator(console, None)
-        return
-    with console.status(first, refresh_per_second=4) as status:
-        yield Narrator(console, status)
 
 
 def quiet_torch() -> None:

@@ -114,7 +114,8 @@ def compare(
         device = elsewhere(device, software)
         graph = graph_on(training, device)
         options = Options(budget=limit, device=device, software=software)
-        rows = compare_on(options, graph, device, names, lambda name: narrator.now(f"planning {name}"))
+        narrator.parts(len(names))
+        rows = compare_on(options, graph, device, names, lambda name: narrator.part(f"planning {name}"))
         crossings = _crossings(rows, placing, narrator)
     request = {
         "model": model,
@@ -165,10 +166,11 @@ def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) 
     from overspill.simulate import trace_of
 
     found = []
-    for row in rows if placers else ():
-        if row.plan is None:
-            continue
-        narrator.now(f"placing {row.policy}")
+    planned = [row for row in rows if row.plan is not None] if placers else []
+    narrator.parts(len(planned) or None)
+    for row in planned:
+        assert row.plan is not None
+        narrator.part(f"placing {row.policy}")
         trace = trace_of(row.plan.graph, row.plan.schedule)
         found += [(row.policy, place(trace, placer)) for placer in placers]
     return found

@@ -111,7 +111,9 @@ def pack(
     with narrate("reading") as narrator:
         read = read_trace(file, device)
         narrator.now(f"packing {len(read.columns)} blocks with {chosen.name}")
+        narrator.at_most(limits.time_limit_seconds)
         solution = chosen.solve(read.columns if read.known is None else read.known, limits)
+        narrator.parts(None)
         found = verdict(read.columns, solution, capacity_bytes)
         unfit = "" if found.fits else ", which is above the capacity"
         if out is not None and solution.layout is not None:

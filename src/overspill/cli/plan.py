@@ -29,7 +29,9 @@ from .common import (
     ReportFile,
     SeqLen,
     Small,
+    SnapshotFile,
     TimesFile,
+    TraceFile,
     WholeStep,
     check_report,
     check_request,
@@ -74,6 +76,8 @@ def plan(
     out: PlanFile = None,
     report: ReportFile = None,
     plot: MemoryPlot = None,
+    trace: TraceFile = None,
+    snapshot: SnapshotFile = None,
     times: TimesFile = None,
     torch: Torch = None,
     cuda: Cuda = None,
@@ -86,9 +90,10 @@ def plan(
     from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
+    for file in (plot, trace, snapshot):
+        check_writable(file)
     check_report(report)
     if plot is not None:
-        check_writable(plot)
         check_plot(plot)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
@@ -120,16 +125,14 @@ def plan(
             return _infeasible(request, error, _title(request, training.manner), report)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, training.manner, {"plan": out, "plot": plot, "report": report})
+    files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
+    return _feasible(request, made, options.placer, training.manner, files)
 
 
 def _feasible(
-    request: dict[str, Any], made: Plan, placer: str | None, manner: str, saved: dict[str, Path | None]
+    request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
-    from overspill.report.memory_plot import plot_memory
-    from overspill.report.page import write_page
-    from overspill.report.pages.plan import plan_page
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
 
     peak = peak_of(made)
@@ -161,12 +164,27 @@ def _feasible(
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
     title = _title(request, manner)
-    if (plot := saved["plot"]) is not None:
+    saved = {what: path for what, path in files.items() if path is not None}
+    _write(made, title, placer, saved)
+    notes = "; ".join(f"{what} saved to {path}" for what, path in saved.items())
+    return Outcome(answer, plan_report(made, peak, placed, title, notes or None))
+
+
+def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -> None:
+    """Write a plan in each form that was asked for, but the plan itself."""
+    from overspill.report.memory_plot import plot_memory
+    from overspill.report.page import write_page
+    from overspill.report.pages.plan import plan_page
+    from overspill.report.tracing import write_plan_snapshot, write_plan_trace
+
+    if (plot := files.get("plot")) is not None:
         plot_memory(made, plot, title)
-    if (report := saved["report"]) is not None:
+    if (report := files.get("report")) is not None:
         write_page(report, plan_page(made, title, placer))
-    notes = [f"{what} saved to {path}" for what, path in saved.items() if path is not None]
-    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(notes) or None))
+    if (trace := files.get("trace")) is not None:
+        write_plan_trace(made, trace, title)
+    if (snapshot := files.get("snapshot")) is not None:
+        write_plan_snapshot(made, snapshot)
 
 
 def _title(request: dict[str, Any], manner: str) -> str:

@@ -36,9 +36,11 @@ def reproduce(
     found = []
     with narrate() as narrator:
         quiet_torch()
+        narrator.parts(len(claims))
         lab = papers.Lab(narrator.now)
         for result in papers.results(claims, lab):
             found.append(result)
+            narrator.done()
             narrator.now(f"{result.claim.where}: {result.claim.what}", lasting=False)
         if report is not None:
             from overspill.report.page import write_page

@@ -32,11 +32,14 @@ from .common import (
     ReportFile,
     SeqLen,
     Small,
+    SnapshotFile,
     StoreDir,
     TimesFile,
+    TraceFile,
     WholeStep,
     check_report,
     check_request,
+    check_writable,
     narrate,
     quiet_torch,
 )
@@ -111,17 +114,22 @@ def train(
     times: TimesFile = None,
     profile: ProfileFile = None,
     report: ReportFile = None,
+    trace: TraceFile = None,
+    snapshot: SnapshotFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
     limit = check_request(model, budget, policy, out)
+    for file in (trace, snapshot):
+        check_writable(file)
     check_report(report)
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs import MeasuredTimes
         from overspill.runtime.options import Options
+        from overspill.runtime.record import RunRecord
         from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training
 
@@ -141,6 +149,7 @@ def train(
             profile=profile is not None,
             placement=placement,
             checksum=checksum,
+            record=None if trace is None and snapshot is None else RunRecord(),
         )
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
@@ -149,13 +158,27 @@ def train(
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
         trained.managed.times.save(profile)
-    if report is not None:
-        from overspill.report.page import write_page
-        from overspill.report.pages.training import training_page
+    files = {"plan": out, "report": report, "trace": trace, "snapshot": snapshot}
+    saved = {what: path for what, path in files.items() if path is not None}
+    _write(trained, saved)
+    return _outcome(trained, "; ".join(f"{what} saved to {path}" for what, path in saved.items()) or None)
 
+
+def _write(trained: Trained, files: dict[str, Path]) -> None:
+    """Write the run in each form that was asked for, but its plan."""
+    from overspill.report.page import write_page
+    from overspill.report.pages.training import training_page
+    from overspill.report.tracing import write_run_snapshot, write_run_trace
+
+    if (report := files.get("report")) is not None:
         write_page(report, training_page(trained))
-    saved = [f"{what} saved to {path}" for what, path in (("plan", out), ("report", report)) if path is not None]
-    return _outcome(trained, "; ".join(saved) or None)
+    if (record := trained.options.record) is None:
+        return
+    title = f"{trained.model}, batch {trained.training.batch}, policy {trained.options.policy}"
+    if (trace := files.get("trace")) is not None:
+        write_run_trace(record, trained.plan, trace, title)
+    if (snapshot := files.get("snapshot")) is not None:
+        write_run_snapshot(record, snapshot)
 
 
 def _device(name: str | None) -> str:
@@ -185,13 +208,15 @@ def _run(model: str, training: Training, options: Options, narrator: Narrator, *
 
     def on_step(index: int, loss: float) -> None:
         narrator.line(f"step {index + 1}/{training.steps}: loss {loss:.6g}")
-        narrator.now(f"training: step {min(index + 2, training.steps)}/{training.steps}", lasting=False)
+        narrator.done()
+        narrator.now("training", lasting=False)
 
     if check and options.backend == "inductor" and training.device == "cpu":
         import torch
 
         torch.set_num_threads(1)
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
+    narrator.parts(training.steps)
     managed = train_managed(training, options, on_step)
     if managed.plan is None:
         raise OverspillError(f"{model} gave no graph that could be planned")
@@ -203,9 +228,12 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
     """The same steps without Overspill. Raises StoreError when they do not fit in this machine's memory."""
     from overspill.runtime.training import train_plain
 
+    narrator.parts(trained.training.steps)
     narrator.now("training the same steps without Overspill")
     try:
-        return train_plain(trained.training, trained.options, partition=trained.managed.partition)
+        return train_plain(
+            trained.training, trained.options, lambda *_: narrator.done(), partition=trained.managed.partition
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise

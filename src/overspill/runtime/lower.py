@@ -46,6 +46,8 @@ HANDLE_PREFIX = "handle_of_"
 """What the names of a whole step's inputs begin with that are handles."""
 OP_ID = "overspill_op"
 """Key in an emitted node's meta: the op that it runs."""
+DOES = "overspill_does"
+"""Key in an emitted node's meta: the verb that it carries out, and the op or tensor."""
 
 
 def lower(
@@ -255,22 +257,23 @@ class _Emitter:
             root = self._only_root(target)
             handle = self._call(ops.offload, (self.values[root], self.engine), f"handle_{root.name}")
             with self.fake_mode:
-                handle.meta["val"] = ops.fake_handle()
+                handle.meta.update(val=ops.fake_handle(), **{DOES: (verb, target)})
             self.handles[target] = handle
             self._touch(target)
         elif verb is Verb.AWAIT_OFFLOAD:
             root = self._only_root(target)
-            self._call(ops.await_offload, (self.handles[target], self.values[root], self.engine), f"left_{root.name}")
+            given = self.handles[target], self.values[root], self.engine
+            self._call(ops.await_offload, given, f"left_{root.name}").meta[DOES] = verb, target
             self._touch(target)
         elif verb is Verb.PREFETCH:
             root = self._only_root(target)
             arriving = self._call(ops.prefetch, (self.handles[target], self.engine), f"arriving_{root.name}")
-            arriving.meta["val"] = root.meta["val"]
+            arriving.meta.update(val=root.meta["val"], **{DOES: (verb, target)})
             self.arriving[target] = arriving
         else:
             root = self._only_root(target)
             arrived = self._call(ops.await_prefetch, (self.arriving.pop(target), self.engine), root.name)
-            arrived.meta["val"] = root.meta["val"]
+            arrived.meta.update(val=root.meta["val"], **{DOES: (verb, target)})
             self.values[root] = arrived
             self._touch(target)
 
@@ -285,7 +288,7 @@ class _Emitter:
             self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
             return
         new = self._copy(node)
-        new.meta = {**node.meta, OP_ID: op.id}
+        new.meta = {**node.meta, OP_ID: op.id, DOES: (Verb.RUN, op.id)}
         self._take_results(node, new, self._results(node))
         self._touch(*op.reads, *op.writes)
 
@@ -316,7 +319,9 @@ class _Emitter:
         else:
             new = self._copy(node)
             new.meta = dict(node.meta)
-        new.meta.update({OP_ID: op.id, "partitioner_tag": "is_backward", "autograd_backward": True})
+        new.meta.update(
+            {OP_ID: op.id, DOES: (Verb.RECOMPUTE, op.id), "partitioner_tag": "is_backward", "autograd_backward": True}
+        )
         self._take_results(node, new, [r for r in results if r not in self.values])
         self._touch(*op.recompute_reads, *op.recompute_writes)
 

@@ -23,6 +23,8 @@ class LiveBytes(TorchDispatchMode):
         self.device = device
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.watch: Callable[[int, int], None] | None = None
+        """Called with a storage's key and bytes when it is counted, and with its bytes below zero when it is gone."""
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, values: Iterable[Any]) -> None:
@@ -40,9 +42,13 @@ class LiveBytes(TorchDispatchMode):
         def died(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._known[key]
             self.live_bytes -= nbytes
+            if self.watch is not None:
+                self.watch(key, -nbytes)
 
         self._known[key] = weakref.ref(storage, died)
         self.live_bytes += nbytes
+        if self.watch is not None:
+            self.watch(key, nbytes)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -34,10 +34,12 @@ from .live.allocator import serving
 from .live.pools import check_live, live_steps
 from .live.steps import PoolReport
 from .options import Options, budget_for, device_for, plan_graph
+from .record import RunRecord
 from .step.train_step import GradientOptions, TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
+from .transfer.engine import CPU_ALONE
 
 SEED = 0
 PLAIN = GradientOptions()
@@ -193,6 +195,8 @@ def _captured(training: Training, reserve: str | float | None = None, kind: str 
 def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
     """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory."""
     where = torch.device(training.device)
+    if options.record is not None and where.type == "cuda":
+        raise RequestError(CPU_ALONE)
     has_pool = check_live(options.placement, options.backend, where)
     if training.whole_step:
         if has_pool and where.type == "cuda":  # before the model is on the GPU
@@ -277,7 +281,14 @@ def _train(
                 yield
             run.measured_peak_bytes = begun.live_bytes + peak_of(found.changes)[0]
 
-        _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
+        _run_steps(
+            training,
+            one_step,
+            run,
+            on_step,
+            None if session is None else session.options.record,
+            around_last=counted if counts else nullcontext,
+        )
     run.state = _final_state(step) if training.keep_state else {}
     return run
 
@@ -303,7 +314,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                     yield
                 (run.measured_peak_bytes,) = found
 
-            _run_steps(training, one_step, run, on_step, around_last=counted if counts else nullcontext)
+            _run_steps(training, one_step, run, on_step, options.record, around_last=counted if counts else nullcontext)
         run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
@@ -322,11 +333,13 @@ def _run_steps(
     one_step: Callable[[int], Tensor],
     run: Run,
     on_step: Callable[[int, float], None] | None,
+    record: RunRecord | None,
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     torch.manual_seed(SEED + 1)
     for index in range(training.steps):
-        with around_last() if index == training.steps - 1 else nullcontext():
+        recorded = nullcontext() if record is None else record.step()
+        with recorded, around_last() if index == training.steps - 1 else nullcontext():
             begun = time.perf_counter()
             run.losses.append(one_step(index).item())
             run.step_seconds.append(time.perf_counter() - begun)
@@ -372,6 +385,8 @@ def _measured(
         run.measured_peak_bytes, run.reserved_peak_bytes = accelerator.peak_bytes(device)
         return
     tracker = LiveBytes(device)
+    if managed is not None and managed.options.record is not None:
+        tracker.watch = managed.options.record.changed
     tracker.add(persistent)
     if managed is not None:
         managed.tracker = tracker

@@ -33,7 +33,7 @@ from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
-from overspill.core import Device
+from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing import solver_named
@@ -46,7 +46,7 @@ from overspill.runtime.lower_groups import made_by
 from overspill.runtime.lower_programs import PlannedPrograms
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
-from overspill.runtime.profile import OpTimer
+from overspill.runtime.profile import OpTimer, record_in
 
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
@@ -270,7 +270,14 @@ class _GraphCompiler:
             self.session.timer = OpTimer(captured.graph, device)
             for module in lowered:
                 self.session.timer.instrument(module)
+        self._record(captured.graph, *lowered)
         return lowered
+
+    def _record(self, graph: Graph, *lowered: fx.GraphModule) -> None:
+        """Let lowered graphs tell what they do, where the user wants to know."""
+        if (record := self.session.options.record) is not None:
+            for module in lowered:
+                record_in(record, graph, module)
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
@@ -279,7 +286,9 @@ class _GraphCompiler:
         plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
         made = made_by(captured, plan, self.session.steps)
-        return self._boxed(lower_inference(captured, plan.schedule, engine, made), _inputs)
+        lowered = lower_inference(captured, plan.schedule, engine, made)
+        self._record(captured.graph, lowered)
+        return self._boxed(lowered, _inputs)
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""

@@ -203,6 +203,11 @@ class Session:
         return self._engine
 
     @property
+    def device(self) -> torch.device:
+        """Where the models run, as far as they have."""
+        return self._where
+
+    @property
     def measured_times(self) -> MeasuredTimes | None:
         """Op times of the run so far, if the session profiles."""
         return self.timer.times(self.device_name) if self.timer is not None else None

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -46,7 +46,7 @@ from overspill.runtime.options import (
     store_bytes,
 )
 from overspill.runtime.parallel import OneProcess
-from overspill.runtime.profile import OpTimer
+from overspill.runtime.profile import OpTimer, record_in
 from overspill.runtime.transfer.forks import ForkedLock
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
@@ -281,6 +281,14 @@ class StepPlans:
                 raise
         return self._planned(inputs, outside, frozenset(state), budget, partition)
 
+    def _instrument(self, module: fx.GraphModule, plan: Plan) -> None:
+        """Let the lowered step of `plan` tell when it does what, where the user wants to know."""
+        if self.options.profile:
+            self._timers.append((plan.device.name, timer := OpTimer(plan.graph, self.state.where)))
+            timer.instrument(module)
+        if self.options.record is not None:
+            record_in(self.options.record, plan.graph, module)
+
     def _planned(
         self,
         inputs: tuple[Any, ...],
@@ -327,9 +335,7 @@ class StepPlans:
         made = made_by(captured, plan, self.steps)
         together = self.state.updates.together
         module = lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
-        if self.options.profile:
-            self._timers.append((plan.device.name, timer := OpTimer(captured.graph, self.state.where)))
-            timer.instrument(module)
+        self._instrument(module, plan)
         primals = captured.joint.primals
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
@@ -345,7 +351,7 @@ class StepPlans:
 
     def _gathered(self, captured: CapturedStep, plan: Plan) -> Plan:
         """`plan` with updates together, but where each op is timed by itself."""
-        if self.options.profile:
+        if self.options.profile or self.options.record is not None:
             return plan
         return gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
 

@@ -277,6 +277,11 @@ class TrainStep:
         return self._state.engine
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._state.where
+
+    @property
     def measured_times(self) -> MeasuredTimes | None:
         """Op times of the run so far, if the step profiles."""
         return self._plans.measured_times

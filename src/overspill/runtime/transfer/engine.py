@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,12 +11,15 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, UntypedStorage
 
+from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
+from overspill.runtime.record import RunRecord
 
 from .checksums import Checksums
-from .lanes import Lane, Slot, ThreadLane, Ticket
+from .lanes import Lane, RecordedLane, Slot, ThreadLane, Ticket
 from .stores import Store
 
+CPU_ALONE = "what a run does when is recorded on the CPU; on CUDA torch.profiler and torch.cuda.memory._record_memory_history do it, so leave --trace and --snapshot out"
 _LOG = logging.getLogger("overspill")
 
 
@@ -94,6 +98,8 @@ class TransferEngine:
         self._handle_died = _when_a_handle_dies(self)
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0
+        self.waited_seconds = 0.0
+        """How long the host stood still until transfers were done: on the CPU compute, on CUDA it waits for none."""
 
     @property
     def stored_count(self) -> int:
@@ -146,7 +152,9 @@ class TransferEngine:
             assert source is not None
             leaving = self._outward.submit(stored.slot, source.untyped_storage())
         if leaving is not None:
+            begun = time.perf_counter()
             leaving.wait()
+            self.waited_seconds += time.perf_counter() - begun
         stored.written = True
 
     def prefetch(self, handle: Tensor, into: UntypedStorage | None = None) -> Tensor:
@@ -169,12 +177,14 @@ class TransferEngine:
         key = storage._cdata
         ticket, stored = self._arriving[key]
         self._arriving[key] = (None, stored)
+        begun = time.perf_counter()
         try:
             (ticket or self._inward.submit(stored.slot, storage)).wait()
         except BaseException:
             # Who gives up gives no notice, and another storage may get this one's address.
             weakref.finalize(storage, _forget_arrival, weakref.ref(self), key)
             raise
+        self.waited_seconds += time.perf_counter() - begun
         self._arrived(key)
         return tensor
 
@@ -239,14 +249,24 @@ class TransferEngine:
             self.store.release(stored.slot)
 
 
-def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
-    """The engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
+def make_engine(
+    store: Store, device: torch.device, *, checksum: bool = False, record: RunRecord | None = None
+) -> TransferEngine:
+    """The engine for tensors on `device`, with the lanes of the store, or such as `record` sees. Raises RequestError."""
     if checksum and device.type == "cuda":
         raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
-    if not checksum:
+    if record is not None and device.type == "cuda":
+        raise RequestError(CPU_ALONE)
+    if not checksum and record is None:
         return TransferEngine(store, *store.lanes(device))
-    checksums = Checksums(store)
-    lanes = ThreadLane("offload", checksums.write), ThreadLane("prefetch", checksums.read)
+    checksums = Checksums(store) if checksum else None
+    write, read = (store.write, store.read) if checksums is None else (checksums.write, checksums.read)
+    lanes = ThreadLane("offload", write), ThreadLane("prefetch", read)
+    if record is not None:
+        lanes = (
+            RecordedLane("offload", write, record, Verb.OFFLOAD),
+            RecordedLane("prefetch", read, record, Verb.PREFETCH),
+        )
     return TransferEngine(store, *lanes, checksums)
 
 

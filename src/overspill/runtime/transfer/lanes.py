@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
+from overspill.core import Verb
 from overspill.core.errors import StoreError
 from overspill.runtime import accelerator
+from overspill.runtime.record import RunRecord
 
 from . import _copies
 
@@ -173,6 +175,20 @@ class _ThreadTicket:
                 raise self._error
             finally:
                 del self  # which the error's traceback would hold
+
+
+class RecordedLane(ThreadLane):
+    """A lane of one thread whose copies, which do `verb`, a record has."""
+
+    def __init__(self, name: str, copy: Copy, record: RunRecord, verb: Verb) -> None:
+        """Raises StoreError where the system gives no thread."""
+        super().__init__(name, record.timed(verb, copy))
+        self._record = record
+
+    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+        """As of a ThreadLane."""
+        self._record.submitted(slot)
+        return super().submit(slot, memory)
 
 
 class StreamLane(Lane):

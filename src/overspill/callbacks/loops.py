@@ -1,0 +1,62 @@
+"""For loops of one's own: figures of each so many steps, to Python's `logging` or to TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from overspill.core.errors import RequestError
+from overspill.core.units import format_bytes, format_seconds
+
+from .figures import PREFIX, StepFigures
+
+_LOG = logging.getLogger("overspill")
+
+
+class _EachSteps:
+    """Called after each step; every `every` steps it gives the figures of these to `_tell`."""
+
+    def __init__(self, model: Any, every: int) -> None:
+        """Raises RequestError for an `every` that is no number of steps."""
+        if every < 1:
+            raise RequestError(f"every={every} is no number of steps; give 1 or more")
+        self._figures, self._every, self._done = StepFigures(model), every, 0
+
+    def __call__(self) -> None:
+        """A step has been done. Raises RequestError where nothing of Overspill took part in it."""
+        self._figures.step()
+        self._done += 1
+        if self._done % self._every == 0:
+            self._tell(self._done, self._figures.take())
+
+    def _tell(self, step: int, figures: dict[str, float]) -> None:
+        raise NotImplementedError
+
+
+class StepLogger(_EachSteps):
+    """`log = StepLogger(model, every=100)`: called after each step, a line at INFO of the logger "overspill" each `every` steps."""
+
+    def __init__(self, model: Any, every: int = 1) -> None:
+        """`model` is that of StepFigures. Raises RequestError."""
+        super().__init__(model, every)
+
+    def _tell(self, step: int, figures: dict[str, float]) -> None:
+        parts = [
+            f"{name.removeprefix(PREFIX).rpartition('_')[0].replace('_', ' ')} "
+            + (format_bytes(int(value)) if name.endswith("bytes") else format_seconds(value))
+            for name, value in figures.items()
+        ]
+        _LOG.info("step %d: %s", step, ", ".join(parts))
+
+
+class TensorBoardWriter(_EachSteps):
+    """`write = TensorBoardWriter(model, SummaryWriter())`: called after each step, scalars each `every` steps."""
+
+    def __init__(self, model: Any, writer: Any, every: int = 1) -> None:
+        """`model` is that of StepFigures, `writer` has TensorBoard's `add_scalar`. Raises RequestError."""
+        super().__init__(model, every)
+        self._writer = writer
+
+    def _tell(self, step: int, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)

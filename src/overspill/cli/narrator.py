@@ -1,0 +1,128 @@
+"""What a command says on standard error while it works: what it does now, how much of it is done, and how long it will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from .output import shown
+
+if TYPE_CHECKING:  # rich is imported when there is something to print
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
+"""Whether `--quiet` was given: a command then says nothing on standard error but what is wrong."""
+
+
+class Narrator:
+    """Says on standard error what goes on: `now` for the moment, `line` to stay.
+
+    Without a terminal there is no moment, and both are lines; what is not `lasting` is then left out. Where the amount of
+    work is known (`parts`, `at_most`), the moment shows how much is done and the time left.
+    """
+
+    def __init__(self, console: Console, progress: Progress | None) -> None:
+        self._console = console
+        self._progress = progress
+        self._task: TaskID | None = None
+        self._text = ""
+        self._open = False
+        self._begin(None)
+
+    def now(self, text: str, *, lasting: bool = True) -> None:
+        """What is being done from here on."""
+        self._text = shown(text)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=self._text)
+        elif lasting:
+            self.line(text)
+
+    def parts(self, total: int | None) -> None:
+        """What follows is done in so many parts that take about as long; None: nobody knows."""
+        self._open = False
+        self._begin(total)
+
+    def part(self, text: str, *, lasting: bool = True) -> None:
+        """The next part begins, and with it the one before is done."""
+        if self._open:
+            self.done()
+        self._open = True
+        self.now(text, lasting=lasting)
+
+    def done(self) -> None:
+        """A part is done."""
+        self._open = False
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task)
+
+    def at_most(self, seconds: float) -> None:
+        """What follows ends after so many seconds at the latest."""
+        self._begin(None, seconds)
+
+    def _begin(self, total: int | None, limit: float | None = None) -> None:
+        """Count from nothing again; another task, for rich keeps a total where it is given none."""
+        if self._progress is not None:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(self._text, total=total, limit=limit)
+
+    def line(self, text: str) -> None:
+        """What has been done."""
+        self._console.print(shown(text), markup=False, soft_wrap=True)
+
+    def be_still(self) -> None:
+        """Leave the terminal to somebody else: from here on all is lines."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+@contextmanager
+def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
+    """A narrator that begins with `first`: in most commands the start of PyTorch, which takes seconds."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, quiet=QUIET.get())
+    if not console.is_terminal or QUIET.get():
+        yield Narrator(console, None)
+        return
+    with progress_on(console) as progress:
+        narrator = Narrator(console, progress)
+        narrator.now(first)
+        yield narrator
+
+
+def progress_on(console: Console) -> Progress:
+    """The line that shows what is being done now, with a bar and the time left where the amount is known."""
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.text import Text
+
+    class Amount(ProgressColumn):
+        """How much is done, and how long the rest will take."""
+
+        def render(self, task: Task) -> Text:
+            if (limit := task.fields.get("limit")) is not None:
+                return Text(f"{_clock(limit - (task.elapsed or 0))} left at most")
+            if task.total is None:
+                return Text()
+            left = task.time_remaining
+            filled = round(20 * task.percentage / 100)
+            bar = "━" * filled + "╺" + "─" * (20 - filled)
+            return Text(
+                f"{bar} {task.completed:.0f}/{task.total:.0f}" + ("" if left is None else f", {_clock(left)} left")
+            )
+
+    # A name may hold brackets, which are markup to rich.
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), Amount(),
+        console=console, refresh_per_second=4, transient=True,
+    )  # fmt: skip
+
+
+def _clock(seconds: float) -> str:
+    """Seconds as minutes and seconds."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes}:{rest:02}"

@@ -1,0 +1,46 @@
+"""What each instruction of a schedule puts on the device and takes off it: what traces and snapshots are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from overspill.core import Graph, Schedule, Timeline, Verb
+
+
+class Change(NamedTuple):
+    """At instruction number `position`: tensors that appear, bytes that are there while it lasts alone, and tensors that go."""
+
+    position: int
+    appearing: tuple[int, ...]
+    scratch_bytes: int
+    leaving: tuple[int, ...]
+
+
+def present_first(graph: Graph, schedule: Schedule) -> list[int]:
+    """The tensors that are on the device when the step begins."""
+    stored = frozenset(schedule.stored)
+    return [t.id for t in graph.tensors if t.persistent and t.id not in stored]
+
+
+def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator[Change]:
+    """The change of each instruction, in order. Scratch is what `timeline` has of live bytes beyond those of tensors."""
+    present = set(present_first(graph, schedule))
+    live = sum(graph.tensors[t].nbytes for t in present)
+    for index, (instruction, peak) in enumerate(zip(schedule.instructions, timeline.live_bytes, strict=True)):
+        new = tuple(t for t in dict.fromkeys(_made_by(graph, instruction.verb, instruction.target)) if t not in present)
+        gone = (instruction.target,) if instruction.verb is Verb.FREE and instruction.target in present else ()
+        present.update(new)
+        live += sum(graph.tensors[t].nbytes for t in new)
+        yield Change(index, new, peak - live, gone)
+        present.difference_update(gone)
+        live -= sum(graph.tensors[t].nbytes for t in gone)
+
+
+def _made_by(graph: Graph, verb: Verb, target: int) -> tuple[int, ...]:
+    """What an instruction needs room for."""
+    if verb is Verb.RUN:
+        return graph.ops[target].writes
+    if verb is Verb.RECOMPUTE:
+        return graph.ops[target].recompute_writes
+    return (target,) if verb is Verb.PREFETCH else ()

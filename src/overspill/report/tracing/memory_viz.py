@@ -1,0 +1,141 @@
+"""A plan's step, or a run, as a memory snapshot of PyTorch's, for pytorch.org/memory_viz and torch.cuda._memory_viz.
+
+Allocations and frees are those of the schedule, in its order, or those that were measured; their addresses are those that PyTorch's caching allocator
+would give them, simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from overspill.core import Graph, Schedule, TensorKind, Verb
+from overspill.estimation.peak import category
+from overspill.placement.events import ALLOCATE, FREE, Events
+from overspill.placement.snapshot import Origin, Span, write_snapshot
+from overspill.placement.snapshot.write import UNKNOWN_CATEGORY
+from overspill.plans.plan import Plan
+from overspill.runtime.record import Change, RunRecord
+
+from .changes import changes_of, present_first
+
+Frames = tuple[tuple[str, int, str], ...]
+"""Those of an Origin."""
+
+
+def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
+    """Write the simulated step of `plan` to `path`. Raises RequestError where that fails."""
+    step = _Step(plan)
+    write_snapshot(path, _events(step.rows), origins=step.origins, spans=step.phases())
+
+
+def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
+    """Write what `record` saw come and go to `path`. Raises RequestError where that fails."""
+    origins: list[Origin] = []
+    rows: list[tuple[int, int, int]] = []
+    live: dict[int, int] = {}
+    begun: dict[int, int] = {}
+    for change in record.changes_in_steps():
+        begun.setdefault(change.step, len(rows))
+        if change.nbytes < 0:
+            rows.append((FREE, live.pop(change.storage), 0))
+            continue
+        live[change.storage] = len(origins)
+        rows.append((ALLOCATE, len(origins), change.nbytes))
+        origins.append(_origin_of(change))
+    starts = [begun[step] for step in sorted(begun)]
+    spans = [
+        Span(f"step {step + 1}", begin, end)
+        for step, begin, end in zip(sorted(begun), starts, [*starts[1:], len(rows)], strict=True)
+    ]
+    write_snapshot(path, _events(rows), origins=origins, spans=spans)
+
+
+def _origin_of(change: Change) -> Origin:
+    """Where a measured storage comes from: the op, or the transfer, that ran when it was first seen."""
+    step = ("run", change.step + 1, f"step {change.step + 1}")
+    if change.label is None:
+        return Origin((("outside planned ops", 0, "seen first there"), step))
+    graph, verb, target = change.label
+    frames: Frames
+    if verb in (Verb.RUN, Verb.RECOMPUTE):
+        op = graph.ops[target]
+        made = [graph.tensors[t] for t in op.writes if graph.tensors[t].nbytes == change.nbytes]
+        kind = made[0].kind if len({tensor.kind for tensor in made}) == 1 else None
+        names = " or ".join(tensor.name for tensor in made[:3]) or f"of {op.name}"
+        first = (kind.value if kind else "storage", op.id, names)
+        frames = (
+            first,
+            (op.layer or "(outside layers)", op.id, op.name),
+            ("schedule", target, f"{verb.value}, {op.phase.value}"),
+        )
+    else:
+        tensor = graph.tensors[target]
+        kind = tensor.kind
+        frames = ((kind.value, target, tensor.name), ("schedule", target, verb.value))
+    frames = (*frames, step)
+    return Origin(frames, category(kind) if kind else UNKNOWN_CATEGORY, " | ".join(name for _, _, name in frames))
+
+
+def _events(rows: Sequence[tuple[int, int, int]]) -> Events:
+    """Allocations and frees, `(action, block, bytes)` each, in order."""
+    action, block, nbytes = zip(*rows, strict=True) if rows else ((), (), ())
+    return Events(np.array(action), np.array(block), np.array(nbytes), np.zeros(len(action), np.int32))
+
+
+class _Step:
+    """The allocations of one step: each stay of a tensor on the device is a block, and so is each op's scratch space."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.graph: Graph = plan.graph
+        self.schedule: Schedule = plan.schedule
+        self.origins: list[Origin] = []
+        self.rows: list[tuple[int, int, int]] = []
+        self._begun: dict[int, int] = {}
+        """How many rows there were before each instruction."""
+        self._walk(plan)
+
+    def phases(self) -> list[Span]:
+        """The parts of the step, in events."""
+        instructions, ops = self.schedule.instructions, self.graph.ops
+        runs = [(ops[i.target].phase, at) for at, i in enumerate(instructions) if i.verb is Verb.RUN]
+        starts = [(phase, self._begun[next(iter(group))[1]]) for phase, group in groupby(runs, key=lambda run: run[0])]
+        ends = [begin for _, begin in starts[1:]] + [len(self.rows)]
+        return [Span(phase.value, begin, end) for (phase, begin), end in zip(starts, ends, strict=True)]
+
+    def _walk(self, plan: Plan) -> None:
+        at = {t: self._allocate(t, "there before the step", 0) for t in present_first(self.graph, self.schedule)}
+        for index, appearing, scratch_bytes, leaving in changes_of(self.graph, self.schedule, plan.timeline):
+            self._begun[index] = len(self.rows)
+            verb, target = self.schedule.instructions[index].verb, self.schedule.instructions[index].target
+            for tensor in appearing:
+                at[tensor] = self._allocate(tensor, verb, index)
+            if scratch_bytes:
+                op = self.graph.ops[target]
+                frames = (("workspace", op.id, f"workspace of {op.name}"), *self._op_frames(op.id, verb, index))
+                scratch = self._block(scratch_bytes, frames, TensorKind.WORKSPACE)
+                self._free(scratch)
+            for tensor in leaving:
+                self._free(at.pop(tensor))
+
+    def _allocate(self, tensor: int, why: str, index: int) -> int:
+        made = self.graph.tensors[tensor]
+        producer = self.graph.producer.get(tensor)
+        by = self._op_frames(producer, why, index) if producer is not None else (("schedule", index, why),)
+        return self._block(made.nbytes, ((made.kind.value, tensor, made.name), *by), made.kind)
+
+    def _op_frames(self, op: int, why: str, index: int) -> Frames:
+        made = self.graph.ops[op]
+        return (made.layer or "(outside layers)", op, made.name), ("schedule", index, f"{why}, {made.phase.value}")
+
+    def _block(self, nbytes: int, frames: Frames, kind: TensorKind) -> int:
+        block = len(self.origins)
+        self.origins.append(Origin(frames, category(kind), " | ".join(name for _, _, name in frames)))
+        self.rows.append((ALLOCATE, block, nbytes))
+        return block
+
+    def _free(self, block: int) -> None:
+        self.rows.append((FREE, block, 0))

@@ -1,0 +1,48 @@
+"""`--trace` and `--snapshot` of `plan` and `train`: files where asked, or one line before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import Overspill
+from tests.report.tracing.format import named, read_trace
+
+from overspill.placement.snapshot import read_snapshot
+
+JOB = "nets:shallow --batch 64 --policy liveness --trace trace.json --snapshot blocks.pickle"
+
+
+def test_a_plan_is_saved_where_asked(overspill: Overspill) -> None:
+    done = overspill(f"plan {JOB}")
+    assert done.code == 0
+    assert "trace saved to trace.json; snapshot saved to blocks.pickle" in " ".join(done.out.split())
+    processes = named(read_trace(Path("trace.json")), "process_name")
+    assert processes[0] == "simulated: nets:shallow, batch 64, sgd on cpu, policy liveness"
+    assert read_snapshot("blocks.pickle").devices == (0,)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["", "--whole-step"])
+def test_a_run_is_saved_where_asked(more: str, overspill: Overspill) -> None:
+    done = overspill(f"train {JOB} --steps 2 --store host --check {more}")
+    assert done.code == 0, done.err
+    assert "identical" in done.out
+    processes = named(read_trace(Path("trace.json")), "process_name")
+    assert [name.partition(":")[0] for name in processes] == ["simulated", "measured"]
+    assert read_snapshot("blocks.pickle").devices == (0,)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("option", ["--trace", "--snapshot"])
+def test_what_cannot_be_written_is_said_before_work_begins(command: str, option: str, overspill: Overspill) -> None:
+    done = overspill(f"{command} nets:shallow --batch 4 {option} absent/file")
+    assert done.code == 2
+    assert done.err.startswith("error: cannot write absent/file: there is no directory absent")
+
+
+def test_what_inductor_does_is_not_recorded(overspill: Overspill) -> None:
+    done = overspill("train nets:shallow --batch 4 --backend inductor --trace trace.json")
+    assert done.code == 2
+    assert "recorded on the eager backend; Inductor fuses ops" in done.err
+    assert not Path("trace.json").exists()
