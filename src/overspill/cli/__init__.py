@@ -20,6 +20,7 @@ from . import (
     advise,
     calibrate,
     compare,
+    demo,
     devices,
     doctor,
     estimate,
@@ -41,6 +42,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.command("estimate")(estimate.estimate)
 app.command("advise")(advise.advise)
 app.command("train")(train.train)

@@ -138,7 +138,7 @@ def train(
         )
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
-        trained = _run(model, training, options, narrator, check=check)
+        trained = run_training(model, training, options, narrator, check=check)
     if out is not None:
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
@@ -166,7 +166,7 @@ def _try_store(options: Options, device: str) -> None:
     make_store(options.store, torch.device(device), options.store_dir).close()
 
 
-def _run(model: str, training: Training, options: Options, narrator: Narrator, *, check: bool) -> Trained:
+def run_training(model: str, training: Training, options: Options, narrator: Narrator, *, check: bool) -> Trained:
     """The managed run, and with `check` the plain one after it."""
     from overspill.report.training import Trained
     from overspill.runtime.training import train as train_managed
