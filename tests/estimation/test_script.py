@@ -277,7 +277,7 @@ def test_a_folder_with_a_main_is_run(write: Callable[..., str]) -> None:
 def test_the_peak_of_a_few_iterations_is_that_of_many(write: Callable[..., str]) -> None:
     peaks = {record_script(write(TRAINING), iterations=n).recording.peak_requested_bytes for n in (2, 3, 8)}
     assert len(peaks) == 1
-    with pytest.raises(RequestError, match="iterations 0 is not a positive number"):
+    with pytest.raises(RequestError, match="iterations=0 is not a positive number"):
         record_script("train.py", iterations=0)
 
 

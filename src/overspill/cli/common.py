@@ -156,15 +156,19 @@ def check_writable(out: Path | None) -> None:
     except FileNotFoundError:
         is_directory, writable = False, os.access(out.parent, os.W_OK)
         if not out.parent.is_dir():
-            raise RequestError(f"cannot write {out}: there is no directory {out.parent}") from None
+            raise RequestError(
+                f"cannot write {out}: there is no directory {out.parent}; make it, or name another file"
+            ) from None
     except NotADirectoryError:
-        raise RequestError(f"cannot write {out}: there is no directory {out.parent}") from None
+        raise RequestError(
+            f"cannot write {out}: there is no directory {out.parent}; make it, or name another file"
+        ) from None
     except OSError as error:  # a name too long, links in a circle
-        raise RequestError(f"cannot write {out}: {error.strerror}") from None
+        raise RequestError(f"cannot write {out}: {error.strerror}; name another file") from None
     if is_directory:
-        raise RequestError(f"cannot write {out}: it is a directory")
+        raise RequestError(f"cannot write {out}: it is a directory; name a file in it")
     if not writable:
-        raise RequestError(f"cannot write {out}: permission denied")
+        raise RequestError(f"cannot write {out}: permission denied; name a file where you may write")
 
 
 class Narrator:

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from overspill.report.training import Trained
 
 # Half a minute on two cores, most of it PyTorch's start, the capture, and ten steps; its feature maps are what is large.
-MODEL, BATCH, OPTIMIZER, BUDGET, STEPS = "decoder:width=256,depth=4,heads=4,vocabulary=512,seq_len=128", 16, "adamw", "45%", 5
+MODEL, BATCH, OPTIMIZER, BUDGET, STEPS = (
+    "decoder:width=256,depth=4,heads=4,vocabulary=512,seq_len=128",
+    16,
+    "adamw",
+    "45%",
+    5,
+)
 PAGE = "overspill-demo.html"
 
 Page = Annotated[
@@ -56,7 +62,9 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
         webbrowser.open(page.absolute().as_uri())
     seconds = time.perf_counter() - begun
     complaint = "" if trained.identical else f"not identical to plain PyTorch: {trained.difference}"
-    return Outcome(_answer(trained, page, seconds), demo_report(trained, page, seconds), int(bool(complaint)), complaint)
+    return Outcome(
+        _answer(trained, page, seconds), demo_report(trained, page, seconds), int(bool(complaint)), complaint
+    )
 
 
 @contextmanager

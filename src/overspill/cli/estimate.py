@@ -166,7 +166,9 @@ def estimate(
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
-        raise RequestError("--compiled is a model's; in a script torch.compile is left out")
+        raise RequestError(
+            "--compiled is a model's, and in a script torch.compile is left out; leave --compiled or --script out"
+        )
     if source is not None:
         others = (words, script, small, image_size, seq_len, recipe.parallel, compiled)
         _check_source(source, batch, recipe, others=others)
@@ -179,7 +181,7 @@ def estimate(
         or any(size is not None for size in (batch, image_size, seq_len))
     ):
         raise RequestError(
-            "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"
+            "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's, and a script has its own; leave them out"
         )
     if script is not None:
         check_as_it_is(recipe, "a script has its own way to train")
@@ -341,5 +343,5 @@ def _one_model(words: list[str] | None) -> str:
     if not words:
         raise RequestError("name a model (`overspill models` lists them), or a script with --script")
     if len(words) > 1:
-        raise RequestError(f"one model at a time, not {' '.join(words)}")
+        raise RequestError(f"one model at a time, not {' '.join(words)}; name one, and options with -- before them")
     return words[0]

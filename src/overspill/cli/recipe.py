@@ -140,7 +140,7 @@ def recipe_of(
     given = {name: value for name, value in shared.items() if value}
     together = parallel_of(parallel, gpus, **given)
     if generate and not inference:
-        raise RequestError("--generate is for --inference")
+        raise RequestError("--generate is for --inference; add that")
     if together is None and given:
         first = next(iter(given))
         kind = "pp" if first == "micro_batches" else "fsdp"
@@ -186,4 +186,4 @@ def check_as_it_is(recipe: Recipe, whose: str) -> None:
     """Raise RequestError where a job that says by itself how it trains was asked to do so otherwise."""
     if ways := recipe.ways():
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ways)
-        raise RequestError(f"{options}: for a model; {whose}")
+        raise RequestError(f"{options}: for a model, and {whose}; leave that out")

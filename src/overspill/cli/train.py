@@ -182,7 +182,9 @@ def run_training(model: str, training: Training, options: Options, narrator: Nar
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
     managed = train_managed(training, options, on_step)
     if managed.plan is None:
-        raise OverspillError(f"{model} gave no graph that could be planned")
+        raise OverspillError(
+            f"{model} gave no graph that could be planned; let its loss depend on parameters that require gradients"
+        )
     trained = Trained(model, training, options, managed, managed.plan)
     return trained.checked_against(_reference(trained, narrator)) if check else trained
 

@@ -46,7 +46,7 @@ def draw_page(
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+        raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None
 
 
 def _by_place(found: Sequence[Result]) -> dict[str, list[Result]]:
