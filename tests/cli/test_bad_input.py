@@ -51,7 +51,7 @@ TIGHT = f"{TRAIN} --budget 80%"
             "train alexnet --batch 2 --seq-len 8",
             "--seq-len does not apply to alexnet, which reads images 3x224x224; use --image-size",
         ),
-        ("train nets:deep --batch 2 --small", "only built-in models have a small configuration"),
+        ("train nets:deep --batch 2 --small", "only built-in ones have a small configuration"),
         ("plan alexnet --batch 2 --gpu titan-z", "unknown device 'titan-z'; did you mean 'titan-x"),
         ("plan alexnet --batch 2 --out no/such/plan.json", "there is no directory no/such"),
         ("train alexnet --batch 2 --out .", "it is a directory"),

@@ -121,7 +121,7 @@ def test_a_users_own_model_is_estimated(overspill: Overspill) -> None:
         ("resnet50 --batch 1 --optimizer adamm", "unknown optimizer 'adamm'"),
         ("resnet50 --batch 1 --allocator malloc", "unknown allocator 'malloc'"),
         ("resnet50 --batch 1 --allocator-config nonsense", "nonsense"),
-        ("resnet50 --batch 1 --seq-len 8", "seq_len"),
+        ("resnet50 --batch 1 --seq-len 8", "--seq-len does not apply"),
         ("nets:forward_raises --batch 2", "no such luck and more"),
         ("nets:raises --batch 2", "KeyError"),
         ("gpt2 --batch 1 --quantize 4bit", "add --lora, or leave --quantize out"),

@@ -1,6 +1,7 @@
 """Data parallel training in estimates: what several GPUs add to the memory of one, and what they take from it."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_a_model_without_blocks_is_refused_in_one_line():
 def test_impossible_requests_are_refused_in_one_line(options, said):
     with pytest.raises(RequestError) as refused:
         Parallel(**options)
-    assert str(refused.value) == said
+    assert re.match(rf"{re.escape(said)}(; |$)", str(refused.value)), "in one line, and what would work behind it"
 
 
 def test_a_request_is_frozen():

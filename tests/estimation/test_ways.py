@@ -84,7 +84,7 @@ def kept_for_backward(recording: Recording) -> int:
         ({"generate": -1}, "generate=-1 is not"),
         ({"optimizer": "sgd", "quantize": "4bit"}, "add lora="),
         ({"optimizer": "sgd", "generate": 4}, "generate= is for inference"),
-        ({"optimizer": "adamw8bit", "parallel": Parallel("fsdp", 2)}, "not with sharded ones"),
+        ({"optimizer": "adamw8bit", "parallel": Parallel("fsdp", 2)}, "not those of shards"),
         ({"optimizer": "sgd", "lora": 2, "quantize": "4bit", "parallel": Parallel("fsdp", 2)}, "not sharded by fsdp"),
         ({"optimizer": "adamw", "offload_optimizer": True, "parallel": Parallel("fsdp", 2)}, "fsdp has cpu_offload="),
         ({"optimizer": "adamw8bit", "offload_optimizer": True}, "adamw8bit runs on the GPU"),

@@ -72,7 +72,7 @@ def test_sizes_reach_derived_inputs(write: Write) -> None:
     )
     assert load(f"{module}:images", image_size=40).make_batch(2)[0].shape == (2, 3, 40, 40)
     assert load(f"{module}:tokens", seq_len=6).make_batch(2)[0].shape == (2, 6)
-    with pytest.raises(RequestError, match="seq_len does not apply"):
+    with pytest.raises(RequestError, match="seq_len= does not apply"):
         load(f"{module}:images", seq_len=6)
     with pytest.raises(RequestError, match="image_size= does not apply"):
         load(f"{module}:flat", image_size=6)
@@ -255,5 +255,5 @@ def test_options_that_do_not_apply_to_a_users_model_are_refused(write: Write) ->
     spec = f"{write('def make(): return nn.Linear(2, 2), lambda n: torch.zeros(n, 2)')}:make"
     with pytest.raises(RequestError, match="image_size= does not apply"):
         load(spec, image_size=8)
-    with pytest.raises(RequestError, match="only built-in models have a small configuration"):
+    with pytest.raises(RequestError, match="only built-in ones have a small configuration"):
         load(spec, small=True)

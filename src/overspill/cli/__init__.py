@@ -40,7 +40,6 @@ from .output import Stream, print_error, print_human, print_json, shown, streams
 app = typer.Typer(
     name="overspill",
     help="Know what a model takes before it runs, and train it in less, with the same numbers to the last bit.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo.demo)

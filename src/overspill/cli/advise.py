@@ -10,6 +10,7 @@ import typer
 from overspill import models
 from overspill.estimation.recipe import Recipe
 
+from . import complete
 from .common import (
     AsJson,
     ImageSize,
@@ -27,7 +28,12 @@ from .software import Cuda, Torch
 Samples = Annotated[int, typer.Option(min=1, help="Samples in a step, on each GPU.")]
 TrainedOn = Annotated[
     str,
-    typer.Option(metavar="NAME", help="A name that `overspill devices` lists, or a device file.", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="A name that `overspill devices` lists, or a device file.",
+        show_default=False,
+        autocompletion=complete.device,
+    ),
 ]
 
 

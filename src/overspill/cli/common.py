@@ -17,6 +17,7 @@ from overspill import models
 from overspill.core.budget import Budget as Limit
 from overspill.core.errors import RequestError
 
+from . import complete
 from .output import shown
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
@@ -31,6 +32,7 @@ ModelName = Annotated[
         metavar="MODEL",
         help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable.",
         show_default=False,
+        autocompletion=complete.model,
     ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in a step.", show_default=False)]
@@ -49,9 +51,13 @@ Gpu = Annotated[
         metavar="NAME",
         help="A name that `overspill devices` lists, or a device file.  [default: this CPU]",
         show_default=False,
+        autocompletion=complete.device,
     ),
 ]
-PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
+PolicyName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="A name that `overspill policies` lists.", autocompletion=complete.policy),
+]
 PlacerName = Annotated[
     str | None,
     typer.Option(
@@ -60,10 +66,16 @@ PlacerName = Annotated[
         help="An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned, two-ended and "
         "virtual train from a pool of ours.  [default: live bytes count]",
         show_default=False,
+        autocompletion=complete.placer,
     ),
 ]
 OptimizerName = Annotated[
-    str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.",
+        autocompletion=complete.optimizer,
+    ),
 ]
 Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
 ImageSize = Annotated[

@@ -16,6 +16,7 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.estimation.recipe import Recipe
 from overspill.estimation.source import Source
 
+from . import complete
 from .common import (
     AsJson,
     ImageSize,
@@ -44,6 +45,7 @@ Words = Annotated[
         help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable; with "
         "--script, the script's arguments.",
         show_default=False,
+        autocompletion=complete.model,
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a step.", show_default=False)]
@@ -53,6 +55,7 @@ Gpu = Annotated[
         metavar="NAME",
         help="Does it fit there? A name that `overspill devices` lists, or a device file.",
         show_default=False,
+        autocompletion=complete.device,
     ),
 ]
 AllocatorName = Annotated[
@@ -61,6 +64,7 @@ AllocatorName = Annotated[
         metavar="NAME",
         help="pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy.  [default: the framework's own]",
         show_default=False,
+        autocompletion=complete.allocator,
     ),
 ]
 AllocatorConfig = Annotated[

@@ -12,6 +12,7 @@ import typer
 from overspill.core.errors import OverspillError, RequestError, StoreError, is_out_of_memory
 from overspill.core.units import format_bytes
 
+from . import complete
 from .common import (
     Accumulate,
     AsJson,
@@ -52,6 +53,7 @@ StoreName = Annotated[
         metavar="NAME",
         help="Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]",
         show_default=False,
+        autocompletion=complete.constants("disk", "host", "pinned"),
     ),
 ]
 Check = Annotated[
@@ -60,7 +62,14 @@ Check = Annotated[
 Checksum = Annotated[
     bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
 ]
-Backend = Annotated[str, typer.Option(metavar="NAME", help="Whose kernels run: eager or inductor.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Whose kernels run: eager or inductor.",
+        autocompletion=complete.constants("eager", "inductor"),
+    ),
+]
 Partition = Annotated[
     float | None,
     typer.Option(
@@ -72,7 +81,10 @@ Partition = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Where to train: cpu or cuda.  [default: cuda if there is one]", show_default=False
+        metavar="NAME",
+        help="Where to train: cpu or cuda.  [default: cuda if there is one]",
+        show_default=False,
+        autocompletion=complete.constants("cpu", "cuda"),
     ),
 ]
 ProfileFile = Annotated[

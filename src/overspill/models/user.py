@@ -65,7 +65,13 @@ def _resolve(spec: str) -> Callable[[], Any]:
     here = os.getcwd()  # noqa: PTH109  # sys.path holds strings
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
+    try:
+        found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
+    except RequestError as error:
+        absent = error.__cause__
+        if isinstance(absent, ModuleNotFoundError) and module_name.startswith(f"{absent.name}"):
+            raise RequestError(f"{error}; name a module that is installed, or in this directory") from absent
+        raise
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise RequestError(f"{spec}: {module_name} has no attribute {attributes}; name a function of {module_name}")
