@@ -63,7 +63,7 @@ def doctor(json: AsJson = False) -> Outcome:
         for look in (_package, _torch, _gpu, _memory, _disk, _compiler, _scripts, _extras):
             narrator.now(f"looking at {look.__name__.strip('_')}", lasting=False)
             findings += look()
-    columns = ("", "", "found", "what it means", "what would help")
+    columns = ("what", "state", "found", "what it means", "what would help")
     rows = [(f.what, f.state, f.found, f.meaning, f.help) for f in findings]
     broken = [f for f in findings if f.state == "broken"]
     answer = {"version": overspill.__version__, "works": not broken, "findings": [asdict(f) for f in findings]}
