@@ -29,6 +29,8 @@ def test_it_trains_in_its_budget_with_equal_numbers(overspill: Overspill, quick:
     assert answer["measured_peak_bytes"] <= answer["budget_bytes"]
     assert answer["offloaded_bytes"] or answer["recomputed_ops"]
     assert torch.get_num_threads() == threads
+    assert answer["report"] == demo.PAGE
+    assert "</html>" in Path(demo.PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

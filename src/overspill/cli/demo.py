@@ -57,8 +57,9 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
         narrator.now(f"capturing and planning {MODEL}")
         with _one_thread():
             trained = run_training(MODEL, training, Options(BUDGET, store="host"), narrator, check=True)
-        page = _write_page(trained, report or _default_page())
-    if page is not None and not (no_open or json) and _has_display():
+        page = report or _default_page()
+        _write_page(trained, page)
+    if not (no_open or json) and _has_display():
         webbrowser.open(page.absolute().as_uri())
     seconds = time.perf_counter() - begun
     complaint = "" if trained.identical else f"not identical to plain PyTorch: {trained.difference}"
@@ -87,10 +88,13 @@ def _default_page() -> Path:
     return here if writable else Path(tempfile.gettempdir(), PAGE)
 
 
-def _write_page(trained: Trained, path: Path) -> Path | None:
-    """Write the report page of the plan that was trained by; where it is, or None where there is no such page."""
-    del trained, path
-    return None
+def _write_page(trained: Trained, path: Path) -> None:
+    """Write the report page of the plan that was trained by."""
+    from overspill.report.page import write_page
+    from overspill.report.plan_page import plan_page
+
+    title = f"{MODEL}, batch {BATCH}, {OPTIMIZER}, as overspill demo trained it"
+    write_page(path, plan_page(trained.plan, title))
 
 
 def _has_display() -> bool:
@@ -100,7 +104,7 @@ def _has_display() -> bool:
     return sys.platform in ("darwin", "win32") or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
-def _answer(trained: Trained, page: Path | None, seconds: float) -> dict[str, Any]:
+def _answer(trained: Trained, page: Path, seconds: float) -> dict[str, Any]:
     run, reference = trained.managed, trained.reference
     assert reference is not None
     return {
@@ -118,6 +122,6 @@ def _answer(trained: Trained, page: Path | None, seconds: float) -> dict[str, An
         "identical": trained.identical,
         "step_seconds": run.step_seconds,
         "reference_step_seconds": reference.step_seconds,
-        "report": None if page is None else str(page),
+        "report": str(page),
         "seconds": seconds,
     }

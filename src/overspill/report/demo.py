@@ -22,7 +22,7 @@ NEXT = (
 """Commands that need no GPU and no file of the user's."""
 
 
-def demo_report(trained: Trained, page: Path | None, seconds: float) -> RenderableType:
+def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
     """What was trained, both runs beside one another, whether they are equal, and what to try next."""
     training, plan, reference = trained.training, trained.plan, trained.reference
     assert reference is not None
@@ -42,7 +42,7 @@ def demo_report(trained: Trained, page: Path | None, seconds: float) -> Renderab
         f"{verdict}.",
         f"It took {percent(measured, plain)} of plain PyTorch's memory, measured: {moved(trained)}.",
         f"All of it took {format_seconds(seconds)}.",
-        *([f"The step in pictures: {page}"] if page is not None else []),
+        f"The step in pictures, as planned: {page}",
     ]
     head = (
         f"{trained.model}: parameters of {parameters}, trained by {training.optimizer} for {training.steps} steps of "

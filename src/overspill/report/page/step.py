@@ -8,8 +8,8 @@ import numpy as np
 
 from overspill.core import Graph, Layout, Schedule, Stream, Tensor, Timeline, Trace, Verb
 from overspill.core.units import format_bytes
-from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.packing import SOLVERS, solver_named
+from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
