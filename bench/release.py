@@ -182,6 +182,13 @@ def check_installed(python: Path, wheel: Path, work: Path) -> str:
     return run(inside, "-I", SMOKE, where=place, offline=True).strip()
 
 
+def check_by_twine(tools: Path, dist: Path) -> str:
+    """How many files an index would take."""
+    made = sorted(dist.iterdir())
+    run(tools, "-m", "twine", "check", "--strict", *made)
+    return f"{len(made)} files would be taken by an index"
+
+
 def _tracked(*folders: str) -> list[str]:
     return run("git", "ls-files", "--", *folders).splitlines()
 
@@ -220,7 +227,7 @@ def release(versions: Iterable[str], out: Path, *, smoke: bool) -> int:
         check(f"CPython {version}, contents", lambda w=wheel: check_contents(w))  # type: ignore[misc]
         if smoke:
             check(f"CPython {version}, installed", lambda p=python, f=wheel, w=work: check_installed(p, f, w))  # type: ignore[misc]
-    check("twine", lambda: run(tools, "-m", "twine", "check", "--strict", *sorted(dist.iterdir())).splitlines()[-1])
+    check("twine", lambda: check_by_twine(tools, dist))
     print(f"{len(check.failed)} of the lines do not hold" if check.failed else f"all holds; upload {dist}")
     return int(bool(check.failed))
 

@@ -35,6 +35,10 @@ EXTRAS = {
     "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
     "onnx": (("onnx",), "estimate --onnx"),
     "tensorflow": (("tensorflow",), "estimate --tensorflow"),
+    "recipes": (
+        ("accelerate", "lightning", "peft", "transformers"),
+        "Trainer, Lightning, accelerate, LoRA and QLoRA of peft",
+    ),
 }
 
 
