@@ -138,8 +138,13 @@ def _gpu() -> Iterable[Finding]:
             )  # fmt: skip
         return
     built = torch.version.cuda or torch.version.hip
-    help_ = "a driver, and a GPU" if built else "a build of PyTorch for your GPU: https://pytorch.org/get-started"
-    yield Finding("GPU", "missing", "none", "estimates and plans for any GPU; training on this CPU", help_)
+    found = (
+        f"none; PyTorch is built for {'CUDA' if torch.version.cuda else 'ROCm'} {built}"
+        if built
+        else "none; PyTorch is built without CUDA"
+    )
+    help_ = "a GPU, and its driver" if built else "a build of PyTorch for your GPU: https://pytorch.org/get-started"
+    yield Finding("GPU", "missing", found, "estimates and plans for any GPU; training on this CPU", help_)
 
 
 def _memory() -> Iterable[Finding]:
@@ -164,7 +169,13 @@ def _compiler() -> Iterable[Finding]:
     if found:
         yield Finding("C++ compiler", "works", found, "--backend inductor on the CPU")
     else:
-        yield Finding("C++ compiler", "missing", "none", "no --backend inductor on the CPU", "apt install g++")
+        yield Finding(
+            "C++ compiler",
+            "missing",
+            "none",
+            "no --backend inductor on the CPU",
+            "apt install g++, or dnf install gcc-c++",
+        )
 
 
 def _scripts() -> Iterable[Finding]:

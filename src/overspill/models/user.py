@@ -96,7 +96,8 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
     for role, part in (("make_batch", make_batch), ("loss", loss)):
         if part is not None and not callable(part):
             raise RequestError(
-                f"{spec} returned {type(part).__name__} as {role}, which must be callable; it must return {_WANTED}"
+                f"{spec} returned {'a tensor' if isinstance(part, Tensor) else type(part).__name__} as {role}, which must be "
+                f"callable; it must return {_WANTED}"
             )
     if isinstance(make_batch, nn.Module):
         raise RequestError(

@@ -56,7 +56,7 @@ class Listing(Table):
 
     def _folded(self, room: int, least: Sequence[int], long: Sequence[bool]) -> Iterator[RenderableType]:
         """Tables of as many short columns as have room beside the first; the last one has long texts below its rows."""
-        first = min(least[0], max(_SHORT, room // 2))
+        first = min(room, max(_longest_word(self.columns[0]), min(least[0], room // 2)))
         pieces: list[list[int]] = [[]]
         left = room - first
         for index in range(1, len(self.columns)):
