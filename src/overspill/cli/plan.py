@@ -81,13 +81,13 @@ def plan(
     del json  # `main` reads it from the arguments
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
-    from overspill.report.memory_plot import check_memory_plot
+    from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
     check_report(report)
     if plot is not None:
         check_writable(plot)
-        check_memory_plot(plot)
+        check_plot(plot)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
     with narrate() as narrator:

@@ -31,10 +31,11 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
     )
     figures = Table("All figures", (Column("figure"), Column("value")), tuple(_figures(plan)))
     notes = ("Times and memory are simulated, not measured.", *whole_step_notes(plan))
-    return Page(title, _verdict(plan), (step(plan, placer), kinds, tensors, figures), notes)
+    return Page(title, plan_verdict(plan), (step(plan, placer), kinds, tensors, figures), notes)
 
 
-def _verdict(plan: Plan) -> Verdict:
+def plan_verdict(plan: Plan) -> Verdict:
+    """What the plan takes, and what that costs."""
     share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ WIDE, NARROW = (1280, 1400), (390, 1600)
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    """A step of eight layers, with weights, under a budget that makes tensors leave."""
-    graph = network([Layer(3 * 2**20, weight_bytes=2**19, flops=10**8, workspace_bytes=2**18) for _ in range(8)])
-    return make_plan(graph, DEVICE, "auto", 24 * 2**20)
+    """A step of eight layers, some of them random, under a budget that makes tensors leave."""
+    layers = [
+        Layer(3 * 2**20, weight_bytes=2**19, flops=10**8, workspace_bytes=2**18, random=i % 2 == 0) for i in range(8)
+    ]
+    device = replace(DEVICE, offload_bytes_per_second=2e7, prefetch_bytes_per_second=2e7)
+    return make_plan(network(layers), device, "auto", 20 * 2**20)
 
 
 class Browser:

@@ -38,7 +38,8 @@ class StepViews {
   get compared() {
     return this.axis === "time" && this.run.timed ? this.step.runs.filter((run) => run !== this.run && run.timed) : [];
   }
-  get most() {
+  // The top of the memory view; it stays as it is when the window moves.
+  highest() {
     const shown = [this.run, ...this.compared].map((run) => run.peak);
     const tallest = Math.max(...shown);
     const marks = this.step.marks.map((mark) => mark.at).filter((at) => at < 2 * tallest);
@@ -128,6 +129,7 @@ class StepViews {
   }
 
   fit() {
+    this.most = this.highest();
     const width = Math.max(280, this.parts.views.clientWidth || 900);
     for (const { sheet } of this.views) sheet.fit(width);
     this.draw();
