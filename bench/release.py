@@ -84,10 +84,11 @@ def _without_network() -> list[str]:
 def python_named(version: str) -> Path | None:
     """An interpreter of that version, or None."""
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    for found in filter(None, (shutil.which(f"python{version}"), *pyenv, sys.executable)):
-        asked = [str(found), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    named = shutil.which(f"python{version}")
+    for found in (*([Path(named)] if named else []), *pyenv, Path(sys.executable)):
+        asked = [found, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() == version:
-            return Path(found)
+            return found
     return None
 
 
