@@ -195,7 +195,7 @@ def _program(script: str | Path, arguments: Sequence[str]) -> _Program:
     if path.is_dir() and (path / "__main__.py").is_file():
         path /= "__main__.py"
     if path.is_dir():
-        raise RequestError(f"{name} is a directory without a __main__.py to run; name the script in it")
+        raise RequestError(f"{name} is a directory, without a __main__.py to run; name the script in it")
     if path.is_file():
         if not os.access(path, os.R_OK):
             raise RequestError(f"cannot read {name}: permission denied; name a file that may be read")
