@@ -86,7 +86,7 @@ def python_named(version: str) -> Path | None:
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     named = shutil.which(f"python{version}")
     for found in (*([Path(named)] if named else []), *pyenv, Path(sys.executable)):
-        asked = [found, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        asked = [str(found), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() == version:
             return found
     return None
