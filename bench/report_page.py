@@ -72,7 +72,9 @@ def made_up_step(ops: int, blocks: int) -> tuple[Step, Trace, Layout]:
     """A step in which each op makes as many tensors, that live for a while: most shortly, some until backward."""
     draw = random.Random(0)
     each = blocks // ops
-    found, maker, kinds = [], [], []
+    found: list[Block] = []
+    maker: list[int] = []
+    kinds: list[str] = []
     for op in range(ops):
         for _ in range(each):
             long = draw.random() < 0.2
