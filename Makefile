@@ -7,8 +7,8 @@ RECIPES := $(VENV)/.recipes
 
 .PHONY: demo test test-all mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions gpu-wheels clean
 
-demo: $(READY)  ## train ResNet-50 in less than half the memory it needs, and prove the numbers
-	$(BIN)/overspill train resnet50 --batch 32 --budget 1.2GiB --steps 2 --check
+demo: $(READY)  ## train a small model in less than half the memory it needs, and prove the numbers
+	$(BIN)/overspill demo
 
 test: $(READY)  ## the tests, on two processes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not long"

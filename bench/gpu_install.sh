@@ -29,7 +29,6 @@ gather() {
   for glibc in 28 27 26 24 17 12 5; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
   for old in manylinux2014_x86_64 manylinux2010_x86_64 manylinux1_x86_64; do platforms+=(--platform "$old"); done
   rm -rf "$wheels" && mkdir -p "$wheels"
-  # No constraint names the two tools: whichever cmake and ninja are current do.
   python3 -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
     --python-version "$version" "${platforms[@]}" -c constraints.txt -d "$wheels" "${RUNTIME[@]}" "${BUILD[@]}" "${TOOLS[@]}"
   python=$(python_of_version "$version")

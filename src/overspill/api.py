@@ -247,5 +247,5 @@ def _job(build: Any, given: Any, loss: Callable[..., Tensor] | None) -> Job:
 
     module = without_memory(build) if isinstance(build, nn.Module) else build()
     if not isinstance(module, nn.Module):
-        raise RequestError(f"build returned {type(module).__name__}, not a module")
+        raise RequestError(f"build returned {type(module).__name__}, not a module; let it return a torch.nn.Module")
     return Job(type(module).__name__, module, make_batch, lambda model, *batch: loss_on(model, loss, batch))

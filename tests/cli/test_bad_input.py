@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.cli.commands import Overspill
 
+from overspill.cli.failures import in_options
 from overspill.runtime import training
 
 TRAIN = "train nets:deep --batch 512"
@@ -48,8 +49,11 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("train alexnet --batch 2 --dtype int8", "unknown dtype 'int8'; dtypes to train in: float32"),
         ("plan alexnet --batch 2 --dtype amp", "amp-bfloat16 takes the same bytes"),
         ("train alexnet --batch 2 --device tpu", "unknown device 'tpu'"),
-        ("train alexnet --batch 2 --seq-len 8", "seq_len does not apply to alexnet"),
-        ("train nets:deep --batch 2 --small", "only built-in models have a small configuration"),
+        (
+            "train alexnet --batch 2 --seq-len 8",
+            "--seq-len does not apply to alexnet, which reads images 3x224x224; use --image-size",
+        ),
+        ("train nets:deep --batch 2 --small", "only built-in ones have a small configuration"),
         ("plan alexnet --batch 2 --gpu titan-z", "unknown device 'titan-z'; did you mean 'titan-x"),
         ("plan alexnet --batch 2 --out no/such/plan.json", "there is no directory no/such"),
         ("train alexnet --batch 2 --out .", "it is a directory"),
@@ -66,7 +70,33 @@ def test_a_wrong_request_is_answered_in_one_line_with_exit_code_2(
     done = overspill(command)
     assert done.code == 2
     assert said in done.error
+    assert any(mark in done.error for mark in ("; ", "did you mean", "Did you mean", "Stores: ")), (
+        "it says what would work"
+    )
     assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "said"),
+    [
+        ("add lora=, or leave quantize= out", {"--lora", "--quantize"}, "add --lora, or leave --quantize out"),
+        ("micro_batches=0 is no number", {"--micro-batches"}, "--micro-batches 0 is no number"),
+        (
+            "take placement='planned' with backend=\"eager\"",
+            {"--placement"},
+            'take --placement planned with backend="eager"',
+        ),
+        ("whole_step=True helps", {"--whole-step"}, "--whole-step helps"),
+        (
+            "overspill.compile(model, budget=0.5) takes it",
+            {"--budget"},
+            "overspill.compile(model, budget=0.5) takes it",
+        ),
+        ("decoder:width=8,seq_len=4 and 'seq_len'", {"--seq-len"}, "decoder:width=8,seq_len=4 and 'seq_len'"),
+    ],
+)
+def test_an_argument_is_named_as_the_command_writes_it(message: str, options: set[str], said: str) -> None:
+    assert in_options(message, options) == said
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_a_plot_and_a_report_are_saved_where_asked(overspill: Overspill, tmp_pat
         ("--budget 12XB", "'12XB' is not a size"),
         ("--gpu titan-z", "unknown device 'titan-z'"),
         ("--optimizer lion", "unknown optimizer 'lion'"),
-        ("--seq-len 8", "seq_len does not apply"),
+        ("--seq-len 8", "--seq-len does not apply"),
         ("--batch 0", "'--batch'"),
     ],
 )

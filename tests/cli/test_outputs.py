@@ -188,4 +188,4 @@ def test_what_torch_says_comes_without_its_cpp_frames(overspill: Overspill) -> N
 def test_more_gpus_than_there_are_are_refused_at_once(overspill: Overspill) -> None:
     done = overspill("estimate alexnet --small --batch 2 --gpus 100000000")
     assert done.code == 2
-    assert "gpus=100000000 is more than" in done.error
+    assert "--gpus 100000000 is more than" in done.error

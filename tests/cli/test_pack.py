@@ -196,7 +196,7 @@ def test_the_address_map_is_drawn_and_is_in_the_report(overspill: Overspill) -> 
     ("command", "said"),
     [
         ("", "Missing argument 'FILE'"),
-        ("absent.csv", "cannot read absent.csv: No such file or directory; what can be packed is"),
+        ("absent.csv", "cannot read absent.csv: No such file or directory; "),
         (".", "cannot read .: Is a directory"),
         ("nets.py", "nets.py, line 2: no column 'id'"),
         ("bad.csv", "bad.csv, line 6: size is 'much', which is not a whole number like 1048576"),

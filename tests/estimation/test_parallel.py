@@ -1,6 +1,7 @@
 """Data parallel training in estimates: what several GPUs add to the memory of one, and what they take from it."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -207,18 +208,18 @@ def test_a_model_without_blocks_is_refused_in_one_line():
         ({"kind": "fsdp", "gpus": 8, "replicas": 3}, "replicas=3 does not divide gpus=8"),
         ({"kind": "fsdp", "replicas": 0}, "replicas=0 does not divide gpus=2"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is not a positive number"),
-        ({"micro_batches": 2}, "micro_batches is an option of pp, not of ddp"),
+        ({"micro_batches": 2}, "micro_batches= is an option of pp, not of ddp"),
         ({"kind": "pp", "micro_batches": 0}, "micro_batches=0 is not a positive number"),
         ({"kind": "pp", "stage": 2}, "stage=2 is none of 2 stages, counted from 0"),
         ({"kind": "fsdp", "param_dtype": "int8"}, "unknown dtype 'int8'; dtypes: bfloat16, float16, float32"),
-        ({"kind": "fsdp", "static_graph": True}, "static_graph is an option of ddp, not of fsdp"),
-        ({"kind": "ddp", "reshard_after_forward": False}, "reshard_after_forward is an option of fsdp, not of ddp"),
+        ({"kind": "fsdp", "static_graph": True}, "static_graph= is an option of ddp, not of fsdp"),
+        ({"kind": "ddp", "reshard_after_forward": False}, "reshard_after_forward= is an option of fsdp, not of ddp"),
     ],
 )
 def test_impossible_requests_are_refused_in_one_line(options, said):
     with pytest.raises(RequestError) as refused:
         Parallel(**options)
-    assert str(refused.value) == said
+    assert re.match(rf"{re.escape(said)}(; |$)", str(refused.value)), "in one line, and what would work behind it"
 
 
 def test_a_request_is_frozen():

@@ -47,7 +47,7 @@ def test_a_decoder_reads_as_many_tokens_as_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("decoder:with=3", "a decoder has no 'with'; it has width, depth, heads, vocabulary, seq_len"),
+        ("decoder:with=3", "a decoder has no 'with'; it has 'width', 'depth', 'heads', 'vocabulary', 'seq_len'"),
         ("decoder:width=3.5", "width must be a positive whole number, not 3.5"),
         ("decoder:depth=0", "depth must be a positive whole number, not 0"),
         ("decoder:width=8,4", "cannot read '4'; write key=value, with commas between"),
@@ -66,9 +66,9 @@ def test_a_name_that_cannot_be_read_is_refused_before_torch_is_needed(name: str,
     ("name", "options", "said"),
     [
         ("decoder:width=32,heads=3", {}, "width 32 is no multiple of 3 heads"),
-        ("decoder:seq_len=8", {"seq_len": 4}, "has a seq_len already"),
-        ("decoder", {"small": True}, "--small does not apply to decoder"),
-        ("decoder", {"image_size": 8}, "image_size does not apply to decoder"),
+        ("decoder:seq_len=8", {"seq_len": 4}, "leave seq_len=4 out"),
+        ("decoder", {"small": True}, "small= does not apply to decoder"),
+        ("decoder", {"image_size": 8}, "image_size= does not apply to decoder"),
     ],
 )
 def test_sizes_that_do_not_go_together_are_refused(name: str, options: dict[str, int], said: str) -> None:
@@ -110,7 +110,7 @@ def test_a_configuration_file_names_a_model(tmp_path: Path) -> None:
         ("hf:gpt2,layers=3", {}, "the configuration of gpt2 has no layers"),
         ("hf:gpt2,n_embd=10,n_head=3", {}, "cannot make a causal language model of it"),
         ("hf:absent.json", {}, "there is no file absent.json"),
-        ("hf:gpt2,n_positions=16", {"seq_len": 17}, "seq_len 17 is too large"),
+        ("hf:gpt2,n_positions=16", {"seq_len": 17}, "seq_len=17 is too large"),
     ],
 )
 def test_what_transformers_cannot_make_is_one_line(name: str, options: dict[str, int], said: str) -> None:

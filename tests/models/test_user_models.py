@@ -72,9 +72,9 @@ def test_sizes_reach_derived_inputs(write: Write) -> None:
     )
     assert load(f"{module}:images", image_size=40).make_batch(2)[0].shape == (2, 3, 40, 40)
     assert load(f"{module}:tokens", seq_len=6).make_batch(2)[0].shape == (2, 6)
-    with pytest.raises(RequestError, match="seq_len does not apply"):
+    with pytest.raises(RequestError, match="seq_len= does not apply"):
         load(f"{module}:images", seq_len=6)
-    with pytest.raises(RequestError, match="image_size does not apply"):
+    with pytest.raises(RequestError, match="image_size= does not apply"):
         load(f"{module}:flat", image_size=6)
 
 
@@ -181,8 +181,8 @@ def test_a_callable_that_is_wrong_is_refused_in_one_line(write: Write, source: s
     ("batch", "words"),
     [
         ("1 / 0", ["make_batch", "raised ZeroDivisionError: division by zero"]),
-        ("'text'", ["returned str, not tensors"]),
-        ("()", ["not tensors"]),
+        ("'text'", ["returned str; it must return a tensor"]),
+        ("()", ["it must return a tensor"]),
         ("(torch.zeros(n, 2), 3)", ["returned int among its tensors"]),
         ("(torch.zeros(n, 2), torch.zeros(n))", ["does not suit its forward", "too many positional arguments"]),
         ("{'x': torch.zeros(n, 2)}", ["does not suit its forward", "input"]),
@@ -210,6 +210,36 @@ def test_a_loss_that_is_no_scalar_is_refused(write: Write, made: str, words: lis
     assert all(word in str(caught.value) for word in words)
 
 
+def test_a_loss_of_torch_is_given_the_output_and_the_target(write: Write) -> None:
+    source = "nn.Linear(2, 2), lambda n: (torch.ones(n, 2), torch.zeros(n, dtype=torch.long)), nn.CrossEntropyLoss()"
+    spec = f"{write(f'def make(): torch.manual_seed(0); return {source}')}:make"
+    loss, batch = step_of(spec)
+    torch.manual_seed(0)
+    assert torch.equal(loss, torch.nn.CrossEntropyLoss()(torch.nn.Linear(2, 2)(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            "lambda n: (torch.zeros(n, 2), torch.zeros(n)), lambda out, y: out",
+            ["loss(output, tensor, tensor)", "(out, y)"],
+        ),
+        (
+            "lambda n: {'input': torch.zeros(n, 2)}, lambda out: out",
+            ["loss(output, input)", "every tensor of the batch"],
+        ),
+        ("nn.MSELoss(), lambda n: torch.zeros(n, 2)", ["MSELoss as make_batch", "(module, make_batch, loss)"]),
+        ("lambda n: torch.zeros(n, 2), nn.MSELoss()", ["MSELoss", "needs a target"]),
+        ("lambda n: (torch.zeros(n, 2), torch.zeros(n))", ["with labels", "(module, make_batch, loss)"]),
+    ],
+)
+def test_what_is_returned_in_another_order_or_form_is_told_how_to_be(write: Write, made: str, words: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        step_of(f"{write(f'def make(): return nn.Linear(2, 2), {made}')}:make")
+    assert all(word in str(caught.value) for word in words)
+
+
 @pytest.mark.parametrize("spec", [":make", "module:", "a:b:c", "a/b.py:make", "a..b:make"])
 def test_a_name_of_the_wrong_form_is_refused(spec: str) -> None:
     with pytest.raises(RequestError, match=r"write package\.module:callable"):
@@ -223,7 +253,7 @@ def test_a_module_that_does_not_exist_is_named() -> None:
 
 def test_options_that_do_not_apply_to_a_users_model_are_refused(write: Write) -> None:
     spec = f"{write('def make(): return nn.Linear(2, 2), lambda n: torch.zeros(n, 2)')}:make"
-    with pytest.raises(RequestError, match="image_size does not apply"):
+    with pytest.raises(RequestError, match="image_size= does not apply"):
         load(spec, image_size=8)
-    with pytest.raises(RequestError, match="only built-in models have a small configuration"):
+    with pytest.raises(RequestError, match="only built-in ones have a small configuration"):
         load(spec, small=True)

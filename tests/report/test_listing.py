@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
+from rich.table import Table
 from tests.report.test_plan import shown
 from tests.simulate.graphs import DEVICE
 
 from overspill.core import Device
 from overspill.report.devices import devices_table, profile_table
-from overspill.report.listing import format_flops, listing, percent
+from overspill.report.listing import format_flops, listing, percent, whole_columns
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,50 @@ def test_a_profile_shows_every_rate() -> None:
         "written somewhere",
     ):
         assert figure in text
+
+
+def at(width: int, table: Table) -> list[str]:
+    """The lines of `table` where there are so many letters."""
+    text = io.StringIO()
+    Console(width=width, file=text).print(table)
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert all(len(line) <= width for line in lines)
+    return lines
+
+
+TEXTS = (("change", "needs", "cost"), [("the first of two", "1.0 GiB", "words " * 12), ("the second", "2.0 GiB", "")])
+FIGURES = (("policy", "step", "average", "offloaded"), [("auto", "250.4 ms", "385.1 MiB", "2.3 GiB")])
+
+
+@pytest.mark.parametrize("width", [120, 60, 46, 40])
+def test_a_table_with_texts_is_whole_at_any_width(width: int) -> None:
+    columns, rows = TEXTS
+    words = " ".join(at(width, listing(columns, rows, numbers=(1,)))).split()
+    assert words.count("words") == 12
+    assert {"1.0", "2.0", "first", "second"} <= set(words)
+
+
+def test_long_texts_go_below_their_rows_where_there_is_no_room_beside() -> None:
+    columns, rows = TEXTS
+    assert at(40, listing(columns, rows, numbers=(1,)))[:4] == [
+        "change               needs",
+        "────────────────────────────"[:26],
+        "the first of two   1.0 GiB",
+        "    cost: words words words words words",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 38, 24])
+def test_columns_that_have_no_room_follow_in_a_table_of_their_own(width: int) -> None:
+    columns, rows = FIGURES
+    lines = at(width, whole_columns(columns, rows, numbers=(1, 2, 3)))
+    assert all(any(cell in line for line in lines) for cell in (*columns, *rows[0]))
+    heads = [line for line in lines if line.startswith("policy")]
+    assert len(heads) == {80: 1, 38: 1, 24: 3}[width]
+
+
+def test_a_table_can_be_shown_narrow_and_then_wide() -> None:
+    columns, rows = TEXTS
+    table = listing(columns, rows, numbers=(1,))
+    at(40, table)
+    assert at(120, table) == at(120, listing(columns, rows, numbers=(1,)))

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from . import (
     advise,
     calibrate,
     compare,
+    demo,
     devices,
     doctor,
     estimate,
@@ -33,16 +35,16 @@ from . import (
     train,
 )
 from .common import Outcome
-from .failures import OUTSIDE_FAILURE, Failure, explain
+from .failures import OUTSIDE_FAILURE, Failure, explain, in_options
 from .narrator import QUIET
 from .output import Stream, print_error, print_human, print_json, shown, streams
 
 app = typer.Typer(
     name="overspill",
     help="Know what a model takes before it runs, and train it in less, with the same numbers to the last bit.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.demo)
 app.command("estimate")(estimate.estimate)
 app.command("advise")(advise.advise)
 app.command("train")(train.train)
@@ -82,7 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if debug:
                 raise
-            return _fail(explain(error), as_json)
+            failure = explain(error)
+            return _fail(replace(failure, message=in_options(failure.message, _options_of(ours))), as_json)
+
+
+def _options_of(arguments: Sequence[str]) -> set[str]:
+    """The options of the command that was given, as it writes them."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    named = next((commands[word] for word in arguments if word in commands), None)
+    return set() if named is None else {option for parameter in named.params for option in parameter.opts}
 
 
 def _finish(outcome: Outcome | int | None, as_json: bool, out: Stream) -> int:

@@ -10,6 +10,7 @@ import typer
 from overspill import models
 from overspill.estimation.recipe import Recipe
 
+from . import complete
 from .common import (
     AsJson,
     ImageSize,
@@ -27,7 +28,12 @@ from .software import Cuda, Torch
 Samples = Annotated[int, typer.Option(min=1, help="Samples in a step, on each GPU.")]
 TrainedOn = Annotated[
     str,
-    typer.Option(metavar="NAME", help="A name that `overspill devices` lists, or a device file.", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="A name that `overspill devices` lists, or a device file.",
+        show_default=False,
+        autocompletion=complete.device,
+    ),
 ]
 
 
@@ -51,6 +57,7 @@ def advise(
     models.check_name(model)
     with narrate() as narrator:
         quiet_torch()
+        from overspill.estimation.advice import TRYING
         from overspill.estimation.api import Setting, of_job
         from overspill.report.advice import advise_answer, advise_report
         from overspill.runtime.advise import advise as advise_on
@@ -59,9 +66,17 @@ def advise(
         choice = ModelChoice(model, small, image_size, seq_len)
         narrator.now(f"tracing {model}")
         made = of_job(choice.build, model, batch, recipe, setting)
-        found = list(advise_on(made, choice.build, narrator.now))
+        tried: dict[str, None] = {}
+
+        def now(text: str) -> None:
+            narrator.now(text)
+            if text.startswith(TRYING):
+                tried[text.removeprefix(TRYING)] = None
+
+        found = list(advise_on(made, choice.build, now))
+        left_out = [what for what in tried if what not in {advice.what for advice in found}]
         fits = made.fits() or any(advice.fits for advice in found)
         request = {"model": model, "batch": batch, "optimizer": recipe.optimizer, "dtype": recipe.dtype}
         request["gpus"] = 1 if recipe.parallel is None else recipe.parallel.gpus
-        answer = advise_answer(request, made, found, time.perf_counter() - begun)
-        return Outcome(answer, advise_report(made, found), 0 if fits else 1)
+        answer = advise_answer(request, made, found, left_out, time.perf_counter() - begun)
+        return Outcome(answer, advise_report(made, found, left_out), 0 if fits else 1)

@@ -26,7 +26,7 @@ def calibrate(out: ProfileFile = None, store_dir: StoreDir = None, json: AsJson 
 
     if out is not None and out.suffix != ".json":
         raise RequestError(
-            f"cannot write a profile to {out}: its name must end in .json, as that of a device file does"
+            f"cannot write a profile to {out}: its name must end in .json, as a device file's; name another"
         )
     check_writable(out)
     path = out or _ready(calibrated_path())

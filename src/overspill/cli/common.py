@@ -16,6 +16,7 @@ from overspill import models
 from overspill.core.budget import Budget as Limit
 from overspill.core.errors import RequestError
 
+from . import complete
 from .narrator import Narrator as Narrator  # noqa: PLC0414 - commands take all that they share from here
 from .narrator import narrate as narrate  # noqa: PLC0414
 
@@ -30,6 +31,7 @@ ModelName = Annotated[
         metavar="MODEL",
         help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable.",
         show_default=False,
+        autocompletion=complete.model,
     ),
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in a step.", show_default=False)]
@@ -48,9 +50,13 @@ Gpu = Annotated[
         metavar="NAME",
         help="A name that `overspill devices` lists, or a device file.  [default: this CPU]",
         show_default=False,
+        autocompletion=complete.device,
     ),
 ]
-PolicyName = Annotated[str, typer.Option(metavar="NAME", help="A name that `overspill policies` lists.")]
+PolicyName = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="A name that `overspill policies` lists.", autocompletion=complete.policy),
+]
 PlacerName = Annotated[
     str | None,
     typer.Option(
@@ -59,10 +65,16 @@ PlacerName = Annotated[
         help="An allocator or solver within whose peak the plan must stay, as pytorch or portfolio; planned, two-ended and "
         "virtual train from a pool of ours.  [default: live bytes count]",
         show_default=False,
+        autocompletion=complete.placer,
     ),
 ]
 OptimizerName = Annotated[
-    str, typer.Option(metavar="NAME", help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.")
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.",
+        autocompletion=complete.optimizer,
+    ),
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, float16 or amp-bfloat16 (autocast).")]
 Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
@@ -192,15 +204,19 @@ def check_writable(out: Path | None) -> None:
     except FileNotFoundError:
         is_directory, writable = False, os.access(out.parent, os.W_OK)
         if not out.parent.is_dir():
-            raise RequestError(f"cannot write {out}: there is no directory {out.parent}") from None
+            raise RequestError(
+                f"cannot write {out}: there is no directory {out.parent}; make it, or name another file"
+            ) from None
     except NotADirectoryError:
-        raise RequestError(f"cannot write {out}: there is no directory {out.parent}") from None
+        raise RequestError(
+            f"cannot write {out}: there is no directory {out.parent}; make it, or name another file"
+        ) from None
     except OSError as error:  # a name too long, links in a circle
-        raise RequestError(f"cannot write {out}: {error.strerror}") from None
+        raise RequestError(f"cannot write {out}: {error.strerror}; name another file") from None
     if is_directory:
-        raise RequestError(f"cannot write {out}: it is a directory")
+        raise RequestError(f"cannot write {out}: it is a directory; name a file in it")
     if not writable:
-        raise RequestError(f"cannot write {out}: permission denied")
+        raise RequestError(f"cannot write {out}: permission denied; name a file where you may write")
 
 
 def quiet_torch() -> None:

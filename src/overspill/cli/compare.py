@@ -11,6 +11,7 @@ import typer
 from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 
+from . import complete
 from .common import (
     AsJson,
     Batch,
@@ -46,6 +47,7 @@ PolicyNames = Annotated[
         metavar="A,B,…",
         help="Names that `overspill policies` lists; NAME:m takes the algorithms of least workspace.  [default: all]",
         show_default=False,
+        autocompletion=complete.policies,
     ),
 ]
 Placement = Annotated[
@@ -57,6 +59,7 @@ PlacerNames = Annotated[
         metavar="A,B,…",
         help="Allocators and solvers for --placement.  [default: the allocators, skyline and portfolio]",
         show_default=False,
+        autocompletion=complete.placers,
     ),
 ]
 PlotFile = Annotated[

@@ -35,6 +35,10 @@ EXTRAS = {
     "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
     "onnx": (("onnx",), "estimate --onnx"),
     "tensorflow": (("tensorflow",), "estimate --tensorflow"),
+    "recipes": (
+        ("accelerate", "lightning", "peft", "transformers"),
+        "Trainer, Lightning, accelerate, LoRA and QLoRA of peft",
+    ),
 }
 
 
@@ -63,7 +67,7 @@ def doctor(json: AsJson = False) -> Outcome:
         for look in (_package, _torch, _gpu, _memory, _disk, _compiler, _scripts, _extras):
             narrator.now(f"looking at {look.__name__.strip('_')}", lasting=False)
             findings += look()
-    columns = ("", "", "found", "what it means", "what would help")
+    columns = ("what", "state", "found", "what it means", "what would help")
     rows = [(f.what, f.state, f.found, f.meaning, f.help) for f in findings]
     broken = [f for f in findings if f.state == "broken"]
     answer = {"version": overspill.__version__, "works": not broken, "findings": [asdict(f) for f in findings]}
@@ -134,8 +138,13 @@ def _gpu() -> Iterable[Finding]:
             )  # fmt: skip
         return
     built = torch.version.cuda or torch.version.hip
-    help_ = "a driver, and a GPU" if built else "a build of PyTorch for your GPU: https://pytorch.org/get-started"
-    yield Finding("GPU", "missing", "none", "estimates and plans for any GPU; training on this CPU", help_)
+    found = (
+        f"none; PyTorch is built for {'CUDA' if torch.version.cuda else 'ROCm'} {built}"
+        if built
+        else "none; PyTorch is built without CUDA"
+    )
+    help_ = "a GPU, and its driver" if built else "a build of PyTorch for your GPU: https://pytorch.org/get-started"
+    yield Finding("GPU", "missing", found, "estimates and plans for any GPU; training on this CPU", help_)
 
 
 def _memory() -> Iterable[Finding]:
@@ -160,7 +169,13 @@ def _compiler() -> Iterable[Finding]:
     if found:
         yield Finding("C++ compiler", "works", found, "--backend inductor on the CPU")
     else:
-        yield Finding("C++ compiler", "missing", "none", "no --backend inductor on the CPU", "apt install g++")
+        yield Finding(
+            "C++ compiler",
+            "missing",
+            "none",
+            "no --backend inductor on the CPU",
+            "apt install g++, or dnf install gcc-c++",
+        )
 
 
 def _scripts() -> Iterable[Finding]:

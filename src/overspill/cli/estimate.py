@@ -15,6 +15,7 @@ from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.estimation.recipe import Recipe
 from overspill.estimation.source import Source
 
+from . import complete
 from .common import (
     AsJson,
     ImageSize,
@@ -45,6 +46,7 @@ Words = Annotated[
         help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable; with "
         "--script, the script's arguments.",
         show_default=False,
+        autocompletion=complete.model,
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a step.", show_default=False)]
@@ -54,6 +56,7 @@ Gpu = Annotated[
         metavar="NAME",
         help="Does it fit there? A name that `overspill devices` lists, or a device file.",
         show_default=False,
+        autocompletion=complete.device,
     ),
 ]
 AllocatorName = Annotated[
@@ -62,6 +65,7 @@ AllocatorName = Annotated[
         metavar="NAME",
         help="pytorch, tensorflow, mxnet, chainer, cnmem, gtbm, chunked, best-fit or buddy.  [default: the framework's own]",
         show_default=False,
+        autocompletion=complete.allocator,
     ),
 ]
 AllocatorConfig = Annotated[
@@ -169,7 +173,9 @@ def estimate(
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
-        raise RequestError("--compiled is a model's; in a script torch.compile is left out")
+        raise RequestError(
+            "--compiled is a model's, and in a script torch.compile is left out; leave --compiled or --script out"
+        )
     if source is not None:
         others = (words, script, small, image_size, seq_len, recipe.parallel, compiled)
         _check_source(source, batch, recipe, others=others)
@@ -182,7 +188,7 @@ def estimate(
         or any(size is not None for size in (batch, image_size, seq_len))
     ):
         raise RequestError(
-            "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's; a script has its own"
+            "--batch, --small, --image-size, --seq-len, --inference, --gpus and --parallel are a model's, and a script has its own; leave them out"
         )
     if script is not None:
         check_as_it_is(recipe, "a script has its own way to train")
@@ -353,5 +359,5 @@ def _one_model(words: list[str] | None) -> str:
     if not words:
         raise RequestError("name a model (`overspill models` lists them), or a script with --script")
     if len(words) > 1:
-        raise RequestError(f"one model at a time, not {' '.join(words)}")
+        raise RequestError(f"one model at a time, not {' '.join(words)}; name one, and options with -- before them")
     return words[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ WRONG_REQUEST = 2
 OUTSIDE_FAILURE = 3
 DEBUG_HINT = "OVERSPILL_DEBUG=1 shows the traceback"
 QUOTES, NEWLINE_IN_REPR = "\"'", "\\n"
+
+# A call in Python, which stays as it is, or an argument as errors write it: `lora=16`, `placement='planned'`, `quantize=`.
+_ARGUMENT = re.compile(r"""[\w.]+\([^()]*\)|(?<![\w.,:=/'"-])([a-z]+(?:_[a-z]+)*)=('[^']*'|"[^"]*"|[\w.%+-]*)""")
 
 _OURS = Path(overspill.__file__).parent
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -50,6 +53,20 @@ def explain(error: Exception) -> Failure:
             f"Overspill itself failed, which is a defect of it ({_named(error)}); {DEBUG_HINT}", OUTSIDE_FAILURE
         )
     return Failure(_model_raised(_named(error), _traceback_place(error)), WRONG_REQUEST)
+
+
+def in_options(message: str, options: Iterable[str]) -> str:
+    """`message`, in which errors name arguments as Python does, with those that are `options` of a command written so."""
+    known = set(options)
+
+    def spell(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        option = f"--{name.replace('_', '-')}" if name else ""
+        if option not in known:
+            return found[0]
+        return option if value in ("", "True") else f"{option} {value.strip(QUOTES)}"
+
+    return _ARGUMENT.sub(spell, message)
 
 
 def _on_purpose(error: OverspillError) -> Failure:

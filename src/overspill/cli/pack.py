@@ -11,6 +11,7 @@ import typer
 from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 
+from . import complete
 from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate
 
 if TYPE_CHECKING:
@@ -35,7 +36,12 @@ Capacity = Annotated[
         show_default=False,
     ),
 ]
-SolverName = Annotated[str, typer.Option(metavar="NAME", help="portfolio, exact, or another that the docs list.")]
+SolverName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="portfolio, exact, or another that the docs list.", autocompletion=complete.solver
+    ),
+]
 TimeLimit = Annotated[
     float | None,
     typer.Option(

@@ -9,15 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
+from overspill import models
 from overspill.core.errors import RequestError
-from overspill.estimation.parallel import parallel_of
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.parallel import KINDS, parallel_of
+from overspill.estimation.recipe import ATTENTION, DTYPES, EIGHT_BIT, QUANTIZED, Recipe
 
+from . import complete
 from .common import Outcome
 
 Dtype = Annotated[
     str,
-    typer.Option(metavar="NAME", help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16."),
+    typer.Option(
+        metavar="NAME",
+        help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16.",
+        autocompletion=complete.constants(*DTYPES),
+    ),
 ]
 Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
 Gpus = Annotated[
@@ -33,6 +39,7 @@ Kind = Annotated[
         metavar="NAME",
         help="ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
         show_default=False,
+        autocompletion=complete.constants(*KINDS, "zero1", "zero2", "zero3"),
     ),
 ]
 Accumulate = Annotated[
@@ -51,6 +58,7 @@ Attention = Annotated[
         metavar="NAME",
         help="The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
         show_default=False,
+        autocompletion=complete.constants(*ATTENTION),
     ),
 ]
 ChannelsLast = Annotated[
@@ -63,6 +71,7 @@ Optimizer = Annotated[
         metavar="NAME",
         help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
         "also as paged-adam8bit.",
+        autocompletion=complete.constants(*models.optimizer_names(), *EIGHT_BIT),
     ),
 ]
 ParamDtype = Annotated[
@@ -95,7 +104,10 @@ Lora = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        metavar="BITS", help="4bit or 8bit: weights of linear layers as bitsandbytes has them.", show_default=False
+        metavar="BITS",
+        help="4bit or 8bit: weights of linear layers as bitsandbytes has them.",
+        show_default=False,
+        autocompletion=complete.constants(*QUANTIZED),
     ),
 ]
 CudnnBenchmark = Annotated[
@@ -140,7 +152,7 @@ def recipe_of(
     given = {name: value for name, value in shared.items() if value}
     together = parallel_of(parallel, gpus, **given)
     if generate and not inference:
-        raise RequestError("--generate is for --inference")
+        raise RequestError("--generate is for --inference; add that")
     if together is None and given:
         first = next(iter(given))
         kind = "pp" if first == "micro_batches" else "fsdp"
@@ -186,4 +198,4 @@ def check_as_it_is(recipe: Recipe, whose: str) -> None:
     """Raise RequestError where a job that says by itself how it trains was asked to do so otherwise."""
     if ways := recipe.ways():
         options = ", ".join(f"--{name.replace('_', '-')}" for name in ways)
-        raise RequestError(f"{options}: for a model; {whose}")
+        raise RequestError(f"{options}: for a model, and {whose}; leave that out")

@@ -28,4 +28,4 @@ Cuda = Annotated[
 def check_gpu(device: Device, torch: str | None, cuda: str | None) -> None:
     """Raise RequestError where software was named for a device that has no allocator of PyTorch's to follow."""
     if device.kind != "cuda" and (torch is not None or cuda is not None):
-        raise RequestError("--torch and --cuda are a GPU's; name it with --gpu")
+        raise RequestError("--torch and --cuda are of a GPU's job; name the GPU with --gpu, or leave them out")

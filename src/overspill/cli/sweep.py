@@ -10,6 +10,7 @@ import typer
 
 from overspill.core.units import format_bytes
 
+from . import complete
 from .common import (
     AsJson,
     Batch,
@@ -37,7 +38,11 @@ if TYPE_CHECKING:
 
 PolicyNames = Annotated[
     str,
-    typer.Option(metavar="A,B,…", help="Names that `overspill policies` lists; each has a curve of its own."),
+    typer.Option(
+        metavar="A,B,…",
+        help="Names that `overspill policies` lists; each has a curve of its own.",
+        autocompletion=complete.policies,
+    ),
 ]
 Points = Annotated[
     int, typer.Option(metavar="K", help="The most budgets to plan for; fewer where the curve is known with them.")

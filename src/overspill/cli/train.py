@@ -12,6 +12,7 @@ import typer
 from overspill.core.errors import OverspillError, RequestError, StoreError, is_out_of_memory
 from overspill.core.units import format_bytes
 
+from . import complete
 from .common import (
     Accumulate,
     AsJson,
@@ -58,6 +59,7 @@ StoreName = Annotated[
         metavar="NAME",
         help="Where bytes go that leave the device: disk, host or pinned.  [default: disk; on CUDA pinned]",
         show_default=False,
+        autocompletion=complete.constants("disk", "host", "pinned"),
     ),
 ]
 Check = Annotated[
@@ -66,7 +68,14 @@ Check = Annotated[
 Checksum = Annotated[
     bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
 ]
-Backend = Annotated[str, typer.Option(metavar="NAME", help="Whose kernels run: eager or inductor.")]
+Backend = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Whose kernels run: eager or inductor.",
+        autocompletion=complete.constants("eager", "inductor"),
+    ),
+]
 Partition = Annotated[
     float | None,
     typer.Option(
@@ -78,7 +87,10 @@ Partition = Annotated[
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Where to train: cpu or cuda.  [default: cuda if there is one]", show_default=False
+        metavar="NAME",
+        help="Where to train: cpu or cuda.  [default: cuda if there is one]",
+        show_default=False,
+        autocompletion=complete.constants("cpu", "cuda"),
     ),
 ]
 ProfileFile = Annotated[
@@ -153,7 +165,7 @@ def train(
         )
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
-        trained = _run(model, training, options, narrator, check=check)
+        trained = run_training(model, training, options, narrator, check=check)
     if out is not None:
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
@@ -201,7 +213,7 @@ def _try_store(options: Options, device: str) -> None:
     make_store(options.store, torch.device(device), options.store_dir).close()
 
 
-def _run(model: str, training: Training, options: Options, narrator: Narrator, *, check: bool) -> Trained:
+def run_training(model: str, training: Training, options: Options, narrator: Narrator, *, check: bool) -> Trained:
     """The managed run, and with `check` the plain one after it."""
     from overspill.report.training import Trained
     from overspill.runtime.training import train as train_managed
@@ -219,7 +231,9 @@ def _run(model: str, training: Training, options: Options, narrator: Narrator, *
     narrator.parts(training.steps)
     managed = train_managed(training, options, on_step)
     if managed.plan is None:
-        raise OverspillError(f"{model} gave no graph that could be planned")
+        raise OverspillError(
+            f"{model} gave no graph that could be planned; let its loss depend on parameters that require gradients"
+        )
     trained = Trained(model, training, options, managed, managed.plan)
     return trained.checked_against(_reference(trained, narrator)) if check else trained
 

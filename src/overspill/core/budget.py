@@ -58,5 +58,7 @@ class Budget:
             return device_bytes
         nbytes = int(self.share * unmanaged_bytes())
         if nbytes <= 0:
-            raise RequestError(f"a budget of {self.share:g} of what the step takes unmanaged is no positive size")
+            raise RequestError(
+                f"a budget of {self.share:g} of what the step takes unmanaged is no positive size; take a larger share, or a size like 2GiB"
+            )
         return nbytes

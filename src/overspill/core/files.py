@@ -22,7 +22,7 @@ def read_whole(path: str | Path) -> bytes:
                 return file.read()
             content = file.read(MOST_STREAMED_BYTES + 1)
     except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+        raise RequestError(f"cannot read {path}: {error.strerror}; name a file that is there and may be read") from None
     if len(content) > MOST_STREAMED_BYTES:
         raise RequestError(
             f"cannot read {path}: it is no file, and gives more than {format_bytes(MOST_STREAMED_BYTES)}; save them as "
@@ -44,7 +44,7 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
             return
         _replace(Path(os.path.realpath(path)), content, None if there is None else stat.S_IMODE(there))
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}") from None
+        raise RequestError(f"cannot write {path}: {error.strerror}; name another file") from None
 
 
 def _replace(target: Path, content: bytes, mode: int | None) -> None:

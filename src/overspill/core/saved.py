@@ -24,7 +24,9 @@ class Saved:
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter for a text that is not UTF-8
-            raise RequestError(f"this is not a saved {cls.__name__}: {error}") from None
+            raise RequestError(
+                f"this is not a saved {cls.__name__}: {error}; give what Overspill saved as one"
+            ) from None
 
     def save(self, path: str | Path) -> None:
         """Write this noun to `path`. Raises RequestError when that cannot be written."""

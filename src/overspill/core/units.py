@@ -26,7 +26,7 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
     if match is None or (unit != "%" and unit not in _UNITS):
         raise RequestError(f"{text!r} is not a size; write 12GiB, 12GB, 500MiB, a number of bytes, or a share like 0.5")
     if len(match.group(1)) > 30:
-        raise RequestError(f"{str(text)[:30]!r}… is not a size that any machine has")
+        raise RequestError(f"{str(text)[:30]!r}… is not a size that any machine has; write one like 12GiB")
     number = float(match.group(1))
     if is_share(text):
         if of_bytes is None:
@@ -41,7 +41,7 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
     else:
         nbytes = int(Fraction(match.group(1)) * _UNITS[unit])
     if nbytes <= 0:
-        raise RequestError(f"{text!r} is not a positive size")
+        raise RequestError(f"{text!r} is not a positive size; write one above 0, like 12GiB")
     return nbytes
 
 

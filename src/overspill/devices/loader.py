@@ -120,7 +120,9 @@ def _from_toml(path: Path) -> Device:
         raise RequestError(f"{path} is not a device file: {error}") from None
     # msgspec lets unknown keys pass, and a misspelt optional one would then be lost without a word.
     if unknown := sorted(table.keys() - {field.name for field in fields(Device)}):
-        raise RequestError(f"{path} has unknown fields: {', '.join(unknown)}")
+        raise RequestError(
+            f"{path} has unknown fields: {', '.join(unknown)}; leave them out (`overspill devices --json` shows all there are)"
+        )
     return device
 
 
@@ -160,7 +162,7 @@ def _checked(device: Device, path: Path) -> Device:
             f"{path}: compute_capability is {device.compute_capability!r}; write 8.6, or nothing for a CPU"
         )
     if "float32" not in device.flops_per_second:  # what the costs fall back on for a dtype without a figure
-        raise RequestError(f"{path}: flops_per_second has no float32")
+        raise RequestError(f"{path}: flops_per_second has no float32; give its FLOP/s")
     return device
 
 

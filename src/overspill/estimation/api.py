@@ -142,7 +142,7 @@ def of_job(
 ) -> Estimate:
     """The estimate of a job at a batch size, trained by `recipe`; without an optimizer, of its model's inference."""
     if batch < 1:
-        raise RequestError(f"batch {batch} is not a positive number")
+        raise RequestError(f"batch={batch} is not a positive number; give 1 or more")
 
     def program(
         size: int | None, recipe: Recipe, iterations: int = programs.ITERATIONS, *, compiled: bool = False
@@ -302,5 +302,5 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 def _checked_module(made: Any) -> nn.Module:
     if not isinstance(made, nn.Module):
-        raise RequestError(f"build returned {type(made).__name__}, not a module")
+        raise RequestError(f"build returned {type(made).__name__}, not a module; let it return a torch.nn.Module")
     return made

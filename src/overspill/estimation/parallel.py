@@ -60,11 +60,11 @@ class Parallel:
             raise RequestError(f"unknown kind of parallel training {self.kind!r}; kinds: {', '.join(KINDS)}")
         if not 1 <= self.gpus <= MOST_GPUS:
             wrong = "not a positive number" if self.gpus < 1 else f"more than the {MOST_GPUS} that an estimate takes"
-            raise RequestError(f"gpus={self.gpus} is {wrong}")
+            raise RequestError(f"gpus={self.gpus} is {wrong}; give 1 to {MOST_GPUS}")
         if self.replicas < 1 or self.gpus % self.replicas:
-            raise RequestError(f"replicas={self.replicas} does not divide gpus={self.gpus}")
+            raise RequestError(f"replicas={self.replicas} does not divide gpus={self.gpus}; take a divisor of it")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
-            raise RequestError(f"bucket_cap_mb={self.bucket_cap_mb} is not a positive number")
+            raise RequestError(f"bucket_cap_mb={self.bucket_cap_mb} is not a positive number; leave it out for 25 MiB")
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in _DTYPES:
                 raise RequestError(f"unknown dtype {dtype!r}; dtypes: {', '.join(_DTYPES)}")
@@ -73,9 +73,11 @@ class Parallel:
 
     def _check_stages(self) -> None:
         if self.micro_batches is not None and self.micro_batches < 1:
-            raise RequestError(f"micro_batches={self.micro_batches} is not a positive number")
+            raise RequestError(f"micro_batches={self.micro_batches} is not a positive number; give 1 or more")
         if self.kind == "pp" and not 0 <= self.stage < self.gpus:
-            raise RequestError(f"stage={self.stage} is none of {self.gpus} stages, counted from 0")
+            raise RequestError(
+                f"stage={self.stage} is none of {self.gpus} stages, counted from 0; give 0 to {self.gpus - 1}"
+            )
 
     def _check_options(self) -> None:
         """Refuse options of other kinds."""
@@ -93,7 +95,9 @@ class Parallel:
         for kind, names in only.items():
             for name in names:
                 if kind != self.kind and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise RequestError(f"{name} is an option of {kind}, not of {self.kind}")
+                    raise RequestError(
+                        f"{name}= is an option of {kind}, not of {self.kind}; leave it out, or take {kind}"
+                    )
 
     @property
     def pieces(self) -> int:

@@ -204,7 +204,7 @@ def _reached(handle: RemovableHandle, job: Job, module: nn.Module, inputs: Any) 
         return done.value
     finally:
         handle.remove()
-    raise RequestError(f"{job.name}: the loss never calls the module")
+    raise RequestError(f"{job.name}: the loss never calls the module; compute it from what the module returns")
 
 
 def _call_with(module: nn.Module, arguments: Any) -> Any:

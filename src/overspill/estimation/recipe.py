@@ -62,16 +62,16 @@ class Recipe:
         if self.dtype not in DTYPES:
             raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}")
         if self.accumulate < 1:
-            raise RequestError(f"accumulate={self.accumulate} is not a positive number")
+            raise RequestError(f"accumulate={self.accumulate} is not a positive number; give 1 or more")
         if self.attention is not None and self.attention not in ATTENTION:
             raise RequestError(f"unknown attention {self.attention!r}; kernels: {', '.join(ATTENTION)}")
 
         if self.lora is not None and self.lora < 1:
-            raise RequestError(f"lora={self.lora} is not a positive rank")
+            raise RequestError(f"lora={self.lora} is not a positive rank; give one as 8 or 16")
         if self.quantize is not None and self.quantize not in QUANTIZED:
-            raise RequestError(f"unknown quantize {self.quantize!r}; choices: {', '.join(QUANTIZED)}")
+            raise RequestError(f"unknown bits quantize={self.quantize}; choices: {', '.join(QUANTIZED)}")
         if self.generate < 0:
-            raise RequestError(f"generate={self.generate} is not a number of tokens")
+            raise RequestError(f"generate={self.generate} is not a number of tokens; give 1 or more")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -80,32 +80,36 @@ class Recipe:
         sharded = self.parallel is not None and (self.parallel.kind == "fsdp" or self.parallel.shard_optimizer)
         if self.optimizer is not None and self.quantize and self.lora is None:
             raise RequestError(
-                f"weights of {self.quantize} are not trained themselves; add lora, or leave quantize out"
+                f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"
             )
         if self.optimizer is not None and self.generate:
-            raise RequestError("generate is for inference; leave the optimizer out")
+            raise RequestError("generate= is for inference; leave the optimizer out")
         if eight_bit and sharded:
-            raise RequestError(f"{self.optimizer} keeps whole parameters' states; not with sharded ones")
+            raise RequestError(
+                f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"
+            )
         if self.quantize and self.parallel is not None and self.parallel.kind == "fsdp":
             raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
         if self.parallel is not None and self.parallel.kind == "tp" and (self.quantize or self.lora):
-            raise RequestError("adapters and quantised weights are not cut by tp here; leave one of the two out")
+            raise RequestError(
+                "tp does not cut adapters and quantised weights here; leave lora= and quantize= out, or take ddp"
+            )
         if self.parallel is not None and self.parallel.kind == "pp":
             self._check_pipeline(eight_bit=eight_bit)
         if self.offload_optimizer and sharded:
-            raise RequestError("offload_optimizer is for whole parameters; fsdp has cpu_offload for sharded ones")
+            raise RequestError("offload_optimizer= is for whole parameters; fsdp has cpu_offload= for sharded ones")
         if self.offload_optimizer and eight_bit:
-            raise RequestError(f"{self.optimizer} runs on the GPU; leave it or offload_optimizer out")
+            raise RequestError(f"{self.optimizer} runs on the GPU alone; take adamw, or leave offload_optimizer= out")
         if self.offload_optimizer and self.dtype == "amp":
-            raise RequestError("offload_optimizer has no GradScaler; take amp-bfloat16, or leave one out")
+            raise RequestError("offload_optimizer= has no GradScaler; take amp-bfloat16, or leave one out")
 
     def _check_pipeline(self, *, eight_bit: bool) -> None:
         changed = self._changed(
             "accumulate", "channels_last", "lora", "quantize", "offload_optimizer", "cudnn_benchmark"
         )
-        self._refuse("not with pp here; leave one of the two out", changed)
+        self._refuse("not with pp here; leave that or pp out", changed)
         if eight_bit:
-            raise RequestError(f"{self.optimizer} is not with pp here; leave one of the two out")
+            raise RequestError(f"{self.optimizer} does not go with pp here; take adamw, or leave pp out")
 
     def micro_batch(self, batch: int) -> int:
         """How many samples the model reads at once of `batch`; what does not come out even is rounded up."""
@@ -117,12 +121,12 @@ class Recipe:
         if pieces == 1:
             return
         if batch is None:
-            raise RequestError(f"pass batch: it is what {pieces} micro-batches have together")
+            raise RequestError(f"pass batch=: it is what {pieces} micro-batches have together")
         if batch % pieces:
             even = pieces * self.micro_batch(batch)
             raise RequestError(
                 f"a batch of {batch} is no multiple of {pieces} micro-batches, as many as there are GPUs unless said; take "
-                f"{even}, or another micro_batches"
+                f"{even}, or another micro_batches="
             )
 
     def stages(self) -> list[Recipe]:
@@ -143,7 +147,7 @@ class Recipe:
                 f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
             )
         changed = self._changed("accumulate", "set_to_none", "checkpointing", "lora", "offload_optimizer")
-        self._refuse("only for training, and this is inference", changed)
+        self._refuse("only for training, and this is inference; leave one of the two out", changed)
 
     def check_compiled(self) -> None:
         """Raise RequestError for what is only estimated of eager PyTorch."""
@@ -153,7 +157,7 @@ class Recipe:
             )
         if self.dtype.startswith("amp"):
             raise RequestError(
-                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype})"
+                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take one of these"
             )
         changed = self._changed(
             "checkpointing", "attention", "channels_last", "lora", "quantize", "cudnn_benchmark", "generate"
@@ -187,7 +191,7 @@ class Recipe:
     @staticmethod
     def _refuse(why: str, names: list[str]) -> None:
         if names:
-            raise RequestError(f"{', '.join(names)}: {why}")
+            raise RequestError(f"{', '.join(f'{name}=' for name in names)}: {why}")
 
 
 def _check_optimizer(name: str) -> None:

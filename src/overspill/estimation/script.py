@@ -61,9 +61,9 @@ def record_script(
     time is over before it has; UnsupportedError, naming the line, where it cannot go on without computed values.
     """
     if iterations < 1:
-        raise RequestError(f"iterations {iterations} is not a positive number")
+        raise RequestError(f"iterations={iterations} is not a positive number; give 1 or more")
     if not time_limit > 0:
-        raise RequestError(f"a time limit of {time_limit:g} seconds is not a positive number")
+        raise RequestError(f"time_limit={time_limit:g} is not a positive number of seconds; give some, as 600")
     request = Request(
         str(script), tuple(arguments), iterations, capability, memory_bytes, time_limit,
         () if allow_writes else WAYS, str(Path.cwd()), dict(os.environ),

@@ -32,9 +32,13 @@ class Source:
             cls(framework, str(target), tuple(inputs)) for framework, target in named.items() if target is not None
         ]
         if len(given) > 1:
-            raise RequestError(f"one job at a time, not --{given[0].framework} and --{given[1].framework}")
+            raise RequestError(
+                f"one job at a time, not --{given[0].framework} and --{given[1].framework}; leave one out"
+            )
         if inputs and (not given or given[0].framework == "tensorflow"):
-            raise RequestError("--input is for --mxnet and --onnx; other models know the shapes of their inputs")
+            raise RequestError(
+                "--input is for --mxnet and --onnx; other models know the shapes of their inputs; leave it out"
+            )
         return given[0] if given else None
 
 
@@ -48,5 +52,5 @@ def shapes_of(inputs: Sequence[str], batch: int) -> dict[str, Shape]:
             raise RequestError(f"--input {text} is not a shape; write for instance data={BATCH},3,224,224")
         found[name] = tuple(batch if part == BATCH else int(part) for part in parts)
         if 0 in found[name]:
-            raise RequestError(f"--input {text} has no elements")
+            raise RequestError(f"--input {text} has no elements; give sizes of 1 or more")
     return found

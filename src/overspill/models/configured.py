@@ -58,7 +58,7 @@ def load_configured(name: str, seq_len: int | None = None) -> Job:
     sizes = _decoder_sizes(name)
     named = sizes.pop("seq_len", None)
     if named is not None and seq_len is not None and named != seq_len:
-        raise RequestError(f"{name} has a seq_len already; leave --seq-len {seq_len} out")
+        raise RequestError(f"{name} says how long its sequences are; leave seq_len={seq_len} out")
     return build_decoder(name, sizes, named or seq_len)
 
 
@@ -66,7 +66,7 @@ def _decoder_sizes(name: str) -> dict[str, int]:
     fields = _fields(name, [part for part in name.partition(":")[2].split(",") if part])
     for key, value in fields.items():
         if key not in _SIZES:
-            raise RequestError(f"{name}: a decoder has no {key!r}; it has {', '.join(_SIZES)}")
+            raise RequestError(f"{name}: a decoder has no {key!r}; it has {', '.join(map(repr, _SIZES))}")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(f"{name}: {key} must be a positive whole number, not {value}")
     return fields
@@ -147,11 +147,13 @@ def _config(name: str, auto: Any, known: list[str]) -> Any:
     if rest.endswith(".json"):
         path = Path(rest).expanduser()
         if not os.path.isfile(path):  # noqa: PTH113 - which raises nothing for a name that cannot be one
-            raise RequestError(f"{name}: there is no file {path}")
+            raise RequestError(f"{name}: there is no file {path}; name a config.json that is there")
         try:
             return auto.from_pretrained(path)
         except Exception as error:  # whatever transformers makes of a file that is not its own
-            raise RequestError(f"{name}: not a configuration of transformers: {_line(error)}") from error
+            raise RequestError(
+                f"{name}: not a configuration of transformers, as config.json is: {_line(error)}"
+            ) from error
     model_type, *parts = rest.split(",")
     if model_type not in known:
         guess = did_you_mean(model_type, known, most=3)
@@ -159,7 +161,9 @@ def _config(name: str, auto: Any, known: list[str]) -> Any:
     fields = _fields(name, parts)
     plain = auto.for_model(model_type)
     if unknown := [key for key in fields if not hasattr(plain, key)]:
-        raise RequestError(f"{name}: the configuration of {model_type} has no {' and no '.join(unknown)}")
+        raise RequestError(
+            f"{name}: the configuration of {model_type} has no {' and no '.join(unknown)}; leave that out"
+        )
     try:
         return auto.for_model(model_type, **fields)
     except Exception as error:

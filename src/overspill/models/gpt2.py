@@ -37,9 +37,11 @@ class Shape:
         """Refuse sizes that no decoder can have."""
         for name, value in asdict(self).items():
             if value < 1:
-                raise RequestError(f"{name} must be at least 1, got {value}")
+                raise RequestError(f"{name} {value} is not a size; give 1 or more")
         if self.width % self.heads:
-            raise RequestError(f"width {self.width} is no multiple of {self.heads} heads; choose heads=")
+            raise RequestError(
+                f"width {self.width} is no multiple of {self.heads} heads; choose another number of heads"
+            )
 
 
 _FULL = Shape()

@@ -40,9 +40,9 @@ def checked_size(
     if size is None:
         return default
     if size < minimum:
-        raise RequestError(f"{option} {size} is too small for {name}; the smallest is {minimum}")
+        raise RequestError(f"{option}={size} is too small for {name}; the smallest is {minimum}")
     if maximum is not None and size > maximum:
-        raise RequestError(f"{option} {size} is too large for {name}; the largest is {maximum}")
+        raise RequestError(f"{option}={size} is too large for {name}; the largest is {maximum}")
     if size % multiple:
-        raise RequestError(f"{option} {size} does not suit {name}; it must be a multiple of {multiple}")
+        raise RequestError(f"{option}={size} does not suit {name}; it must be a multiple of {multiple}")
     return size

@@ -139,15 +139,19 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
     """
     for option, size in (("image_size", image_size), ("seq_len", seq_len)):
         if size is not None and size < 1:
-            raise RequestError(f"{option} must be at least 1, got {size}")
+            raise RequestError(f"{option}={size} is not a size; give 1 or more")
     if is_configured(name):
         if small or image_size is not None:
-            what = "--small" if small else "image_size"
-            raise RequestError(f"{what} does not apply to {name}, whose name gives its sizes")
+            what = "small=" if small else "image_size="
+            raise RequestError(
+                f"{what} does not apply to {name}, whose name gives its sizes; leave it out, and change the name"
+            )
         return load_configured(name, seq_len)
     if ":" in name:
         if small:
-            raise RequestError(f"{name} is your own model: only built-in models have a small configuration")
+            raise RequestError(
+                f"{name} is your own model, and only built-in ones have a small configuration; leave small= out"
+            )
         from .user import load_user  # noqa: PLC0415  # imports torch
 
         return load_user(name, image_size=image_size, seq_len=seq_len)
@@ -157,7 +161,7 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
     for option, other in sizes.items():
         if other is not None:
             raise RequestError(
-                f"{option} does not apply to {name}, which reads {entry.batch_input}; use {entry.size_option}"
+                f"{option}= does not apply to {name}, which reads {entry.batch_input}; use {entry.size_option}="
             )
     module, function = entry.builder.split(":")
     build = getattr(importlib.import_module(module if "." in module else f"{__package__}.{module}"), function)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 
 from .job import Job
-from .step import loss_in
+from .step import is_criterion, loss_in
 
 _WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
 _IMAGE_SIZE = 224
@@ -27,7 +27,8 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
 
     It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`. `make_batch(batch_size)` returns a
     tensor, a tuple of tensors or a dict of them; without it, inputs follow from the module's first layer and the
-    sizes given here. `loss(output, *batch)` returns a scalar.
+    sizes given here. `loss(output, *batch)` returns a scalar; a loss of torch.nn is called on the output and the last
+    tensor of the batch.
 
     Without `loss`, the module reads the whole batch, and its output's `loss`, the output itself if it is a scalar, or
     the mean of its squares is minimised. With `loss`, the module reads what its forward requires: the first tensors of
@@ -39,7 +40,7 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
         make_batch = _derived_batches(spec, module, image_size, seq_len)
     elif image_size is not None or seq_len is not None:
         option = "seq_len" if image_size is None else "image_size"
-        raise RequestError(f"{option} does not apply to {spec}: its own make_batch decides the sizes")
+        raise RequestError(f"{option}= does not apply to {spec}: its own make_batch decides the sizes; leave it out")
     adapter = _Adapter(spec, module, make_batch, loss)
     return Job(spec, module, adapter.make_batch, adapter.loss)
 
@@ -64,15 +65,21 @@ def _resolve(spec: str) -> Callable[[], Any]:
     here = os.getcwd()  # noqa: PTH109  # sys.path holds strings
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
+    try:
+        found = _guarded(f"cannot import {module_name} of {spec}:", importlib.import_module, module_name)
+    except RequestError as error:
+        absent = error.__cause__
+        if isinstance(absent, ModuleNotFoundError) and module_name.startswith(f"{absent.name}"):
+            raise RequestError(f"{error}; name a module that is installed, or in this directory") from absent
+        raise
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            raise RequestError(f"{spec}: {module_name} has no attribute {attributes}")
+            raise RequestError(f"{spec}: {module_name} has no attribute {attributes}; name a function of {module_name}")
         found = getattr(found, attribute)
     if isinstance(found, nn.Module):
         raise RequestError(f"{spec} is a module already; name a callable that returns it")
     if not callable(found):
-        raise RequestError(f"{spec} is a {type(found).__name__}, not a callable that returns a module")
+        raise RequestError(f"{spec} is a {type(found).__name__}, not a callable that returns a module; name a function")
     made: Callable[[], Any] = found
     return made
 
@@ -88,7 +95,14 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
         raise RequestError(f"{spec} returned {type(module).__name__} as {what}; it must return {_WANTED}")
     for role, part in (("make_batch", make_batch), ("loss", loss)):
         if part is not None and not callable(part):
-            raise RequestError(f"{spec} returned {type(part).__name__} as {role}, which must be callable")
+            raise RequestError(
+                f"{spec} returned {'a tensor' if isinstance(part, Tensor) else type(part).__name__} as {role}, which must be "
+                f"callable; it must return {_WANTED}"
+            )
+    if isinstance(make_batch, nn.Module):
+        raise RequestError(
+            f"{spec} returned {type(make_batch).__name__} as make_batch, second in its tuple; it must return {_WANTED}"
+        )
     return module, make_batch, loss
 
 
@@ -115,7 +129,9 @@ def _derived_batches(
             "where make_batch(batch_size) returns its input tensors"
         )
     if given:
-        raise RequestError(f"{given.pop()} does not apply to {spec}, whose first layer is {type(first).__name__}")
+        raise RequestError(
+            f"{given.pop()}= does not apply to {spec}, whose first layer is {type(first).__name__}; leave it out"
+        )
     if isinstance(first, nn.Embedding):
         return lambda batch_size: torch.randint(first.num_embeddings, (batch_size, *shape), device="cpu")
     dtype = first.weight.dtype
@@ -130,7 +146,8 @@ class _Adapter:
     ) -> None:
         self._spec = spec
         self._make_batch = make_batch
-        self._loss = loss
+        self._criterion = loss if loss is not None and is_criterion(loss) else None
+        self._loss = loss if self._criterion is None else self._of_criterion
         self._signature = inspect.signature(module.forward)
         self._keys: tuple[str, ...] = ()  # of the dict that make_batch last returned
         kinds = [parameter.kind for parameter in self._signature.parameters.values()]
@@ -148,18 +165,50 @@ class _Adapter:
             batch = (batch,)
         tensors = tuple(batch.values()) if isinstance(batch, Mapping) else batch
         if not isinstance(tensors, tuple | list) or not tensors:
-            raise RequestError(f"make_batch of {self._spec} returned {type(batch).__name__}, not tensors")
+            raise RequestError(
+                f"make_batch of {self._spec} returned {type(batch).__name__}; it must return a tensor, a tuple of tensors or a "
+                "dict of them"
+            )
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
-                raise RequestError(f"make_batch of {self._spec} returned {type(tensor).__name__} among its tensors")
+                raise RequestError(
+                    f"make_batch of {self._spec} returned {type(tensor).__name__} among its tensors; leave it out, or make it a tensor"
+                )
         args, kwargs = self._arguments(tuple(tensors))
         try:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
+            labelled = "" if self._loss else "; with labels among its tensors, return (module, make_batch, loss)"
             raise RequestError(
-                f"the batch of {self._spec} does not suit its forward{self._signature}: {error}"
+                f"the batch of {self._spec} does not suit its forward{self._signature}: {error}{labelled}"
             ) from error
+        self._check_loss(tuple(tensors))
         return tuple(tensors)
+
+    def _check_loss(self, batch: tuple[Tensor, ...]) -> None:
+        """Raise RequestError where the user's loss cannot be called on the module's output and `batch`."""
+        if self._loss is None:
+            return
+        if self._criterion is not None and len(batch) < 2:
+            name = type(self._criterion).__name__
+            raise RequestError(f"{name} of {self._spec} needs a target; let make_batch return (inputs, target)")
+        try:
+            signature = inspect.signature(self._loss)
+        except (TypeError, ValueError):  # of what is not Python nobody knows
+            return
+        try:
+            signature.bind(None, *batch)
+        except TypeError as error:
+            given = ", ".join(["output", *self._keys] if self._keys else ["output", *["tensor"] * len(batch)])
+            raise RequestError(
+                f"the loss of {self._spec} is called as loss(output, *batch), here loss({given}), and takes {signature}: {error}; "
+                "let it take the output and every tensor of the batch"
+            ) from error
+
+    def _of_criterion(self, output: Any, *batch: Tensor) -> Any:
+        """What a loss of torch.nn makes of the output and the target."""
+        assert self._criterion is not None
+        return self._criterion(output, batch[-1])
 
     def loss(self, module: nn.Module, *batch: Tensor) -> Tensor:
         """Returns the scalar that the user's loss, or the default one, makes of the module's output."""
@@ -170,7 +219,7 @@ class _Adapter:
             raise RequestError(f"{self._spec} gives no loss in its {type(output).__name__}; return a loss as well")
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise RequestError(f"the loss of {self._spec} is {what}, not a scalar tensor")
+            raise RequestError(f"the loss of {self._spec} is {what}, not a scalar tensor; take its mean or sum")
         return loss
 
     def _arguments(self, batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

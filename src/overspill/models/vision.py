@@ -31,7 +31,7 @@ def check_normalised_batch(name: str, batch_size: int, image_size: int, one_pixe
     if batch_size == 1 and (one_pixel is None or image_size <= one_pixel):
         larger = "" if one_pixel is None else f" or image_size {one_pixel + 1} and above"
         raise RequestError(
-            f"{name} at image_size {image_size} cannot train on a batch of 1: batch norm would see one value per "
+            f"{name} with image_size={image_size} cannot train on a batch of 1: batch norm would see one value per "
             f"channel; use a batch of 2{larger}"
         )
 

@@ -85,7 +85,9 @@ def place(trace: Trace, placer: str, limits: Limits = SEARCH) -> Placed:
     largest = max((b.nbytes for b in trace.blocks), default=0)
     done = replay(events, placer, request_bytes=largest)
     if not done.fits:
-        raise RequestError(f"the allocator {placer!r} cannot place this trace in its address space")
+        raise RequestError(
+            f"the allocator {placer!r} cannot place this trace in its address space; take another, as pytorch"
+        )
     return Placed(placer, peak, bound, float(np.mean(done.unusable)) if len(events) else 0.0, seconds)
 
 

@@ -24,7 +24,9 @@ def advice_answer(advice: Advice) -> dict[str, Any]:
     return asdict(advice) | {"price": advice.price.name.lower()}
 
 
-def advise_answer(request: dict[str, Any], made: Estimate, found: Sequence[Advice], seconds: float) -> dict[str, Any]:
+def advise_answer(
+    request: dict[str, Any], made: Estimate, found: Sequence[Advice], left_out: Sequence[str], seconds: float
+) -> dict[str, Any]:
     """What `overspill advise --json` prints."""
     return request | {
         "gpu": made.device.name,
@@ -33,17 +35,18 @@ def advise_answer(request: dict[str, Any], made: Estimate, found: Sequence[Advic
         "total_bytes": made.total_bytes,
         "fits": made.fits(),
         "changes": [advice_answer(advice) for advice in found],
+        "left_out": list(left_out),
         "seconds": seconds,
     }
 
 
-def advise_report(made: Estimate, found: Sequence[Advice]) -> RenderableType:
-    """The verdict on the job as it is, and a row for each change that helps."""
+def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[str]) -> RenderableType:
+    """The verdict on the job as it is, a row for each change that helps, and what was tried and is `left_out`."""
     fits = made.fits()
     rows = [("as it is", *_bytes(made.minimum_capacity_bytes, made.total_bytes), yes(fits) or "no", "", "")]
     rows += [_row(advice) for advice in found]
     table = listing(_COLUMNS, rows, numbers=(1, 2, 4))
-    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    table.columns[0].no_wrap = False
     parts: list[RenderableType] = [
         Text(verdict(made), style="bold green" if fits else "bold red"),
         "",
@@ -54,6 +57,9 @@ def advise_report(made: Estimate, found: Sequence[Advice]) -> RenderableType:
             "allocator keeps. Both are estimates, and steps are simulated."
         ),
     ]
+    if left_out:
+        tried = "; ".join(left_out)
+        parts += ["", Text(f"Tried and left out, as it saves less than one percent or cannot be done here: {tried}.")]
     if not found:
         parts.append(Text("Nothing that was tried makes it need less."))
     return Group(*parts)

@@ -16,7 +16,7 @@ from .listing import format_flops, listing
 
 def devices_table(devices: Iterable[Device]) -> Table:
     """One line a device."""
-    columns = ("name", "memory", "float32", "memory bandwidth", "to the store", "from the store")
+    columns = ("name", "memory", "float32", "bandwidth", "to the store", "from the store")
     rows = [
         (
             device.name,

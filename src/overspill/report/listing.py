@@ -2,20 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from textwrap import wrap
 from typing import Literal
 
 from rich import box
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Column, Table
 from rich.text import Text
 
+_SHORT = 20
+"""Letters of the longest text that is never wrapped in a table."""
+_NARROW = 76
+_CLOSE_BY_ONE, _CLOSE = (0, 0, 0, 1), (0, 0, 0, 0)
 _POWERS = ("", "k", "M", "G", "T", "P")
 
 
-def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> Table:
+class Listing(Table):
+    """A table that is whole at any width, and never cuts a word.
+
+    Where there is little room its columns stand close together and long texts wrap; where that is not enough long texts go
+    below their rows; and what has no room beside the names even so follows in a table of its own.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The first shape that has room."""
+        room = options.max_width
+        natural = [max(map(cell_len, (str(column.header), *map(str, column.cells)))) for column in self.columns]
+        long = [not column.no_wrap and size > _SHORT for column, size in zip(self.columns, natural, strict=True)]
+        least = [
+            max(_longest_word(column), min(size, _SHORT)) if wraps else size
+            for column, size, wraps in zip(self.columns, natural, long, strict=True)
+        ]
+        if self._with_gaps(natural) <= room:
+            yield from super().__rich_console__(console, options)
+            return
+        for padding in (self.padding, _CLOSE):
+            closer = copy(self)
+            closer.padding = padding
+            if closer._with_gaps(least) <= room:
+                for column, size in zip(closer.columns, least, strict=True):
+                    column.min_width = size
+                yield from Table.__rich_console__(closer, console, options)
+                return
+        yield from self._folded(room, least, long)
+
+    def _with_gaps(self, widths: Sequence[int]) -> int:
+        _, right, _, left = self.padding
+        return sum(widths) + (left + right + 1) * (len(widths) - 1)
+
+    def _folded(self, room: int, least: Sequence[int], long: Sequence[bool]) -> Iterator[RenderableType]:
+        """Tables of as many short columns as have room beside the first; the last one has long texts below its rows."""
+        first = min(room, max(_longest_word(self.columns[0]), min(least[0], room // 2)))
+        pieces: list[list[int]] = [[]]
+        left = room - first
+        for index in range(1, len(self.columns)):
+            if long[index]:
+                continue
+            if pieces[-1] and least[index] + 1 > left:
+                pieces.append([])
+                left = room - first
+            pieces[-1].append(index)
+            left -= least[index] + 1
+        texts = [index for index in range(1, len(self.columns)) if long[index]]
+        for number, piece in enumerate(pieces):
+            last = number == len(pieces) - 1
+            yield from self._piece([0, *piece], [first, *(least[i] for i in piece)], texts if last else [])
+            if not last:
+                yield Text("")
+
+    def _piece(self, shown: Sequence[int], widths: Sequence[int], below: Sequence[int]) -> Iterator[RenderableType]:
+        """A table of the columns `shown`, with the texts of the columns `below` beneath each row."""
+        gap = 3 if sum(widths) + 3 * (len(widths) - 1) <= _NARROW else 1
+        columns = [self.columns[index] for index in shown]
+        yield Text(_line([str(column.header) for column in columns], columns, widths, gap), style="bold")
+        yield Text("─" * (sum(widths) + gap * (len(widths) - 1)))
+        for cells in zip(*([str(cell) for cell in column.cells] for column in self.columns), strict=True):
+            name, *more = wrap(cells[0], widths[0]) or [""]
+            yield Text(_line([name, *(cells[i] for i in shown[1:])], columns, widths, gap))
+            yield from map(Text, more)
+            for index in below:
+                if cells[index]:
+                    yield Padding(Text(f"{self.columns[index].header}: {cells[index]}"), (0, 0, 0, 4))
+
+
+def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], gap: int) -> str:
+    placed = (
+        cell.rjust(width) if column.justify == "right" else cell.ljust(width)
+        for cell, column, width in zip(cells, columns, widths, strict=True)
+    )
+    return (" " * gap).join(placed).rstrip()
+
+
+def _longest_word(column: Column) -> int:
+    return max(
+        map(cell_len, (word for cell in (column.header, *column.cells) for word in str(cell).split())), default=0
+    )
+
+
+def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[int] = ()) -> Listing:
     """A table whose first column names things; the columns numbered in `numbers` are aligned to the right."""
     right = set(numbers)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Listing(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):  # Text: a name may hold brackets, which are markup to rich
         justify: Literal["left", "right"] = "right" if index in right else "left"
         table.add_column(Text(column), justify=justify, no_wrap=index == 0 or index in right)
@@ -24,12 +115,12 @@ def listing(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: I
     return table
 
 
-def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> Table:
-    """A listing with many columns, close together: a narrow terminal loses the last ones, not a part of each."""
+def whole_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Iterable[int] = ()) -> Listing:
+    """A listing with many columns, close together."""
     table = listing(columns, rows, numbers=numbers)
-    table.padding = (0, 0, 0, 1)
-    for index, column in enumerate(table.columns):
-        column.min_width, column.no_wrap = max(len(row[index]) for row in (columns, *rows)), True
+    table.padding = _CLOSE_BY_ONE
+    for column in table.columns:
+        column.no_wrap = True
     return table
 
 

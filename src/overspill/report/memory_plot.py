@@ -50,7 +50,7 @@ def plot_memory(plan: Plan, path: Path, title: str) -> None:
     try:
         _draw_png(curves, plan.budget_bytes, path, title)
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+        raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None
 
 
 def _draw_png(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: str) -> None:

@@ -111,13 +111,13 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
 
 def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
     timeline = plan.timeline
-    peaks = [("planned peak", plan.peak_bytes), *peaks_of_card(plan)]
+    peaks = [("planned peak, live tensors", plan.peak_bytes), *peaks_of_card(plan)]
     lies = f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)"
     return [
         ("budget", format_bytes(plan.asked_bytes)),
         *((what, f"{format_bytes(n)} ({percent(n, plan.asked_bytes)} of the budget)") for what, n in peaks),
         *([(f"placed by {placed.placer}", lies)] if len(peaks) == 1 else []),
-        ("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes)),
+        ("unmanaged peak, live tensors", format_bytes(plan.unmanaged_peak_bytes)),
         *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
         (
             "offloaded each step",
@@ -138,7 +138,10 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
 
 def peaks_of_card(plan: Plan) -> list[tuple[str, int]]:
     """What PyTorch's allocator takes from the card over the first steps, and with the context; nothing where no card is known."""
-    figures = ("planned peak, reserved", plan.reserved_bytes), ("planned peak, on the card", plan.device_bytes)
+    figures = (
+        ("planned peak, reserved by PyTorch", plan.reserved_bytes),
+        ("planned peak, card with context", plan.device_bytes),
+    )
     return [(what, nbytes) for what, nbytes in figures if nbytes is not None]
 
 

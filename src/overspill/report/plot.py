@@ -81,7 +81,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes
     try:
         _draw_png(made, path)
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+        raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None
 
 
 def picture(rows: Sequence[Mapping[str, Any]], title: str, budget_bytes: int, baseline: str) -> Picture:

@@ -80,7 +80,7 @@ class Trained:
 
 def training_report(trained: Trained, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of the run; what is simulated says so."""
-    lines = [_headline(trained), _moved(trained), *_pool(trained.managed.pool), *_whole_step(trained)]
+    lines = [_headline(trained), moved(trained), *_pool(trained.managed.pool), *_whole_step(trained)]
     lines += [_losses(trained), _times(trained)]
     if trained.identical:
         tensors = f"all {len(trained.managed.state)} tensors of weights and buffers"
@@ -128,8 +128,8 @@ def _of_card(trained: Trained) -> list[tuple[str, int]]:
     if run.planned_reserved_bytes is None or run.planned_device_bytes is None:
         return [(f"planned peak, placed by {trained.placed.placer}", trained.placed.peak_bytes)]
     return [
-        ("planned peak, reserved", run.planned_reserved_bytes),
-        ("planned peak, on the card", run.planned_device_bytes),
+        ("planned peak, reserved by PyTorch", run.planned_reserved_bytes),
+        ("planned peak, card with context", run.planned_device_bytes),
     ]
 
 
@@ -141,7 +141,8 @@ def _headline(trained: Trained) -> str:
     )
 
 
-def _moved(trained: Trained) -> str:
+def moved(trained: Trained) -> str:
+    """What each step did to keep within the budget, in words."""
     plan = trained.plan
     again = (
         f"recomputed {plan.recomputed_ops} ops ({format_flops(plan.recomputed_flops)})"
@@ -196,8 +197,8 @@ def _losses(trained: Trained) -> str:
 
 def _times(trained: Trained) -> str:
     """The usual step time: compilation falls into the first step (and the second, which may plan anew)."""
-    measured = f"step {format_seconds(_usual(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
-    plain = f"; plain {format_seconds(_usual(trained.reference))}" if trained.reference is not None else ""
+    measured = f"step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
+    plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
     return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
 
@@ -212,7 +213,8 @@ def _partition(run: Run) -> str:
     return "" if _parted_as_stock(run) else f", parted as by activation_memory_budget={run.partition:g}"
 
 
-def _usual(run: Run) -> float:
+def usual_step_seconds(run: Run) -> float:
+    """Seconds of a step once all is compiled and planned."""
     return median(run.step_seconds[2:] or run.step_seconds[-1:])
 
 

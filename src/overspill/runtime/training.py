@@ -66,9 +66,9 @@ class Training:
     def __post_init__(self) -> None:
         """Refuse what cannot be trained."""
         if self.batch < 1:
-            raise RequestError(f"batch {self.batch} is not a positive number")
+            raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more")
         if self.steps < 1:
-            raise RequestError(f"{self.steps} steps are not a positive number")
+            raise RequestError(f"steps={self.steps} is not a positive number; give 1 or more")
         check_optimizer(self.optimizer)
         if self.dtype == "amp":
             raise RequestError(
@@ -77,9 +77,9 @@ class Training:
         if self.dtype not in DTYPES:
             raise RequestError(f"unknown dtype {self.dtype!r}; dtypes to train in: {', '.join(DTYPES)}")
         if not self.whole_step and self.gradients != PLAIN:
-            raise RequestError("accumulation and clipping are planned with the whole step only; add --whole-step")
+            raise RequestError("accumulation and clipping are planned with the whole step only; add whole_step=")
         if torch.device(self.device).type == "cuda" and not accelerator.is_available():
-            raise RequestError("this machine has no CUDA device; train on --device cpu")
+            raise RequestError("this machine has no CUDA device; train with device=cpu")
 
     @property
     def manner(self) -> str:
@@ -406,7 +406,9 @@ def _prepare(training: Training, device: str) -> tuple[TrainingStep, list[tuple[
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             what = next(iter(str(error).splitlines()), type(error).__name__)
-            raise StoreError(f"the model and its batch alone do not fit in memory: {what}") from None
+            raise StoreError(
+                f"the model and its batch alone do not fit in memory: {what}; take a smaller batch or model"
+            ) from None
         raise
     return step, given
 

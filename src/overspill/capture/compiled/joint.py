@@ -134,7 +134,9 @@ class JointGraph:
         in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")]
         forward = _ancestors([*_nodes(self.forward_outputs), *in_forward, *self.snapshots])
         if any(tangent in forward for tangent in self.tangents):
-            raise UnsupportedError("a forward output depends on a gradient; Overspill does not support such a graph")
+            raise UnsupportedError(
+                "a forward output depends on a gradient; Overspill does not support such a graph; compute that gradient outside of the model"
+            )
         needed = _ancestors([*_nodes(self.backward_outputs), *kept]) | forward
         body = [n for n in nodes if n.op in ("call_function", "get_attr") and n in needed]
         self.forward = [n for n in body if n in forward]

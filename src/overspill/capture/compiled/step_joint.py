@@ -50,7 +50,9 @@ def joint_of_step(
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
     if not gradients:
-        raise UnsupportedError("no parameter gets a gradient: the loss depends on none that requires one")
+        raise UnsupportedError(
+            "no parameter gets a gradient: the loss depends on none that requires one; compute it from what the model returns, and freeze less"
+        )
     _seed_backward(graph_module.graph)
     return JointGraph(graph_module, forward_outputs)
 
@@ -103,7 +105,9 @@ def returned(graph: fx.Graph) -> list[fx.Node]:
     outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
     found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
     if not found or not all(isinstance(node, fx.Node) for node in found):
-        raise UnsupportedError("the step must return its loss, or a tuple of it and of other tensors")
+        raise UnsupportedError(
+            "the step returns something else than its loss; return that, or a tuple of it and of other tensors"
+        )
     return found
 
 

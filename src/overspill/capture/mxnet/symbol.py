@@ -85,13 +85,17 @@ def read_symbol(path: Path) -> Symbol:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+        raise RequestError(f"cannot read {path}: {error.strerror}; name a file that is there and may be read") from None
     except UnicodeDecodeError:
-        raise RequestError(f"{path} is not a symbol file of MXNet: it is not text") from None
+        raise RequestError(
+            f"{path} is not a symbol file of MXNet: it is not text; give the JSON that Symbol.save writes"
+        ) from None
     try:
         return symbol_of(json.loads(text))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise RequestError(f"{path} is not a symbol file of MXNet: {type(error).__name__}: {error}") from None
+        raise RequestError(
+            f"{path} is not a symbol file of MXNet, the JSON that Symbol.save writes: {type(error).__name__}: {error}"
+        ) from None
 
 
 def symbol_of(loaded: Any) -> Symbol:

@@ -45,7 +45,7 @@ def read(path: Path, batch: int, shapes: Mapping[str, Shape], *, trains: bool) -
     except ImportError as error:
         raise RequestError("--onnx needs the onnx package: pip install overspill[onnx]") from error
     if not path.is_file():
-        raise RequestError(f"cannot read {path}: there is no such file")
+        raise RequestError(f"cannot read {path}: there is no such file; name one that is there")
     try:
         model = onnx.load(str(path), load_external_data=False)
         inputs = _fix_inputs(model.graph, batch, shapes)

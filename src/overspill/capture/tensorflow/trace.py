@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
 def _found(target: str) -> Callable[..., Any]:
     module_name, colon, name = target.partition(":")
     if not colon or not name:
-        raise RequestError(f"--tensorflow {target} is not package.module:callable")
+        raise RequestError(f"--tensorflow {target} names no function; write package.module:callable")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -173,7 +173,7 @@ def _found(target: str) -> Callable[..., Any]:
     except ImportError as error:
         raise RequestError(f"cannot import {module_name}: {error}") from error
     if not callable(found):
-        raise RequestError(f"{module_name} has no function {name}")
+        raise RequestError(f"{module_name} has no function {name}; name one that it has")
     return found
 
 

@@ -232,7 +232,9 @@ def _trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
 def _scatter(_: nn.DataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
     """`DataParallel.scatter` to the one GPU that there is."""
     if len(device_ids) > 1:
-        raise RequestError(f"DataParallel over {len(device_ids)} GPUs; an estimate has one")
+        raise RequestError(
+            f"DataParallel over {len(device_ids)} GPUs; an estimate has one; give it one, or take DistributedDataParallel"
+        )
     return tree_map_only(Tensor, lambda tensor: tensor.to(GPU), ((inputs,), (kwargs or {},)))
 
 

@@ -28,6 +28,9 @@ _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest 
 _SPLITS_TRIED = 4  # sizes of micro-batches
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
+TRYING = "trying "
+"""How what `progress` is told of a change begins."""
+
 Planner = Callable[[], Advice | None]
 Progress = Callable[[str], None]
 
@@ -112,7 +115,7 @@ class _Trials:
             if not self.left:
                 return None
             self.left -= 1
-        self.progress(f"trying {what}")
+        self.progress(f"{TRYING}{what}")
         try:
             recipe = edit(retrace.recipe)
             recording = retrace.record(batch, recipe)

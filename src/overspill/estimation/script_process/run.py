@@ -178,7 +178,9 @@ class _Program:
         sys.path.insert(0, str(Path.cwd() if self.file is None else self.file.resolve().parent))
         if self.file is None:
             if not _is_module(self.name):
-                raise RequestError(f"there is no script {self.name}, nor a module of that name")
+                raise RequestError(
+                    f"there is no script {self.name}, nor a module of that name; name a file, or a module as `python -m` does"
+                )
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
         main = ModuleType("__main__")
@@ -193,13 +195,13 @@ def _program(script: str | Path, arguments: Sequence[str]) -> _Program:
     if path.is_dir() and (path / "__main__.py").is_file():
         path /= "__main__.py"
     if path.is_dir():
-        raise RequestError(f"{name} is a directory, without a __main__.py to run")
+        raise RequestError(f"{name} is a directory, without a __main__.py to run; name the script in it")
     if path.is_file():
         if not os.access(path, os.R_OK):
-            raise RequestError(f"cannot read {name}: permission denied")
+            raise RequestError(f"cannot read {name}: permission denied; name a file that may be read")
         return _Program(name, tuple(arguments), path)
     if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
-        raise RequestError(f"there is no script {name}")
+        raise RequestError(f"there is no script {name}; name a file that is there")
     return _Program(name, tuple(arguments), None)
 
 
@@ -305,7 +307,9 @@ def _never(name: str, progress: Iterations) -> RequestError:
         return RequestError(f"{name} trains on the CPU, not on cuda; {advice}")
     if progress.host_calls:
         return RequestError(f"{name} runs its model on the CPU, not on cuda; {advice}")
-    return RequestError(f"{name} ended without training or running a model, and without using cuda")
+    return RequestError(
+        f"{name} ended without training or running a model, and without using cuda; let it train, as with the arguments after --"
+    )
 
 
 def _exited(name: str, end: SystemExit) -> OverspillError:

@@ -68,7 +68,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
     if wanted is not None:
         layers = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in wanted}
     if not layers:
-        raise RequestError(f"{type(model).__name__} has no linear layers that LoRA could adapt")
+        raise RequestError(f"{type(model).__name__} has no linear layers that LoRA could adapt; leave lora= out")
     model.requires_grad_(False)
     for name, layer in layers.items():
         replace_layer(model, name, Adapted(layer, rank))

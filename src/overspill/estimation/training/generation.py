@@ -49,7 +49,7 @@ class Cache:
             F.scaled_dot_product_attention = original
         if not self._layers:
             raise RequestError(
-                "the model calls no scaled_dot_product_attention, whose keys and values generate would keep"
+                "the model calls no scaled_dot_product_attention, whose keys and values generate= would keep; leave it out"
             )
 
     def _layer(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,10 +77,14 @@ def generated(model: nn.Module, arguments: Arguments, tokens: int) -> Tensor:
     kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
     prompt = next((leaf for leaf in (*args, *kwargs.values()) if _is_tokens(leaf)), None)
     if prompt is None:
-        raise RequestError("generate needs a model that reads tokens: integers, (batch, length)")
+        raise RequestError(
+            "generate= needs a model that reads tokens, integers of shape (batch, length); leave it out for others"
+        )
     length = prompt.shape[1] + tokens
     if (positions := _positions(model)) is not None and length > positions:
-        raise RequestError(f"prompt and text are {length} tokens; the model has {positions} positions")
+        raise RequestError(
+            f"prompt and text are {length} tokens; the model has {positions} positions; take a smaller seq_len= or generate="
+        )
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kwargs["logits_to_keep"] = 1
     cache = Cache(length)
@@ -108,7 +112,9 @@ def _last(output: Any) -> Tensor:
     found = getattr(output, "logits", output)
     found = found[0] if isinstance(found, tuple) else found
     if not isinstance(found, Tensor) or found.dim() != 3:
-        raise RequestError("generate needs a model that returns logits: (batch, length, vocabulary)")
+        raise RequestError(
+            "generate= needs a model that returns logits, of shape (batch, length, vocabulary); leave it out for others"
+        )
     return found[:, -1]
 
 

@@ -72,7 +72,9 @@ def _conversion(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
         options["dtype"] = plain
     if recipe.channels_last:
         if {4} != {parameter.dim() for parameter in module.parameters() if parameter.dim() > 3}:
-            raise RequestError(f"{type(module).__name__} has no convolutions of images to lie channels-last")
+            raise RequestError(
+                f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out"
+            )
         options["memory_format"] = torch.channels_last
     return options
 
@@ -102,7 +104,7 @@ def surroundings(program: Callable[[Recorder], None], recipe: Recipe) -> Callabl
             program(recorder)
         if recipe.attention is not None and not recorder.has_run(*_ATTENTION_OPS):
             raise RequestError(
-                f"the model calls no scaled_dot_product_attention, which attention={recipe.attention} would be for"
+                f"the model calls no scaled_dot_product_attention, which attention={recipe.attention} would be for; leave it out"
             )
 
     return surrounded

@@ -31,7 +31,9 @@ def quantize_weights(model: nn.Module, bits: str, compute: torch.dtype) -> None:
     kept = heads(model)
     layers = {name: layer for name, layer in linear_layers(model) if layer not in kept}
     if not layers:
-        raise RequestError(f"{type(model).__name__} has no linear layers besides its output to be quantised")
+        raise RequestError(
+            f"{type(model).__name__} has no linear layers besides its output to be quantised; leave quantize= out"
+        )
     for name, layer in layers.items():
         replace_layer(model, name, Linear4bit(layer, compute) if bits == "4bit" else Linear8bit(layer))
 

@@ -30,13 +30,17 @@ def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> 
     of it is never there.
     """
     if not dist.is_available():
-        raise RequestError("this PyTorch has no torch.distributed, which parallel training needs")
+        raise RequestError(
+            "this PyTorch has no torch.distributed, which parallel training needs; install one that has it, or estimate one GPU"
+        )
     if not dist.is_initialized():
         dist.init_process_group("nccl", rank=0, world_size=parallel.gpus)
     elif dist.get_world_size() != parallel.gpus:
         raise RequestError(f"the process group has {dist.get_world_size()} processes, not {parallel.gpus}")
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RequestError(f"{type(module).__name__} has no parameter to train, so nothing to send between GPUs")
+        raise RequestError(
+            f"{type(module).__name__} has no parameter to train, so nothing to send between GPUs; estimate one GPU"
+        )
     if parallel.kind == "ddp":
         return _ddp(module.to("cuda"), parallel)
     if parallel.kind == "fsdp":

@@ -30,4 +30,4 @@ def draw_address_map(path: Path, trace: Trace, layout: Layout, name: str, capaci
     try:
         draw_png(trace, maps, path, title, capacity_bytes)
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
+        raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None

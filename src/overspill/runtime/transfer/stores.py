@@ -357,7 +357,7 @@ def make_store(name: str | None, device: torch.device, directory: str | Path | N
     """
     chosen = STORES.named(name or _USUAL[device.type])
     if directory is not None and not chosen.takes_directory:
-        raise RequestError(f"--store-dir is for the disk store, not for {chosen.name!r}")
+        raise RequestError(f"--store-dir is for the disk store, not for {chosen.name!r}; leave it out")
     if chosen.device_type != device.type:
         others = " or ".join(f"--store {n}" for n, store in STORES.items() if store.device_type == device.type)
         serves, here = (("CPU", "CUDA"), ("CUDA", "CPU"))[device.type == "cpu"]

@@ -1,0 +1,127 @@
+"""`overspill demo`: a small model trained in less than half of its memory, beside the same steps of plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import AsJson, ModelChoice, Outcome, check_writable, narrate, quiet_torch
+
+if TYPE_CHECKING:
+    from overspill.report.training import Trained
+
+# Half a minute on two cores, most of it PyTorch's start, the capture, and ten steps; its feature maps are what is large.
+MODEL, BATCH, OPTIMIZER, BUDGET, STEPS = (
+    "decoder:width=256,depth=4,heads=4,vocabulary=512,seq_len=128",
+    16,
+    "adamw",
+    "45%",
+    5,
+)
+PAGE = "overspill-demo.html"
+
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="FILE.html",
+        help=f"Where the report page goes.  [default: {PAGE}, here or in the temporary directory]",
+        show_default=False,
+    ),
+]
+NoOpen = Annotated[bool, typer.Option("--no-open", help="Name the report page; do not open it in a browser.")]
+
+
+def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> Outcome:
+    """Train a small model in less than half of its memory on this CPU, in under a minute, and prove the numbers."""
+    check_writable(report)
+    begun = time.perf_counter()
+    with narrate() as narrator:
+        quiet_torch()
+        from overspill.report.demo import demo_report
+        from overspill.runtime.options import Options
+        from overspill.runtime.training import Training
+
+        from .train import run_training
+
+        training = Training(ModelChoice(MODEL).build, BATCH, OPTIMIZER, STEPS)
+        narrator.now(f"capturing and planning {MODEL}")
+        with _one_thread():
+            trained = run_training(MODEL, training, Options(BUDGET, store="host"), narrator, check=True)
+        page = report or _default_page()
+        _write_page(trained, page)
+    if not (no_open or json) and _has_display():
+        webbrowser.open(page.absolute().as_uri())
+    seconds = time.perf_counter() - begun
+    complaint = "" if trained.identical else f"not identical to plain PyTorch: {trained.difference}"
+    return Outcome(
+        _answer(trained, page, seconds), demo_report(trained, page, seconds), int(bool(complaint)), complaint
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: where other programs have the cores, threads that wait for one another are far slower."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _default_page() -> Path:
+    """A file in the current directory, or where that cannot be written in the temporary one."""
+    here = Path(PAGE)
+    writable = os.access(here if here.exists() else here.absolute().parent, os.W_OK)
+    return here if writable else Path(tempfile.gettempdir(), PAGE)
+
+
+def _write_page(trained: Trained, path: Path) -> None:
+    """Write the report page of the plan that was trained by."""
+    from overspill.report.page import write_page
+    from overspill.report.plan_page import plan_page
+
+    title = f"{MODEL}, batch {BATCH}, {OPTIMIZER}, as overspill demo trained it"
+    write_page(path, plan_page(trained.plan, title))
+
+
+def _has_display() -> bool:
+    """Whether somebody reads along who can look at a page."""
+    if not sys.stdout.isatty():
+        return False
+    return sys.platform in ("darwin", "win32") or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _answer(trained: Trained, page: Path, seconds: float) -> dict[str, Any]:
+    run, reference = trained.managed, trained.reference
+    assert reference is not None
+    return {
+        "model": MODEL,
+        "batch": BATCH,
+        "optimizer": OPTIMIZER,
+        "steps": STEPS,
+        "budget_bytes": trained.plan.asked_bytes,
+        "measured_peak_bytes": run.measured_peak_bytes,
+        "reference_peak_bytes": reference.measured_peak_bytes,
+        "offloaded_bytes": run.offloaded_bytes,
+        "recomputed_ops": trained.plan.recomputed_ops,
+        "losses": run.losses,
+        "reference_losses": reference.losses,
+        "identical": trained.identical,
+        "step_seconds": run.step_seconds,
+        "reference_step_seconds": reference.step_seconds,
+        "report": str(page),
+        "seconds": seconds,
+    }
