@@ -1,0 +1,38 @@
+"""The site: `make docs` builds it from the Markdown files of the repository as they are, and from docstrings.
+
+A page of the site stands where a reader of the repository finds its file, so that links work in both.
+"""
+
+import overspill
+
+project = "Overspill"
+version = release = overspill.__version__
+copyright = "the authors of Overspill, Apache-2.0"  # noqa: A001 - Sphinx's name
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = [
+    "docs/**",
+    "bench/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "src/**/README.md",
+    "native/**/README.md",
+]
+exclude_patterns = [".*", "build", "tests", "**/__pycache__"]
+root_doc = "docs/index"
+templates_path = ["_templates"]
+
+highlight_language = "none"  # of a fence that names none: what a terminal shows
+myst_heading_anchors = 4  # as on a code host
+myst_enable_extensions = ["colon_fence"]
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"Overspill {version}"
+html_copy_source = False
+html_additional_pages = {"index": "to_docs.html"}  # the site's address alone leads to docs/index.html
