@@ -25,6 +25,7 @@ templates_path = ["_templates"]
 highlight_language = "none"  # of a fence that names none: what a terminal shows
 myst_heading_anchors = 4  # as on a code host
 myst_enable_extensions = ["colon_fence"]
+default_role = "literal"  # a single backtick in a docstring is code
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
