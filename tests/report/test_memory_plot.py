@@ -33,11 +33,15 @@ def test_the_peak_of_a_curve_is_the_peak_of_its_plan(plan: Plan) -> None:
     assert planned.seconds[-1] == plan.step_seconds
 
 
-@pytest.mark.parametrize("ending", ["png", "html"])
-def test_it_is_drawn_by_either_library(plan: Plan, ending: str, tmp_path: Path) -> None:
-    path = tmp_path / f"memory.{ending}"
+def test_it_is_drawn(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "memory.png"
     plot_memory(plan, path, "a step")
-    assert path.read_bytes().startswith(b"\x89PNG" if ending == "png" else b"<!doctype html>")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_is_what_the_report_is_for(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"must end in \.png; --report FILE\.html"):
+        plot_memory(plan, tmp_path / "memory.html", "a step")
 
 
 def test_a_file_that_cannot_be_written_is_one_line(plan: Plan, tmp_path: Path) -> None:

@@ -91,6 +91,15 @@ ClipValue = Annotated[
 PlanFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
 ]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        help="Write a page to look at, as .html, which needs no network.",
+        show_default=False,
+    ),
+]
 TimesFile = Annotated[
     Path | None,
     typer.Option(
@@ -144,6 +153,15 @@ def check_request(model: str, budget: str | None, policy: str, out: Path | None)
     limit = Limit.parse(budget)
     check_writable(out)
     return limit
+
+
+def check_report(report: Path | None) -> None:
+    """Raise RequestError where `report` can not become a page, before work is done for it."""
+    if report is not None:
+        from overspill.report.page.write import check_page
+
+        check_page(report)
+        check_writable(report)
 
 
 def check_writable(out: Path | None) -> None:

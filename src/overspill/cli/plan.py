@@ -25,10 +25,12 @@ from .common import (
     PlacerName,
     PlanFile,
     PolicyName,
+    ReportFile,
     SeqLen,
     Small,
     TimesFile,
     WholeStep,
+    check_report,
     check_request,
     check_writable,
     narrate,
@@ -46,7 +48,7 @@ MemoryPlot = Annotated[
     typer.Option(
         "--plot",
         metavar="FILE",
-        help="Draw memory over time, planned and unmanaged: .png or .html.",
+        help="Draw memory over time, planned and unmanaged, as .png.",
         show_default=False,
     ),
 ]
@@ -68,6 +70,7 @@ def plan(
     image_size: ImageSize = None,
     seq_len: SeqLen = None,
     out: PlanFile = None,
+    report: ReportFile = None,
     plot: MemoryPlot = None,
     times: TimesFile = None,
     torch: Torch = None,
@@ -78,12 +81,13 @@ def plan(
     del json  # `main` reads it from the arguments
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
-    from overspill.report.plot import check_plot
+    from overspill.report.memory_plot import check_memory_plot
 
     limit = check_request(model, budget, policy, out)
+    check_report(report)
     if plot is not None:
         check_writable(plot)
-        check_plot(plot)
+        check_memory_plot(plot)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
@@ -108,15 +112,17 @@ def plan(
             return _infeasible(request, error)
     if out is not None:
         made.schedule.save(out)
-    return _feasible(request, made, options.placer, training.manner, out, plot)
+    return _feasible(request, made, options.placer, training.manner, {"plan": out, "plot": plot, "report": report})
 
 
 def _feasible(
-    request: dict[str, Any], made: Plan, placer: str | None, manner: str, out: Path | None, plot: Path | None
+    request: dict[str, Any], made: Plan, placer: str | None, manner: str, saved: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.memory_plot import plot_memory
+    from overspill.report.page import write_page
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
+    from overspill.report.plan_page import plan_page
 
     peak = peak_of(made)
     placed = place_plan(made, placer)
@@ -147,10 +153,12 @@ def _feasible(
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
     title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
-    if plot is not None:
+    if (plot := saved["plot"]) is not None:
         plot_memory(made, plot, title)
-    saved = [f"{what} saved to {path}" for what, path in (("plan", out), ("plot", plot)) if path is not None]
-    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(saved) or None))
+    if (report := saved["report"]) is not None:
+        write_page(report, plan_page(made, title, placer))
+    notes = [f"{what} saved to {path}" for what, path in saved.items() if path is not None]
+    return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(notes) or None))
 
 
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:

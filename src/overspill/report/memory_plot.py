@@ -1,4 +1,4 @@
-"""Memory over the time of one step, planned and unmanaged, in a picture: matplotlib or plotly, by the file's ending."""
+"""Memory over the time of one step, planned and unmanaged, in a picture by matplotlib. `plan_page.py` makes the page."""
 
 from __future__ import annotations
 
@@ -40,15 +40,22 @@ def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
     return Curve(f"{label}: {format_bytes(timeline.peak_bytes)}", colour, tuple(seconds), tuple(gib))
 
 
+def check_memory_plot(path: Path) -> None:
+    """Raise RequestError where `path` can not become this picture, before work is done for it."""
+    if path.suffix.lower() != ".png":
+        raise RequestError(f"cannot plot to {path}: the file must end in .png; --report FILE.html writes a page")
+    check_plot(path)
+
+
 def plot_memory(plan: Plan, path: Path, title: str) -> None:
     """Draw `plan` beside the same step unmanaged into `path`. Raises RequestError where that cannot be done."""
-    check_plot(path)
+    check_memory_plot(path)
     curves = (
         curve_of(plan.unmanaged_timeline, "without a budget", COLOURS[1]),
         curve_of(plan.timeline, f"within it, {plan.schedule.policy}", COLOURS[0]),
     )
     try:
-        (_draw_png if path.suffix.lower() == ".png" else _draw_html)(curves, plan.budget_bytes, path, title)
+        _draw_png(curves, plan.budget_bytes, path, title)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -71,20 +78,3 @@ def _draw_png(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: s
     axes.grid(visible=True, alpha=0.3)
     axes.legend(loc="upper left", frameon=False)
     figure.savefig(path, dpi=120)
-
-
-def _draw_html(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: str) -> None:
-    from plotly import graph_objects  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional library
-
-    figure = graph_objects.Figure()
-    for curve in curves:
-        figure.add_scatter(
-            x=curve.seconds, y=curve.gib, name=curve.label, mode="lines", fill="tozeroy",
-            line={"shape": "hv", "color": curve.colour, "width": 1},
-        )  # fmt: skip
-    line = {"dash": "dash", "color": "gray", "width": 1}
-    figure.add_hline(y=budget_bytes / GIB, line=line, annotation_text=f"budget: {format_bytes(budget_bytes)}")
-    figure.update_layout(title=title, template="plotly_white")
-    figure.update_xaxes(title=TIME_AXIS)
-    figure.update_yaxes(title=MEMORY_AXIS)
-    figure.write_html(path, include_plotlyjs=True, full_html=True)

@@ -12,6 +12,13 @@ STAYING = frozenset({LayerType.LINEAR, LayerType.SOFTMAX, LayerType.LOSS, LayerT
 
 
 def trace_of(graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()) -> Trace:
+    """The trace of `owned_trace`, for all who need not know whose a block is."""
+    return owned_trace(graph, schedule, groups)[0]
+
+
+def owned_trace(
+    graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()
+) -> tuple[Trace, tuple[int, ...]]:
     """The blocks that `schedule` allocates on the device; positions count instructions, workspaces are blocks of their own.
 
     One call carries out the ops of each of `groups`, which follow one another: their workspaces are there together.
@@ -41,7 +48,7 @@ def trace_of(graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] =
             device.free(position, instruction.target)
     for tensor in tuple(device.stays):
         device.free(len(schedule.instructions), tensor)
-    return device.trace()
+    return device.trace(), device.owners()
 
 
 @dataclass
@@ -77,8 +84,8 @@ class _Device:
         self._layer = ""
         self._made: list[_Stay] = []  # by the layer that ran last
         self._blocks: list[
-            tuple[int, int, int, str, Mobility, int]
-        ] = []  # start, end, bytes, name, mobility, references
+            tuple[int, int, int, str, Mobility, int, int]
+        ] = []  # start, end, bytes, name, mobility, references, owner
 
     def run(
         self,
@@ -105,20 +112,24 @@ class _Device:
         if workspace_bytes:
             name = f"workspace of {op.name}"
             begin, end = during or (position, position + 1)
-            self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY, 0))
+            self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY, 0, -1 - op.id))
 
     def free(self, position: int, tensor: int) -> None:
         """A tensor leaves the device."""
         stay, made = self.stays.pop(tensor), self._graph.tensors[tensor]
         stays = made.persistent or made.kind is TensorKind.GRADIENT
         mobility = Mobility.MOVABLE if stays else stay.mobility
-        self._blocks.append((stay.since, position, made.nbytes, made.name, mobility, len(stay.readers)))
+        self._blocks.append((stay.since, position, made.nbytes, made.name, mobility, len(stay.readers), tensor))
 
     def trace(self) -> Trace:
         """All blocks, numbered by when they start."""
         return Trace(
             tuple(
                 Block(i, start, end, nbytes, name, mobility=mobility, references=references)
-                for i, (start, end, nbytes, name, mobility, references) in enumerate(sorted(self._blocks))
+                for i, (start, end, nbytes, name, mobility, references, _) in enumerate(sorted(self._blocks))
             )
         )
+
+    def owners(self) -> tuple[int, ...]:
+        """Whose each of these blocks is."""
+        return tuple(owner for *_, owner in sorted(self._blocks))

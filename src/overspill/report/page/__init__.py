@@ -1,0 +1,24 @@
+"""The report: one self-contained page of HTML, made of sections. `sections.py` says which there are."""
+
+from .sections import Axis as Axis
+from .sections import Column as Column
+from .sections import Curve as Curve
+from .sections import Figure as Figure
+from .sections import Lines as Lines
+from .sections import Mark as Mark
+from .sections import Ops as Ops
+from .sections import Page as Page
+from .sections import Point as Point
+from .sections import Points as Points
+from .sections import Run as Run
+from .sections import Section as Section
+from .sections import Step as Step
+from .sections import Table as Table
+from .sections import Tensors as Tensors
+from .sections import Unit as Unit
+from .sections import Verdict as Verdict
+from .step import addresses as addresses
+from .step import step as step
+from .write import check_page as check_page
+from .write import page_text as page_text
+from .write import write_page as write_page

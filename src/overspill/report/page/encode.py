@@ -1,0 +1,68 @@
+"""A page's content as JSON that may stand in HTML: columns of numbers as base64, and no letter that a reader cannot see."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sections import Page
+
+MOST_LETTERS = 500
+"""The longest name that is kept whole."""
+_SHORT_COLUMN = 64
+_IN_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def encode(page: Page) -> str:
+    """`page` as JSON that ends no `<script>`, whatever names it holds."""
+    return json.dumps(_plain(page), ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
+
+
+def visible(text: str) -> str:
+    """`text` with what has no look of its own, such as marks of direction, spelled out; and a very long one in part."""
+    text = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 100]}…{text[-99:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in what JSON has; a section says which it is."""
+    if isinstance(value, Enum):
+        value = value.value
+    elif isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, np.ndarray):
+        return _column(value)
+    return _collection(value)
+
+
+def _collection(value: Any) -> Any:
+    """A section with its name, or a list."""
+    if is_dataclass(value):
+        content = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {"is": type(value).__name__, **content}
+    return [_plain(item) for item in value]
+
+
+def _column(numbers: NDArray[Any]) -> Any:
+    """Numbers in order: as they are where they are few, else as base64 of the smallest type that holds them."""
+    if len(numbers) <= _SHORT_COLUMN:
+        return [_plain(number) for number in numbers.tolist()]
+    kind = "f8"
+    if numbers.dtype.kind == "i" and np.abs(numbers).max() < 2**31:
+        kind = "i4"
+    return {"type": kind, "base64": base64.b64encode(numbers.astype(f"<{kind}").tobytes()).decode()}

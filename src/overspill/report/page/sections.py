@@ -1,0 +1,225 @@
+"""What a report is made of: the verdict, and sections that are tables, charts and the linked views of one step.
+
+Nothing here knows what a plan or an estimate is. Numbers stay numbers, and the page writes them in the unit that is said:
+so a reader can sort a table, and read exact bytes off a curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Cell = str | float | bool | None
+"""What stands in a table. None: nothing is known."""
+
+
+class Unit(StrEnum):
+    """How the page writes a number."""
+
+    TEXT = "text"
+    NUMBER = "number"
+    BYTES = "bytes"
+    SECONDS = "seconds"
+    FLOPS = "flops"
+    RATIO = "ratio"  # 1.095
+    SHARE = "share"  # 0.45 is written as 45 %
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A headline: what it is, and its value as it shall be read. `note` stands small beneath it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reader wants to know first. `good`: whether it is what they hoped for; None where nothing is judged."""
+
+    text: str
+    good: bool | None
+    figures: tuple[Figure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. `bar`: each number has a bar behind it, as long as its share of the largest."""
+
+    name: str
+    unit: Unit = Unit.TEXT
+    bar: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, sorted as given; a click on a column's head sorts them by it."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis is of."""
+
+    name: str
+    unit: Unit = Unit.NUMBER
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points joined by lines. `steps`: each value holds until the next x. `dashed`: of what is not the subject, as a bound."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    steps: bool = False
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A line through the chart at `at` of one axis, as a budget."""
+
+    name: str
+    at: float
+    on_x: bool = False
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over a common axis."""
+
+    title: str
+    x: Axis
+    y: Axis
+    curves: tuple[Curve, ...]
+    marks: tuple[Mark, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing that is compared, as a policy. `good`: false for one that fails, as by not fitting."""
+
+    name: str
+    x: float
+    y: float
+    good: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Points:
+    """Named points, as policies by memory and time, with curves for what bounds them."""
+
+    title: str
+    x: Axis
+    y: Axis
+    points: tuple[Point, ...]
+    curves: tuple[Curve, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """The tensors of a step by number. `maker` is the op that first writes one, or -1; `layer` is an index of `Step.layers`."""
+
+    name: Sequence[str]
+    kind: Sequence[str]
+    shape: Sequence[str]
+    nbytes: Integers
+    maker: Integers
+    layer: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Ops:
+    """The ops of a step by number. Op i reads `read[first_read[i]:first_read[i + 1]]`, and so for what it writes."""
+
+    name: Sequence[str]
+    phase: Sequence[str]
+    layer: Integers
+    flops: Integers
+    first_read: Integers
+    read: Integers
+    first_written: Integers
+    written: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One way to run the step, as by a plan: what was on the device when, and what each stream did.
+
+    Positions count its instructions, and `seconds[p]` is when the one at `p` had been carried out; empty where there is
+    no clock. From `start[i]` until before `end[i]` the device holds tensor `tensor[i]`, or the workspace of op `-1 - tensor[i]`
+    if that is negative, of `nbytes[i]`, at address `offset[i]` (empty: no addresses are known).
+
+    Event i is of instruction `event_at[i]`, on stream `stream[i]` (an index of `streams`), and does `verb[i]` (an index of
+    `verbs`) to `target[i]`: an op on the compute stream, the first one, a tensor on the others. A stall is a time in which
+    the compute stream waits, with its cause.
+    """
+
+    name: str
+    seconds: Floats
+    positions: int
+    start: Integers
+    end: Integers
+    tensor: Integers
+    nbytes: Integers
+    offset: Integers
+    streams: tuple[str, ...] = ()
+    verbs: tuple[str, ...] = ()
+    stream: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    verb: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    target: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    begun: Floats = field(default_factory=lambda: np.zeros(0))
+    ended: Floats = field(default_factory=lambda: np.zeros(0))
+    event_at: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    stall_begun: Floats = field(default_factory=lambda: np.zeros(0))
+    stall_ended: Floats = field(default_factory=lambda: np.zeros(0))
+    stall_cause: Sequence[str] = ()
+    placer: str = ""
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The linked views of one step: memory, streams, addresses and layers, of one of `runs` at a time.
+
+    The first run is shown first; the others are a click away, and their memory is a line beside it. What a run does not
+    know, as streams or addresses, has no view. `marks` are lines across the memory, as the budget.
+    """
+
+    title: str
+    layers: tuple[str, ...]
+    tensors: Tensors
+    ops: Ops
+    runs: tuple[Run, ...]
+    marks: tuple[Mark, ...] = ()
+    note: str = ""
+
+
+Section = Table | Lines | Points | Step
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report. `subtitle` says of what job it is, `notes` what a reader must know besides."""
+
+    title: str
+    verdict: Verdict
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...] = ()
+    subtitle: str = ""

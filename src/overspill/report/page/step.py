@@ -1,0 +1,162 @@
+"""From plans and layouts to the columns of the linked views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from overspill.core import Graph, Layout, Schedule, Stream, Tensor, Timeline, Trace, Verb
+from overspill.core.units import format_bytes
+from overspill.placement.packing import SOLVERS, solver_named
+from overspill.placement.place import SEARCH, check_placer
+from overspill.placement.replay import layout_of
+from overspill.plans.plan import Plan
+from overspill.policies.in_core import Liveness
+from overspill.simulate import owned_trace
+
+from .sections import Integers, Mark, Ops, Run, Step, Tensors
+
+STREAMS = tuple(Stream)
+VERBS = tuple(Verb)
+_SIZES = tuple(1 << power for power in (30, 28, 26, 24, 22, 20, 18, 16, 12))
+"""Where the classes end in which an address map without kinds sorts its blocks."""
+
+
+def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step:
+    """The views of `plan` and of the same step unmanaged; its blocks lie as `placer` puts them (None: as PyTorch does)."""
+    placer = placer or "pytorch"
+    plain = Liveness().plan(plan.graph, plan.device)
+    runs = (
+        run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups),
+        run(plan.graph, plain, plan.unmanaged_timeline, "unmanaged", placer),
+    )
+    return of_graph(plan.graph, runs, title, (Mark("budget", plan.budget_bytes),))
+
+
+def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:
+    """The views of `runs` of one graph."""
+    layers = {layer: index for index, layer in enumerate(dict.fromkeys(op.layer for op in graph.ops))}
+    home = [uses[0] if uses else -1 for uses in graph.uses]
+    maker = [graph.producer.get(t.id, -1) for t in graph.tensors]
+    tensors = Tensors(
+        name=[t.name or f"tensor {t.id}" for t in graph.tensors],
+        kind=[t.kind.value for t in graph.tensors],
+        shape=[_shape(t) for t in graph.tensors],
+        nbytes=_integers(t.nbytes for t in graph.tensors),
+        maker=_integers(maker),
+        layer=_integers(layers[graph.ops[op].layer] if op >= 0 else -1 for op in home),
+    )
+    first_read, read = _rows([op.reads for op in graph.ops])
+    first_written, written = _rows([op.writes for op in graph.ops])
+    ops = Ops(
+        name=[op.name for op in graph.ops],
+        phase=[op.phase.value for op in graph.ops],
+        layer=_integers(layers[op.layer] for op in graph.ops),
+        flops=_integers(op.flops for op in graph.ops),
+        first_read=first_read,
+        read=read,
+        first_written=first_written,
+        written=written,
+    )
+    return Step(title, tuple(layers), tensors, ops, runs, marks)
+
+
+def run(
+    graph: Graph,
+    schedule: Schedule,
+    timeline: Timeline,
+    name: str,
+    placer: str | None = None,
+    groups: Iterable[Sequence[int]] = (),
+) -> Run:
+    """What `schedule` has on the device, and does, as `timeline` says when; addresses where a `placer` is named."""
+    trace, owners = owned_trace(graph, schedule, groups)
+    layout = None if placer is None else _layout(trace, placer)
+    events = timeline.events
+    return Run(
+        name=name,
+        seconds=np.array(timeline.clock_seconds, dtype=np.float64),
+        positions=len(schedule.instructions),
+        start=_integers(b.start for b in trace.blocks),
+        end=_integers(b.end for b in trace.blocks),
+        tensor=_integers(owners),
+        nbytes=_integers(b.nbytes for b in trace.blocks),
+        offset=_integers(() if layout is None else layout.offsets),
+        streams=tuple(stream.value for stream in STREAMS),
+        verbs=tuple(verb.value for verb in VERBS),
+        stream=_integers(STREAMS.index(e.stream) for e in events),
+        verb=_integers(VERBS.index(e.verb) for e in events),
+        target=_integers(e.target for e in events),
+        begun=np.array([e.start_seconds for e in events], dtype=np.float64),
+        ended=np.array([e.end_seconds for e in events], dtype=np.float64),
+        event_at=_integers(e.instruction for e in events),
+        stall_begun=np.array([s.start_seconds for s in timeline.stalls], dtype=np.float64),
+        stall_ended=np.array([s.end_seconds for s in timeline.stalls], dtype=np.float64),
+        stall_cause=[s.cause for s in timeline.stalls],
+        placer=placer or "",
+        reserved_bytes=None if layout is None else layout.peak_bytes,
+    )
+
+
+def addresses(trace: Trace, layout: Layout, title: str, capacity_bytes: int | None = None) -> Step:
+    """The views of a layout alone: its blocks by their size, positions in place of time, each space above the one before."""
+    blocks = trace.blocks
+    base, bases = 0, {}
+    for space in trace.spaces:
+        bases[space] = base
+        base += max(o + b.nbytes for o, b in zip(layout.offsets, blocks, strict=True) if b.space == space)
+    pieces = [(i, start, end) for i, block in enumerate(blocks) for start, end in block.pieces]
+    first = min((start for _, start, _ in pieces), default=0)
+    last = max((end for *_, end in pieces), default=1)
+    found = Run(
+        name=layout.solver,
+        seconds=np.zeros(0),
+        positions=last - first,
+        start=_integers(start - first for _, start, _ in pieces),
+        end=_integers(end - first for *_, end in pieces),
+        tensor=_integers(i for i, *_ in pieces),
+        nbytes=_integers(blocks[i].nbytes for i, *_ in pieces),
+        offset=_integers(layout.offsets[i] + bases[blocks[i].space] for i, *_ in pieces),
+        placer=layout.solver,
+        reserved_bytes=layout.peak_bytes,
+    )
+    nothing = _integers(())
+    tensors = Tensors(
+        name=[b.name or f"block {b.id}" for b in blocks],
+        kind=[_size_class(b.nbytes) for b in blocks],
+        shape=[f"space {b.space}" if len(trace.spaces) > 1 else "" for b in blocks],
+        nbytes=_integers(b.nbytes for b in blocks),
+        maker=np.full(len(blocks), -1),
+        layer=np.full(len(blocks), -1),
+    )
+    ops = Ops((), (), nothing, nothing, _integers((0,)), nothing, _integers((0,)), nothing)
+    marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes),)
+    return Step(title, (), tensors, ops, (found,), marks)
+
+
+def _layout(trace: Trace, placer: str) -> Layout | None:
+    """Where the allocator or the solver puts the blocks; None where it finds no place for them."""
+    check_placer(placer)
+    if placer in SOLVERS:
+        return solver_named(placer).solve(trace, SEARCH).layout
+    return layout_of(trace, placer)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
+
+
+def _size_class(nbytes: int) -> str:
+    least = next((size for size in _SIZES if nbytes >= size), 0)
+    return f"{format_bytes(least)} and more" if least else f"less than {format_bytes(_SIZES[-1])}"
+
+
+def _integers(numbers: Iterable[int]) -> Integers:
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """Rows of numbers in two columns: where each row begins, and all of them."""
+    first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return first, _integers(number for row in rows for number in row)

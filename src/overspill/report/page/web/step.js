@@ -1,0 +1,482 @@
+// The linked views of one step: one window in time, one instant, one selected tensor and one filter for all of them.
+
+const HELP = "Arrow keys move and zoom, comma and full stop step through instructions, Home shows all, Escape clears.";
+const TENSORS_LISTED = 12;
+
+function stepOf(section) {
+  return new StepViews(section).element;
+}
+
+class StepViews {
+  constructor(section) {
+    this.help = HELP;
+    this.step = new StepModel(section);
+    this.run = this.step.runs[0];
+    this.axis = this.run.timed ? "time" : "positions";
+    this.mode = "kind";
+    this.window = [0, this.run.end_of(this.axis)];
+    this.instant = null;
+    this.selected = null;
+    this.hovered = null;
+    this.filter = null;
+    this.filterPath = null;
+    this.moving = false;
+    this.parts = {
+      controls: el("div", { class: "controls", role: "toolbar", "aria-label": "What the views show" }),
+      legend: el("div", { class: "legend" }),
+      views: el("div", { class: "views" }),
+      below: el("div", { class: "below" }),
+    };
+    this.element = el("div", { class: "step" }, this.parts.controls, this.parts.legend, this.parts.views, this.parts.below);
+    this.lay();
+    REDRAWN.push(() => this.fit());
+  }
+
+  get grouping() {
+    return this.mode === "layer" && this.step.byLayer ? this.step.byLayer : this.step.byKind;
+  }
+  get compared() {
+    return this.axis === "time" && this.run.timed ? this.step.runs.filter((run) => run !== this.run && run.timed) : [];
+  }
+  get most() {
+    const shown = [this.run, ...this.compared].map((run) => run.peak);
+    const tallest = Math.max(...shown);
+    const marks = this.step.marks.map((mark) => mark.at).filter((at) => at < 2 * tallest);
+    return 1.1 * Math.max(tallest, ...marks, 1);
+  }
+  get longest() {
+    return Math.max(...[this.run, ...this.compared].map((run) => run.end_of(this.axis)));
+  }
+  get right() {
+    return GUTTER + this.memory.sheet.plot;
+  }
+  px(x) {
+    return GUTTER + ((x - this.window[0]) / (this.window[1] - this.window[0])) * this.memory.sheet.plot;
+  }
+  at(pixel) {
+    return this.window[0] + ((pixel - GUTTER) / this.memory.sheet.plot) * (this.window[1] - this.window[0]);
+  }
+
+  // The views that the run has something for, from top to bottom.
+  lay() {
+    this.memory = new MemoryView(this);
+    this.views = [this.memory];
+    if (this.run.streams.length) this.views.push(new StreamView(this));
+    if (this.run.offset.length) this.views.push(new AddressView(this));
+    this.axisSheet = el("canvas", { class: "ruler", "aria-hidden": "true" });
+    const titles = { Addresses: `Addresses, placed by ${this.run.placer}`, Streams: "Streams" };
+    this.streamKey = el("div", { class: "legend" });
+    const panes = this.views.map(({ sheet }) => {
+      const heading = el("div", { class: "heading" }, el("h3", {}, titles[sheet.label] || sheet.label), sheet.label === "Streams" ? this.streamKey : null);
+      return el("div", { class: "pane" }, heading, sheet.element);
+    });
+    this.parts.views.replaceChildren(...panes, this.axisSheet);
+    for (const view of this.views) this.listen(view);
+    this.control();
+    this.window = [0, this.longest];
+    this.legend();
+  }
+
+  control() {
+    const choice = (label, options, chosen, choose) =>
+      options.length < 2 ? null : el("div", { class: "choice", role: "group", "aria-label": label }, options.map(([value, text]) => {
+        return el("button", { type: "button", "aria-pressed": String(value === chosen), "data-value": value, onclick: () => choose(value) }, text);
+      }));
+    const runs = this.step.runs.map((run, at) => [String(at), run.name]);
+    const modes = this.step.byLayer ? [["kind", "by kind"], ["layer", "by layer"]] : [];
+    const axes = this.run.timed ? [["time", "time"], ["positions", "instructions"]] : [];
+    const zoom = (text, name, act) => el("button", { type: "button", "aria-label": name, title: name, onclick: act }, text);
+    this.parts.controls.replaceChildren(...[
+      choice("Run", runs, String(this.step.runs.indexOf(this.run)), (at) => this.choose({ run: this.step.runs[at] })),
+      choice("Colours", modes, this.mode, (mode) => this.choose({ mode })),
+      choice("Axis", axes, this.axis, (axis) => this.choose({ axis })),
+      el("div", { class: "choice", role: "group", "aria-label": "Zoom" }, zoom("−", "Zoom out", () => this.zoom(2)), zoom("+", "Zoom in", () => this.zoom(0.5)), zoom("All", "Show all", () => this.show(0, this.longest))),
+      this.crumb = el("button", { type: "button", class: "crumb", hidden: true, title: "Clear the filter", onclick: () => this.pick(null) }),
+    ].filter(Boolean));
+  }
+
+  choose(change) {
+    Object.assign(this, change);
+    this.instant = this.hovered = null;
+    if (change.run || change.axis) this.lay();
+    else this.control(), this.legend();
+    this.pick(this.filterPath, true);
+    this.fit();
+  }
+
+  legend() {
+    const chips = this.grouping.groups.map((group) => {
+      const box = el("i", { class: `chip pattern${group.pattern}` });
+      box.style.backgroundColor = group.colour;
+      return el("span", {}, box, group.label);
+    });
+    for (const other of this.compared) chips.push(el("span", {}, el("i", { class: "dash" }), `${other.name}: peak ${FORMATS.bytes(other.peak)}`));
+    this.parts.legend.replaceChildren(...chips);
+    this.streamLegend();
+  }
+
+  // What the colours of the streams mean, beside their heading.
+  streamLegend() {
+    if (!this.streamKey) return;
+    const box = (ink, name, pattern) => {
+      const made = el("i", { class: `chip ${pattern || ""}` });
+      made.style.backgroundColor = ink;
+      return el("span", {}, made, name);
+    };
+    const phases = [...new Set(this.step.ops.phase)].map((phase) => box(PHASES[phase], phase));
+    this.streamKey.replaceChildren(...(this.mode === "layer" ? [] : phases), box(this.mode === "layer" ? "transparent" : RECOMPUTED, "recomputed", "pattern1"), box("var(--stall)", "compute waits"));
+  }
+
+  fit() {
+    const width = Math.max(280, this.parts.views.clientWidth || 900);
+    for (const { sheet } of this.views) sheet.fit(width);
+    this.draw();
+    this.below();
+  }
+
+  draw() {
+    for (const view of this.views) view.draw();
+    this.ruler();
+    this.glass();
+  }
+  ruler() {
+    const sheet = this.memory.sheet;
+    this.axisSheet.width = sheet.picture.width;
+    this.axisSheet.height = 26 * sheet.ratio;
+    const pen = this.axisSheet.getContext("2d");
+    pen.setTransform(sheet.ratio, 0, 0, sheet.ratio, 0, 0);
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    pen.textAlign = "center";
+    pen.fillStyle = colour("muted");
+    const unit = this.axis === "time" ? "seconds" : "number";
+    const wanted = Math.max(2, Math.floor(sheet.plot / 130));
+    const span = this.window[1] - this.window[0];
+    for (const at of ticks(...this.window, wanted, unit)) {
+      const x = this.px(at);
+      pen.fillRect(x, 0, 1, 5);
+      if (x > GUTTER + 18 && x < this.right - 24) pen.fillText(this.axis === "time" ? preciseTime(at, span) : show(at, unit), x, 17);
+    }
+    pen.textAlign = "right";
+    pen.fillText(this.axis === "time" ? "time" : "instr.", GUTTER - 8, 17);
+    this.element.dataset.window = this.window.join(" ");
+  }
+  // What follows the pointer: the instant in all views, the tensor in all views.
+  glass() {
+    for (const view of this.views) {
+      const pen = view.sheet.pen(view.sheet.glass);
+      pen.save();
+      pen.beginPath();
+      pen.rect(GUTTER, 0, view.sheet.plot, view.sheet.height);
+      pen.clip();
+      view.over(pen);
+      const line = (x, alpha) => {
+        pen.globalAlpha = alpha;
+        pen.fillStyle = colour("ink");
+        pen.fillRect(Math.round(x), 0, 1, view.sheet.height);
+        pen.globalAlpha = 1;
+      };
+      if (this.instant !== null) line(this.px(this.run.edges[this.axis][this.instant]), 0.9);
+      if (this.hovered) line(this.hovered.x, 0.45);
+      if (this.brush) {
+        pen.fillStyle = colour("accent");
+        pen.globalAlpha = 0.18;
+        pen.fillRect(Math.min(...this.brush), 0, Math.abs(this.brush[1] - this.brush[0]), view.sheet.height);
+      }
+      pen.restore();
+    }
+    this.element.dataset.selected = this.selected === null ? "" : this.step.nameOf(this.selected);
+  }
+
+  listen(view) {
+    const area = view.sheet.element;
+    const place = (event) => {
+      const box = area.getBoundingClientRect();
+      return [event.clientX - box.left, event.clientY - box.top];
+    };
+    let pressed = null;
+    area.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      pressed = { x: place(event)[0], pan: event.shiftKey, window: [...this.window] };
+      if (event.pointerType === "mouse") area.setPointerCapture(event.pointerId);
+    });
+    area.addEventListener("pointermove", (event) => {
+      const [x, y] = place(event);
+      if (pressed && event.pointerType === "mouse" && Math.abs(x - pressed.x) > 4) {
+        if (pressed.pan) {
+          const moved = ((pressed.x - x) / this.memory.sheet.plot) * (pressed.window[1] - pressed.window[0]);
+          this.show(pressed.window[0] + moved, pressed.window[1] + moved);
+        } else {
+          this.brush = [pressed.x, x];
+          this.hovered = null;
+          hush();
+          this.glass();
+        }
+        return;
+      }
+      this.hover(view, x, y, event);
+    });
+    area.addEventListener("pointerup", (event) => {
+      const [x, y] = place(event);
+      const brush = this.brush;
+      const was = pressed;
+      this.brush = pressed = null;
+      if (brush && Math.abs(brush[1] - brush[0]) > 4) this.show(this.at(Math.min(...brush)), this.at(Math.max(...brush)));
+      else if (was && !was.pan) this.press(view, x, y);
+    });
+    area.addEventListener("pointercancel", () => ((pressed = this.brush = null), this.glass()));
+    area.addEventListener("pointerleave", () => {
+      if (pressed) return;
+      this.hovered = null;
+      hush();
+      this.glass();
+    });
+    area.addEventListener("dblclick", () => this.show(0, this.longest));
+    area.addEventListener("wheel", (event) => this.wheel(event, place(event)[0]), { passive: false });
+    area.addEventListener("keydown", (event) => this.key(event));
+  }
+  wheel(event, x) {
+    const span = this.window[1] - this.window[0];
+    if (event.ctrlKey || event.metaKey) {
+      event.preventDefault();
+      this.zoom(Math.exp(event.deltaY * 0.004), this.at(Math.max(GUTTER, x)));
+    } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+      event.preventDefault();
+      const moved = ((event.deltaX || event.deltaY) / this.memory.sheet.plot) * span;
+      this.show(this.window[0] + moved, this.window[1] + moved);
+    }
+  }
+  key(event) {
+    const span = this.window[1] - this.window[0];
+    const shift = (share) => this.show(this.window[0] + share * span, this.window[1] + share * span);
+    const acts = {
+      ArrowLeft: () => shift(-0.2), ArrowRight: () => shift(0.2), a: () => shift(-0.2), d: () => shift(0.2),
+      ArrowUp: () => this.zoom(0.5), ArrowDown: () => this.zoom(2), w: () => this.zoom(0.5), s: () => this.zoom(2), "+": () => this.zoom(0.5), "-": () => this.zoom(2),
+      Home: () => this.show(0, this.longest), ",": () => this.stand((this.instant ?? this.run.peakAt) - 1), ".": () => this.stand((this.instant ?? this.run.peakAt) + 1),
+      p: () => this.stand(this.run.peakAt), Escape: () => this.clear(),
+    };
+    if (event.ctrlKey || event.metaKey || event.altKey || !acts[event.key]) return;
+    event.preventDefault();
+    acts[event.key]();
+  }
+
+  // The window, within the step and never narrower than what a picture can show. Details come when it rests.
+  show(from, until) {
+    const whole = this.longest;
+    const least = whole / Math.max(2000, 40 * this.run.positions);
+    const span = Math.min(whole, Math.max(least, until - from));
+    const begin = Math.min(Math.max(0, from), whole - span);
+    this.window = [begin, begin + span];
+    this.hovered = null;
+    hush();
+    this.moving = true;
+    cancelAnimationFrame(this.frame);
+    clearTimeout(this.rest);
+    this.frame = requestAnimationFrame(() => this.draw());
+    this.rest = setTimeout(() => ((this.moving = false), this.draw()), 90);
+  }
+  zoom(factor, about = this.focus) {
+    const [from, until] = this.window;
+    this.show(about - (about - from) * factor, about + (until - about) * factor);
+  }
+  get focus() {
+    const at = this.instant === null ? null : this.run.edges[this.axis][this.instant];
+    return at !== null && at >= this.window[0] && at <= this.window[1] ? at : (this.window[0] + this.window[1]) / 2;
+  }
+
+  hover(view, x, y, event) {
+    if (x < GUTTER || x > this.right) return void ((this.hovered = null), hush(), this.glass());
+    const found = view.find(x, y);
+    this.hovered = found ? { ...found, x } : { tensor: null, x };
+    this.glass();
+    if (!found) return hush();
+    tell(this.describe(found, view), event.clientX, event.clientY);
+  }
+  describe(found, view) {
+    const { run, step } = this;
+    if (found.stall !== undefined) {
+      const seconds = run.stall_ended[found.stall] - run.stall_begun[found.stall];
+      return [`compute waits ${FORMATS.seconds(seconds)}`, ["for", run.stall_cause[found.stall]], ["at", FORMATS.seconds(run.stall_begun[found.stall])]];
+    }
+    if (found.event !== undefined && run.stream[found.event] === 0) {
+      const op = run.target[found.event];
+      const flops = step.ops.flops[op];
+      return [`${run.verbs[run.verb[found.event]]} ${step.ops.name[op]}`, ["layer", step.layers[step.ops.layer[op]] || "none"], ["phase", step.ops.phase[op]],
+        ["takes", `${FORMATS.seconds(run.ended[found.event] - run.begun[found.event])} from ${FORMATS.seconds(run.begun[found.event])}`],
+        flops ? ["computes", FORMATS.flops(flops)] : null, found.tensor === null ? null : ["makes", this.size(found.tensor)]];
+    }
+    if (found.tensor === null) return [run.at(found.position), ["on the device", FORMATS.bytes(run.total[found.position] || 0)], view === this.memory ? null : "nothing here"];
+    const lines = [step.nameOf(found.tensor), ["size", this.size(found.tensor, true)], ["kind", spelled(step.kindOf(found.tensor))]];
+    if (found.tensor >= 0 && step.tensors.shape[found.tensor]) lines.push(["shape", step.tensors.shape[found.tensor]]);
+    const layer = step.layers[step.layerOf(found.tensor)];
+    if (layer) lines.push(["layer", layer]);
+    if (found.event !== undefined) lines.push([run.verbs[run.verb[found.event]], `${FORMATS.seconds(run.begun[found.event])} to ${FORMATS.seconds(run.ended[found.event])}`]);
+    const history = run.history(found.tensor).filter(([, what]) => !what.startsWith("read by"));
+    lines.push(...history.slice(0, 7).map(([when, what]) => [when, what]));
+    return lines;
+  }
+  size(tensor, plain) {
+    const { run, step } = this;
+    const nbytes = tensor >= 0 ? step.tensors.nbytes[tensor] : run.nbytes[run.tensor.indexOf(tensor)];
+    return plain ? `${FORMATS.bytes(nbytes)} (${nbytes.toLocaleString("en")} bytes)` : `${step.nameOf(tensor)}, ${FORMATS.bytes(nbytes)}`;
+  }
+
+  press(view, x, y) {
+    if (x < GUTTER || x > this.right) return;
+    const found = view.find(x, y);
+    if (!found) return;
+    this.instant = found.position;
+    this.select(found.tensor === this.selected ? null : found.tensor);
+  }
+  select(tensor) {
+    this.selected = tensor;
+    this.glass();
+    this.below();
+  }
+  stand(position) {
+    this.instant = Math.min(this.run.positions - 1, Math.max(0, position));
+    const at = this.run.edges[this.axis][this.instant];
+    const span = this.window[1] - this.window[0];
+    if (at < this.window[0] || at > this.window[1]) this.show(at - span / 2, at + span / 2);
+    this.glass();
+    this.below();
+  }
+  clear() {
+    this.selected = this.instant = this.hovered = null;
+    hush();
+    this.pick(null);
+    this.below();
+  }
+
+  // A node of the tree as a filter of all views; null for none.
+  pick(path, quiet) {
+    const find = (node) => (node.path === path ? node : node.children.map(find).find(Boolean));
+    const node = path === null ? null : find(this.step.root);
+    this.filterPath = node ? path : null;
+    this.filter = node ? new Set(node.layers) : null;
+    this.crumb.hidden = !node;
+    this.crumb.textContent = node ? `only ${path} ×` : "";
+    this.element.dataset.filter = node ? path : "";
+    if (this.treeView) this.treeView.mark(this.filterPath);
+    if (!quiet) this.draw();
+  }
+
+  below() {
+    const position = this.instant ?? this.run.peakAt;
+    const tree = this.step.layers.length > 1 ? (this.treeView ||= new TreeView(this)) : null;
+    if (tree) tree.show(position);
+    this.parts.below.replaceChildren(...[tree?.element, el("div", {}, this.instantTable(position), this.card())].filter(Boolean));
+  }
+  instantTable(position) {
+    const { run, step } = this;
+    const live = [...Array(run.start.length).keys()].filter((i) => run.start[i] <= position && position < run.end[i]);
+    live.sort((a, b) => run.nbytes[b] - run.nbytes[a]);
+    const rows = live.slice(0, TENSORS_LISTED).map((i) => {
+      const tensor = run.tensor[i];
+      const chosen = tensor === this.selected;
+      const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
+      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : ""), el("td", { class: "number", title: `${run.nbytes[i].toLocaleString("en")} bytes` }, FORMATS.bytes(run.nbytes[i])));
+    });
+    const rest = live.slice(TENSORS_LISTED).reduce((sum, i) => sum + run.nbytes[i], 0);
+    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${live.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
+    const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
+    const heading = `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
+    const head = el("tr", {}, ["largest tensors", "kind", "shape", "size"].map((name, at) => el("th", { scope: "col", class: at === 3 ? "number" : null }, name)));
+    return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
+  }
+  card() {
+    if (this.selected === null) return el("p", { class: "note" }, "Click a tensor in any view to follow it through all of them. Drag to zoom in, double-click to see all; ctrl and wheel zooms, shift and drag moves.");
+    const { run, step } = this;
+    const tensor = this.selected;
+    const facts = [["size", this.size(tensor, true)], ["kind", spelled(step.kindOf(tensor))], ["shape", tensor >= 0 ? step.tensors.shape[tensor] : ""], ["layer", step.layers[step.layerOf(tensor)] || ""]];
+    const history = run.history(tensor);
+    const shown = history.length > 14 ? [...history.slice(0, 7), ["…", `${history.length - 14} more`], ...history.slice(-7)] : history;
+    return el("div", { class: "card" }, el("h3", {}, step.nameOf(tensor)),
+      el("dl", {}, facts.filter(([, value]) => value).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+      el("ol", { class: "history" }, shown.map(([when, what]) => el("li", {}, el("span", {}, when), what))));
+  }
+}
+
+// A time that can be told from its neighbours on the ruler.
+function preciseTime(seconds, span) {
+  const [factor, unit] = span >= 2 ? [1, "s"] : span >= 2e-3 ? [1e3, "ms"] : [1e6, "µs"];
+  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10((span * factor) / 8))));
+  return `${(seconds * factor).toFixed(digits)} ${unit}`;
+}
+
+// The model as a tree of layers, with bytes at the instant and seconds of compute; a layer filters all views.
+class TreeView {
+  constructor(views) {
+    this.views = views;
+    this.opened = new Set([""]);
+    this.list = el("ul", { role: "tree", "aria-label": "Layers", onkeydown: (event) => this.key(event) });
+    this.element = el("div", { class: "tree" }, el("h3", {}, "Layers"), el("div", { class: "row head", "aria-hidden": "true" }, el("span", {}, "click to filter"), el("span", {}, "bytes here"), el("span", {}, "compute")), this.list);
+  }
+  show(position) {
+    const { nbytes, seconds } = this.views.run.byLayer(position);
+    this.sum = (node) => [node.layers.reduce((sum, layer) => sum + nbytes[layer], 0), node.layers.reduce((sum, layer) => sum + seconds[layer], 0)];
+    this.whole = this.sum(this.views.step.root);
+    this.fill();
+  }
+  fill(focused) {
+    const rows = [];
+    const add = (node, depth) => {
+      rows.push(this.row(node, depth));
+      if (this.opened.has(node.path)) node.children.forEach((child) => add(child, depth + 1));
+    };
+    add(this.views.step.root, 0);
+    this.list.replaceChildren(...rows);
+    this.mark(this.views.filterPath);
+    const wanted = focused !== undefined ? rows.find((row) => row.dataset.path === focused) : null;
+    (wanted || rows[0]).tabIndex = 0;
+    if (wanted) wanted.focus();
+  }
+  row(node, depth) {
+    const [nbytes, seconds] = this.sum(node);
+    const inner = node.children.length > 0;
+    const open = this.opened.has(node.path);
+    const sign = el("span", { class: "sign", "aria-hidden": "true", onclick: (event) => (event.stopPropagation(), this.turn(node)) }, inner ? (open ? "▾" : "▸") : "");
+    const name = el("span", { class: "layer" }, sign, el("bdi", {}, node.name));
+    name.style.paddingLeft = `${depth * 14}px`;
+    const bar = (value, whole, text) => {
+      const made = el("span", { class: "amount" }, text);
+      made.style.setProperty("--share", whole ? value / whole : 0);
+      return made;
+    };
+    const made = el("li", { class: "row", role: "treeitem", tabindex: -1, "aria-level": depth + 1, "aria-expanded": inner ? String(open) : null, "data-path": node.path, title: node.path || null, onclick: () => this.choose(node) },
+      name, bar(nbytes, this.whole[0], FORMATS.bytes(nbytes)), bar(seconds, this.whole[1], this.views.run.timed ? FORMATS.seconds(seconds) : ""));
+    made.node = node;
+    return made;
+  }
+  choose(node) {
+    this.views.pick(node.path === "" || node.path === this.views.filterPath ? null : node.path);
+  }
+  turn(node) {
+    if (!node.children.length) return;
+    if (!this.opened.delete(node.path)) this.opened.add(node.path);
+    this.fill(node.path);
+  }
+  mark(path) {
+    for (const row of this.list.children) row.setAttribute("aria-selected", String(row.dataset.path === path && path !== null));
+  }
+  key(event) {
+    const rows = [...this.list.children];
+    const at = rows.indexOf(document.activeElement);
+    if (at < 0) return;
+    const node = rows[at].node;
+    const open = this.opened.has(node.path);
+    const go = (to) => {
+      if (!rows[to]) return;
+      rows[at].tabIndex = -1;
+      rows[to].tabIndex = 0;
+      rows[to].focus();
+    };
+    const acts = {
+      ArrowDown: () => go(at + 1), ArrowUp: () => go(at - 1), Home: () => go(0), End: () => go(rows.length - 1),
+      ArrowRight: () => (open || !node.children.length ? go(at + 1) : this.turn(node)), ArrowLeft: () => (open && node.children.length ? this.turn(node) : go(at - 1)),
+      Enter: () => this.choose(node), " ": () => this.choose(node), Escape: () => this.views.clear(),
+    };
+    if (!acts[event.key]) return;
+    event.preventDefault();
+    acts[event.key]();
+  }
+}

@@ -1,0 +1,41 @@
+"""The page as a file: markup, style, script and content in one, which asks nobody for anything."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from overspill.core.errors import RequestError
+from overspill.core.files import write_whole
+
+from .encode import encode, visible
+from .sections import Page
+
+SCRIPTS = ("base.js", "charts.js", "step_model.js", "step_views.js", "step.js", "main.js")
+"""In the order in which they build on one another; joined, they are one function."""
+
+
+def check_page(path: Path) -> None:
+    """Raise RequestError where `path` is no name for a page, before work is done for it."""
+    if path.suffix.lower() not in {".html", ".htm"}:
+        raise RequestError(f"cannot write a report to {path}: the file must end in .html")
+
+
+def write_page(path: Path, page: Page) -> None:
+    """Write `page` to `path`. Raises RequestError where that cannot be done."""
+    check_page(path)
+    write_whole(path, page_text(page))
+
+
+def page_text(page: Page) -> str:
+    """`page` as HTML."""
+    web = files(__package__) / "web"
+    script = "\n".join((web / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    return Template((web / "page.html").read_text(encoding="utf-8")).substitute(
+        title=escape(visible(page.title)),
+        style=(web / "page.css").read_text(encoding="utf-8"),
+        script=f'"use strict";\n(() => {{\n{script}\n}})();',
+        content=encode(page),
+    )

@@ -1,0 +1,195 @@
+"""The report in a real Chromium: it opens without a complaint, and its views move, filter and select together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from overspill.core import Block, Layout, Trace
+from overspill.plans.plan import Plan
+from overspill.report.page import (
+    Axis, Column, Curve, Lines, Mark, Page, Point, Points, Table, Unit, Verdict, addresses, write_page,
+)  # fmt: skip
+from overspill.report.plan_page import plan_page
+
+if TYPE_CHECKING:
+    from .conftest import Browser
+
+HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror='window.harmed=1'>\"&\u202egnp.\u2028"
+
+
+@pytest.fixture(scope="module")
+def page(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(path, plan_page(plan, "a step of eight layers"))
+    return path
+
+
+@pytest.fixture
+def opened(browser: Browser, page: Path) -> Browser:
+    browser.open(page)
+    return browser
+
+
+def window(browser: Browser) -> tuple[float, float]:
+    first, last = browser.find("div.step").get_attribute("data-window").split()
+    return float(first), float(last)
+
+
+def marked(browser: Browser) -> list[bool]:
+    """For each view, whether anything stands on the glass above it."""
+    return browser.run(
+        "return [...document.querySelectorAll('.view canvas:last-child')].map((c) =>"
+        " new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer).some((x) => x))"
+    )
+
+
+def test_it_opens_with_the_verdict_first_and_without_a_complaint(opened: Browser) -> None:
+    assert opened.find(".sentence").text.startswith("✓Fits in 24.0 MiB")
+    assert len(opened.all(".view")) == 3
+    opened.shot("light")
+    assert opened.complaints() == []
+
+
+def test_pointing_at_memory_names_the_tensor_and_what_becomes_of_it(opened: Browser) -> None:
+    view = opened.find(".view")
+    x, y = 0, int(view.size["height"] / 2) - 4  # from its middle, almost at the bottom: the first parameter
+    opened.actions.move_to_element_with_offset(view, x, y).perform()
+    told = opened.find(".tooltip").text
+    assert told.startswith("w0\nsize 512.0 KiB (524,288 bytes)\nkind parameter\nshape 131072 float32\nlayer l0")
+    assert "updated by" in told
+    assert marked(opened) == [True, True, True]
+
+
+def test_dragging_zooms_all_views_and_a_double_click_shows_all(opened: Browser) -> None:
+    before, whole = opened.pictures(), window(opened)
+    view = opened.find(".view")
+    opened.actions.move_to_element_with_offset(view, -100, 0).click_and_hold().move_by_offset(
+        200, 0
+    ).release().perform()
+    opened.settle()
+    first, last = window(opened)
+    assert whole[0] < first < last < whole[1]
+    assert all(now != then for now, then in zip(opened.pictures(), before, strict=True))
+    opened.shot("zoomed")
+    opened.actions.move_to_element(view).double_click().perform()
+    opened.settle()
+    assert window(opened) == whole
+
+
+def test_a_layer_filters_all_views(opened: Browser) -> None:
+    before = opened.pictures()
+    opened.find(".tree [data-path='l3']").click()
+    opened.settle()
+    assert opened.find("div.step").get_attribute("data-filter") == "l3"
+    assert all(now != then for now, then in zip(opened.pictures(), before, strict=True))
+    opened.shot("filtered")
+    opened.find(".crumb").click()
+    opened.settle()
+    assert opened.pictures() == before
+
+
+def test_a_selected_tensor_stands_out_in_all_views(opened: Browser) -> None:
+    assert marked(opened) == [False, False, False]
+    opened.find(".instant .link").click()
+    name = opened.find("div.step").get_attribute("data-selected")
+    assert name == opened.find(".card h3").text == opened.find(".instant .link").text
+    assert "made by" in opened.find(".history").text
+    assert marked(opened) == [True, True, True]
+    opened.shot("selected")
+
+
+def test_runs_colours_and_axes_can_be_changed(opened: Browser) -> None:
+    for value, group in (("layer", "Colours"), ("positions", "Axis"), ("1", "Run")):
+        before = opened.pictures()[0]
+        opened.find(f"[aria-label='{group}'] [data-value='{value}']").click()
+        opened.settle()
+        assert opened.pictures()[0] != before
+    opened.shot("unmanaged")
+    assert opened.complaints() == []
+
+
+def test_the_theme_is_that_of_the_system_until_the_button_says_otherwise(opened: Browser) -> None:
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    light, before = opened.run(paper), opened.pictures()[0]
+    opened.find(".theme").click()
+    dark = opened.run(paper)
+    assert dark != light
+    assert opened.pictures()[0] != before
+    opened.shot("dark")
+    opened.find(".theme").click()
+    assert opened.run(paper) == light
+    opened.driver.refresh()
+    preference = [{"name": "prefers-color-scheme", "value": "dark"}]
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": preference})
+    assert opened.run(paper) == dark
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_a_telephone_need_not_scroll_sideways(browser: Browser, page: Path) -> None:
+    browser.open(page, (390, 2600))
+    assert browser.run("return [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
+    browser.shot("narrow")
+
+
+def test_the_keyboard_moves_zooms_steps_and_clears(opened: Browser) -> None:
+    from selenium.webdriver import Keys
+
+    whole = window(opened)
+    for _ in range(40):
+        opened.actions.send_keys(Keys.TAB).perform()
+        if "view" in (opened.driver.switch_to.active_element.get_attribute("class") or ""):
+            break
+    opened.actions.send_keys(Keys.ARROW_UP, Keys.ARROW_UP).perform()
+    opened.settle()
+    near = window(opened)
+    assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 4)
+    opened.actions.send_keys(Keys.ARROW_RIGHT).perform()
+    opened.settle()
+    assert window(opened)[0] > near[0]
+    peak = opened.find(".instant h3").text
+    opened.actions.send_keys(".", ".").perform()
+    assert opened.find(".instant h3").text != peak
+    opened.actions.send_keys(Keys.ESCAPE, Keys.HOME).perform()
+    opened.settle()
+    assert opened.find(".instant h3").text == peak
+    assert window(opened) == whole
+
+
+def test_names_are_shown_and_never_obeyed(browser: Browser, plan: Plan, tmp_path: Path) -> None:
+    tensors = tuple(replace(t, name=HOSTILE + t.name) for t in plan.graph.tensors)
+    ops = tuple(replace(op, name=HOSTILE, layer=f"{HOSTILE}.{op.layer}") for op in plan.graph.ops)
+    hostile = replace(plan, graph=replace(plan.graph, tensors=tensors, ops=ops))
+    write_page(tmp_path / "hostile.html", plan_page(hostile, HOSTILE))
+    browser.open(tmp_path / "hostile.html")
+    assert browser.complaints() == []
+    assert browser.run("return [window.harmed, document.images.length]") == [None, 0]
+    shown = HOSTILE.replace("\u202e", "\\u202e").replace("\u2028", "\\u2028")
+    assert browser.find("h1").text == browser.driver.title == shown
+    assert browser.find(".instant .link").text.startswith(shown)
+
+
+def test_tables_sort_and_charts_can_be_read(browser: Browser, tmp_path: Path) -> None:
+    table = Table("t", (Column("name"), Column("size", Unit.BYTES, bar=True)), (("a", 10), ("b", 3000), ("c", None)))
+    memory, slowdown = Axis("memory", Unit.BYTES), Axis("slowdown", Unit.RATIO)
+    bound = Curve("bound", (1 << 20, 1 << 21), (1.2, 1.0), dashed=True)
+    lines = Lines("curves", memory, slowdown, (bound, replace(bound, name="auto", dashed=False)))
+    points = Points("policies", memory, slowdown, (Point("auto", 1 << 20, 1.25), Point("in-core", 1 << 22, 1, good=False)), (bound,), (Mark("budget", 3 << 20, on_x=True),))  # fmt: skip
+    trace = Trace((Block(0, 0, 4, 4096, "a"), Block(1, 1, 3, 8192, "b", gaps=((2, 3),)), Block(2, 0, 2, 512, space=1)))
+    layout = Layout("by hand", (0, 4096, 0), 12800, 12800)
+    layout.validate(trace)
+    sections = (table, lines, points, addresses(trace, layout, "a layout", 16384))
+    write_page(tmp_path / "parts.html", Page("parts", Verdict("nothing is judged", None), sections, ("a note",)))
+    browser.open(tmp_path / "parts.html")
+    names = lambda: [cell.text for cell in browser.all(".table tbody th")]  # noqa: E731
+    assert names() == ["a", "b", "c"]
+    browser.all(".table thead button")[1].click()
+    assert names() == ["b", "a", "c"]
+    browser.actions.move_to_element(browser.all(".point")[0]).perform()
+    assert browser.find(".tooltip").text == "auto\nmemory 1.0 MiB\nslowdown 1.250"
+    assert len(browser.all(".view")) == 2
+    browser.shot("parts")
+    assert browser.complaints() == []
