@@ -128,16 +128,6 @@ def test_a_users_loss_reads_the_labels_and_the_module_does_not(write: Write, bat
     assert loss.shape == ()
 
 
-@pytest.mark.parametrize("loss", ["nn.CrossEntropyLoss()", "F.cross_entropy"])
-def test_a_criterion_gets_the_output_and_the_target(write: Write, loss: str) -> None:
-    batch = "lambda n: (torch.randn(n, 4), torch.randint(3, (n,)))"
-    module = write(f"import torch.nn.functional as F\ndef make(): return nn.Linear(4, 3), {batch}, {loss}")
-    found, (x, y) = step_of(f"{module}:make")
-    job = load(f"{module}:make")
-    assert found.shape == ()
-    assert torch.equal(job.loss(job.module, x, y), torch.nn.functional.cross_entropy(job.module(x), y))
-
-
 def test_a_users_job_compiles_into_one_graph(write: Write) -> None:
     module = write(
         "def batch(n): return {'input': torch.randn(n, 4), 'labels': torch.randint(2, (n,))}\n"

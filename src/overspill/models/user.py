@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 
 from .job import Job
-from .step import is_criterion, loss_in
+from .step import loss_in
 
 _WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
 _IMAGE_SIZE = 224
@@ -27,7 +27,7 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
 
     It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`. `make_batch(batch_size)` returns a
     tensor, a tuple of tensors or a dict of them; without it, inputs follow from the module's first layer and the
-    sizes given here. `loss(output, *batch)` returns a scalar; a criterion of torch.nn gets the output and the last tensor.
+    sizes given here. `loss(output, *batch)` returns a scalar.
 
     Without `loss`, the module reads the whole batch, and its output's `loss`, the output itself if it is a scalar, or
     the mean of its squares is minimised. With `loss`, the module reads what its forward requires: the first tensors of
@@ -165,10 +165,7 @@ class _Adapter:
         """Returns the scalar that the user's loss, or the default one, makes of the module's output."""
         args, kwargs = self._arguments(batch)
         output = module(*args, **kwargs)
-        if self._loss is None:
-            loss = _default_loss(output)
-        else:
-            loss = self._loss(output, *(batch[-1:] if is_criterion(self._loss) else batch))
+        loss = _default_loss(output) if self._loss is None else self._loss(output, *batch)
         if loss is None:
             raise RequestError(f"{self._spec} gives no loss in its {type(output).__name__}; return a loss as well")
         if not isinstance(loss, Tensor) or loss.dim() != 0:
