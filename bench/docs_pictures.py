@@ -43,7 +43,7 @@ def photographed(report: Path) -> Path:
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     with Image.open(picture) as seen:
-        seen.quantize(64).save(picture, optimize=True)
+        seen.convert("RGB").quantize(256).save(picture, optimize=True)
     return picture
 
 
@@ -58,7 +58,7 @@ def draw(page: Page) -> list[Path]:
                 raise SystemExit(f"{page.path}:{transcript.start + 1}: {found.failure}")
         for report in folder.glob("*.html"):
             photographed(report)
-        return [shutil.copy(picture, PICTURES / picture.name) for picture in sorted(folder.glob("*.png"))]
+        return [Path(shutil.copy(picture, PICTURES / picture.name)) for picture in sorted(folder.glob("*.png"))]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,6 +3,8 @@
 A page of the site stands where a reader of the repository finds its file, so that links work in both.
 """
 
+from sphinx.application import Sphinx
+
 import overspill
 
 project = "Overspill"
@@ -36,4 +38,18 @@ python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"Overspill {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_additional_pages = {"index": "to_docs.html"}  # the site's address alone leads to docs/index.html
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _keep_colon, priority=400)  # before napoleon, which is at 500
+
+
+def _keep_colon(_app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Break the first line of a property behind its colon: napoleon takes what stands before it for a type, unless a line ends there."""
+    if what == "property" and lines and ": " in lines[0]:
+        before, after = lines[0].split(": ", 1)
+        lines[:1] = [f"{before}:", after]
