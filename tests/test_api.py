@@ -27,7 +27,8 @@ from overspill.runtime.transfer.stores import make_store
 
 def test_the_public_names_are_these() -> None:
     assert overspill.__all__ == [
-        "Session", "advise", "compare", "compile", "errors", "estimate", "load_device", "pack", "plan", "train_step",
+        "Session", "advise", "compare", "compile", "errors", "estimate", "load_device", "pack", "plan", "sweep",
+        "train_step",
     ]  # fmt: skip
     assert all(getattr(overspill, name) is not None for name in overspill.__all__)
     assert all(issubclass(getattr(errors, name), OverspillError) for name in errors.__all__)
@@ -72,6 +73,15 @@ def test_inputs_take_another_batch_size_and_losses_of_each_kind() -> None:
 def test_compare_gives_a_row_a_policy_the_fastest_that_fits_first() -> None:
     rows = overspill.compare(mlp(), BATCH, nn.CrossEntropyLoss(), budget=0.8, policies=("in-core", "auto"), device="t4")
     assert [(row.policy, row.fits) for row in rows] == [("auto", True), ("in-core", False)]
+
+
+def test_sweep_goes_from_the_unmanaged_peak_to_the_smallest_budget() -> None:
+    found = overspill.sweep(mlp(), BATCH, nn.CrossEntropyLoss(), points=3, device="t4")
+    budgets = [point.budget_bytes for point in found.points]
+    assert budgets[0] == found.unmanaged_peak_bytes
+    assert budgets[-1] == found.floors["auto"].nbytes
+    with pytest.raises(RequestError, match="1 is too few for a sweep"):
+        overspill.sweep(mlp(), BATCH, points=1)
 
 
 def test_pack_takes_a_trace_or_a_file(tmp_path: Path) -> None:

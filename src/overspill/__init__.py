@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 
 if TYPE_CHECKING:
-    from .api import advise, compare, pack, plan
+    from .api import advise, compare, pack, plan, sweep
     from .devices import load_device
     from .estimation.api import estimate
     from .runtime.compiled.compile import compile  # noqa: A004
@@ -40,6 +40,7 @@ __all__ = [
     "load_device",
     "pack",
     "plan",
+    "sweep",
     "train_step",
 ]
 
@@ -52,6 +53,7 @@ _LAZY = {
     "load_device": "overspill.devices",
     "pack": "overspill.api",
     "plan": "overspill.api",
+    "sweep": "overspill.api",
     "train_step": "overspill.runtime.step.train_step",
 }
 

@@ -1,4 +1,4 @@
-"""The public verbs that answer questions without running anything: `plan`, `compare`, `advise` and `pack`."""
+"""The public verbs that answer questions without running anything: `plan`, `compare`, `sweep`, `advise` and `pack`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pac
     from .estimation.recipe import MakeOptimizer
     from .models import Job
     from .placement.packing import Solution
-    from .plans.comparison import Row
+    from .plans.comparison import Comparison
     from .plans.plan import Plan
+    from .plans.sweep import Sweep
     from .runtime.training import Training
 
 
@@ -91,7 +92,7 @@ def compare(
     whole_step: bool = False,
     torch: str | None = None,
     cuda: str | None = None,
-) -> list[Row]:
+) -> Comparison:
     """A row for each of `policies` on one training step: its plan, or why there is none.
 
     Args:
@@ -125,7 +126,59 @@ def compare(
     software = software_named(torch, cuda)
     where = elsewhere(_device(device), software)
     graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
-    return compare_on(Options(budget, device=where, software=software), graph, where, names)[1]
+    return compare_on(Options(budget, device=where, software=software), graph, where, names)
+
+
+def sweep(
+    build: str | nn.Module | Callable[[], nn.Module],
+    inputs: Any = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: str = "sgd",
+    *,
+    device: str | Device = "cpu",
+    policies: Iterable[str] = ("auto",),
+    points: int | None = None,
+    batch: int | None = None,
+    whole_step: bool = False,
+    torch: str | None = None,
+    cuda: str | None = None,
+) -> Sweep:
+    """What one training step costs at up to `points` budgets, from all that it takes unmanaged to the smallest that works.
+
+    Args:
+        build: As of `overspill.plan`, as are `inputs`, `loss` and `optimizer`.
+        inputs: What the model reads.
+        loss: The criterion, or the function of the model and all inputs.
+        optimizer: Its name.
+        device: By name, by file, or as a Device.
+        policies: Names that `overspill policies` lists.
+        points: The most budgets to plan for; None: 12.
+        batch: Samples in a step.
+        whole_step: Parameters, gradients and optimizer state may move too.
+        torch: The PyTorch release that a GPU runs it with.
+        cuda: The CUDA release.
+
+    Returns:
+        For each policy the memory against the simulated time, and at each budget the proven bound.
+
+    Raises:
+        RequestError: For what cannot be right.
+    """
+    from .costs.releases import software_named  # noqa: PLC0415
+    from .plans.sweep import POINTS, check_points  # noqa: PLC0415 - needs numpy and HiGHS
+    from .policies import policy_named  # noqa: PLC0415
+    from .runtime.hardware import elsewhere  # noqa: PLC0415 - imports torch
+    from .runtime.options import Options, sweep_on  # noqa: PLC0415
+    from .runtime.training import graph_on  # noqa: PLC0415
+
+    names, asked = tuple(policies), POINTS if points is None else points
+    for name in names:
+        policy_named(name)
+    check_points(asked)
+    software = software_named(torch, cuda)
+    where = elsewhere(_device(device), software)
+    graph = graph_on(_training(build, inputs, loss, optimizer, batch, whole_step=whole_step), where)
+    return sweep_on(Options(device=where, software=software), graph, where, names, asked)
 
 
 def advise(

@@ -138,14 +138,14 @@ def test_the_whole_step_needs_less_for_parameters_and_state_move_too(overspill: 
     assert moving["floor_bytes"] < staying["floor_bytes"]
 
 
-@pytest.mark.parametrize("ending", ["png", "html"])
-def test_a_plot_is_saved_where_asked(overspill: Overspill, tmp_path: Path, ending: str) -> None:
-    done = overspill(f"{COMPARE} {SOME} --budget 80% --plot picture.{ending}")
+def test_a_plot_and_a_report_are_saved_where_asked(overspill: Overspill, tmp_path: Path) -> None:
+    done = overspill(f"{COMPARE} {SOME} --budget 80% --plot picture.png --report page.html")
     assert done.code == 0
-    assert f"plot saved to picture.{ending}" in done.out
-    content = (tmp_path / f"picture.{ending}").read_bytes()
-    assert len(content) > 10_000
-    assert content[:4] == b"\x89PNG" or b"http" not in content.split(b"<script", 1)[0]
+    assert "plot saved to picture.png; report saved to page.html" in " ".join(done.out.split())
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "proven lower bound" in page
+    assert all(f'"{name}"' in page for name in ("auto", "in-core", "checkpoint"))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,13 @@ def test_a_plot_is_saved_where_asked(overspill: Overspill, tmp_path: Path, endin
         ("--policies auto,lifeness", "unknown policy 'lifeness'; did you mean 'liveness'? Policies: auto, "),
         ("--policies nothing-like-it", "unknown policy 'nothing-like-it'. Policies: auto, "),
         ("--policies ,", "--policies names none. Policies: auto, "),
-        ("--plot picture.pdf", "cannot plot to picture.pdf: the file must end in .png or .html"),
+        (
+            "--plot picture.pdf",
+            "cannot plot to picture.pdf: the file must end in .png; --report FILE.html writes a page",
+        ),
         ("--plot absent/picture.png", "there is no directory absent"),
+        ("--report page.pdf", "cannot write a report to page.pdf: the file must end in .html"),
+        ("--report absent/page.html", "there is no directory absent"),
         ("--budget 12XB", "'12XB' is not a size"),
         ("--gpu titan-z", "unknown device 'titan-z'"),
         ("--optimizer lion", "unknown optimizer 'lion'"),

@@ -181,12 +181,15 @@ def test_what_is_piped_has_no_blanks_at_the_ends_of_lines(overspill: Overspill) 
     assert all(line == line.rstrip() for line in lines)
 
 
-@pytest.mark.parametrize("ending", ["png", "html"])
-def test_the_address_map_is_drawn(overspill: Overspill, ending: str) -> None:
-    done = overspill(f"pack blocks.csv --plot map.{ending}")
+def test_the_address_map_is_drawn_and_is_in_the_report(overspill: Overspill) -> None:
+    done = overspill("pack blocks.csv --plot map.png --report page.html")
     assert done.code == 0
-    assert f"plot saved to map.{ending}" in done.out
-    assert Path(f"map.{ending}").stat().st_size > 10_000
+    assert "plot saved to map.png" in done.out
+    assert "report saved to page.html" in done.out
+    assert Path("map.png").stat().st_size > 10_000
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "Addresses over time" in page
+    assert "optimal" in page
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_the_address_map_is_drawn(overspill: Overspill, ending: str) -> None:
         ("blocks.csv --device 0", "blocks.csv is no memory snapshot"),
         ("blocks.csv --out no/such.csv", "there is no directory no"),
         ("blocks.csv --out .", "it is a directory"),
-        ("blocks.csv --plot map.pdf", "must end in .png or .html"),
+        ("blocks.csv --plot map.pdf", "must end in .png; --report"),
         ("blocks.csv --plot no/map.png", "there is no directory no"),
         ("blocks.csv --speed 3", "No such option: --speed"),
     ],

@@ -23,6 +23,7 @@ ASKED = {
     "estimate": "alexnet --small --batch 4 --gpu t4",
     "plan": "alexnet --small --batch 16 --budget 100% --gpu titan-x",
     "compare": "alexnet --small --batch 16 --gpu t4 --policies in-core --placers best-fit",
+    "sweep": "alexnet --small --batch 16 --gpu t4 --points 2",
     "train": "nets:deep --batch 4 --steps 1 --store host --check",
     "pack": "blocks.csv",
     "models": "",
@@ -62,7 +63,7 @@ def test_the_keys_are_those_of_the_answer(command: str, overspill: Overspill) ->
     Path("blocks.csv").write_text("id,lower,upper,size\na,0,4,100\nb,2,6,50\n", encoding="utf-8")
     answer = overspill(f"{command} {ASKED[command]} --json").answer
     found = set(answer)
-    for inner in ("rows", "placements", "models", "policies"):
+    for inner in ("rows", "floors", "placements", "models", "policies"):
         if answer.get(inner):
             found |= set(answer[inner][0])
     told = keys(command)

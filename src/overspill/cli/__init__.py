@@ -29,6 +29,7 @@ from . import (
     policies,
     reproduce,
     snapshot,
+    sweep,
     train,
 )
 from .common import Outcome
@@ -46,6 +47,7 @@ app.command("advise")(advise.advise)
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
 app.command("compare")(compare.compare)
+app.command("sweep")(sweep.sweep)
 app.command("pack")(pack.pack)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)

@@ -22,9 +22,11 @@ from .common import (
     Narrator,
     OptimizerName,
     Outcome,
+    ReportFile,
     SeqLen,
     Small,
     WholeStep,
+    check_report,
     check_request,
     narrate,
     quiet_torch,
@@ -34,9 +36,8 @@ from .software import Cuda, Torch, check_gpu
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from overspill.core import Device
     from overspill.placement.place import Placed
-    from overspill.plans.comparison import Row
+    from overspill.plans.comparison import Comparison, Row
 
 PolicyNames = Annotated[
     str | None,
@@ -59,7 +60,7 @@ PlacerNames = Annotated[
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw memory against slowdown: .png or .html.", show_default=False),
+    typer.Option("--plot", metavar="FILE", help="Draw memory against slowdown, as .png.", show_default=False),
 ]
 
 
@@ -77,6 +78,7 @@ def compare(
     placement: Placement = False,
     placers: PlacerNames = None,
     plot: PlotFile = None,
+    report: ReportFile = None,
     torch: Torch = None,
     cuda: Cuda = None,
     json: AsJson = False,
@@ -87,11 +89,12 @@ def compare(
     from overspill.report.plot import check_plot
 
     begun = time.perf_counter()
-    names = _policy_names(policies)
+    names = policy_names(policies)
     placing = _placer_names(placers) if placement or placers is not None else ()
     limit = check_request(model, budget, "auto", plot)
     if plot is not None:
         check_plot(plot)
+    check_report(report)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
@@ -109,9 +112,7 @@ def compare(
         device = elsewhere(device, software)
         graph = graph_on(training, device)
         options = Options(budget=limit, device=device, software=software)
-        budget_bytes, rows = compare_on(options, graph, device, names, lambda name: narrator.now(f"planning {name}"))
-        # The same for every policy: it follows from the graph, the device and the budget.
-        bound = next((row.plan.lower_bound_seconds for row in rows if row.fits and row.plan is not None), None)
+        rows = compare_on(options, graph, device, names, lambda name: narrator.now(f"planning {name}"))
         crossings = _crossings(rows, placing, narrator)
     request = {
         "model": model,
@@ -119,14 +120,14 @@ def compare(
         "optimizer": optimizer,
         "whole_step": whole_step,
         "gpu": device.name,
-        "budget_bytes": budget_bytes,
+        "budget_bytes": rows.budget_bytes,
         "baseline": BASELINE,
-        "lower_bound_seconds": bound,
+        "lower_bound_seconds": rows.lower_bound_seconds,
     }
-    return _outcome(request, training.manner, rows, device, plot, begun, crossings, placing)
+    return _outcome(request, training.manner, rows, (plot, report), begun, crossings, placing)
 
 
-def _policy_names(asked: str | None) -> tuple[str, ...]:
+def policy_names(asked: str | None) -> tuple[str, ...]:
     """The policies that the user named, or all. Raises RequestError for one that is not there."""
     from overspill.policies import POLICIES, policy_named
 
@@ -173,9 +174,8 @@ def _crossings(rows: Sequence[Row], placers: Sequence[str], narrator: Narrator) 
 def _outcome(
     request: dict[str, Any],
     manner: str,
-    rows: Sequence[Row],
-    device: Device,
-    plot: Path | None,
+    rows: Comparison,
+    files: tuple[Path | None, Path | None],
     begun: float,
     crossings: Sequence[tuple[str, Placed]],
     placers: Sequence[str],
@@ -185,18 +185,21 @@ def _outcome(
     from overspill.report.compare import compare_report, row_figures
     from overspill.report.plot import plot as draw
 
+    (plot, report), device, budget_bytes = files, rows.device, rows.budget_bytes
     found = [row_figures(row, device) for row in rows]
-    budget_bytes = request["budget_bytes"]
     title = (
         f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {device.name}{manner}, "
         f"within {format_bytes(budget_bytes)}: simulated"
     )
-    note = None
+    notes = []
     if plot is not None:
         draw(found, plot, title, budget_bytes, request["baseline"])
-        note = f"plot saved to {plot}"
+        notes.append(f"plot saved to {plot}")
+    if report is not None:
+        rows.report(report, title)
+        notes.append(f"report saved to {report}")
     answer = request | {"seconds": time.perf_counter() - begun, "rows": found}
-    human = compare_report(found, device, budget_bytes, request["lower_bound_seconds"], title, note)
+    human = compare_report(found, device, budget_bytes, request["lower_bound_seconds"], title, "; ".join(notes) or None)
     if crossings:
         from overspill.report.placements import placement_figures, placement_report
 

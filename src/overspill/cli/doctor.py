@@ -30,7 +30,7 @@ ON_LINUX_ALONE = {"overspill.runtime.live._live"}
 TESTED_TORCH = ((2, 11), (2, 13))
 """The first and the last release of PyTorch that Overspill is tested with."""
 EXTRAS = {
-    "plot": (("matplotlib", "plotly"), "plots: --plot"),
+    "plot": (("matplotlib",), "plots: --plot"),
     "bert": (("transformers",), "models of transformers: bert-base, hf:config.json"),
     "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
     "onnx": (("onnx",), "estimate --onnx"),

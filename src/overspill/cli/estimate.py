@@ -22,8 +22,10 @@ from .common import (
     ModelChoice,
     Narrator,
     Outcome,
+    ReportFile,
     SeqLen,
     Small,
+    check_report,
     check_writable,
     narrate,
     quiet_torch,
@@ -157,12 +159,14 @@ def estimate(
     torch: Torch = None,
     cuda: Cuda = None,
     snapshot: SnapshotFile = None,
+    report: ReportFile = None,
     compiled: Compiled = False,
     budget: Within = None,
     json: AsJson = False,
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
     check_writable(snapshot)
+    check_report(report)
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
     if compiled and script is not None:
@@ -214,9 +218,7 @@ def estimate(
             "ways": {name: getattr(recipe, name) for name in recipe.ways()},
         }
         answer = estimate_answer(request, made, gpu=None if gpu is None else setting.device.name, within=within)
-        if snapshot is not None:
-            made.save_snapshot(snapshot)
-            narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
+        _save(made, snapshot, report, narrator, asked=gpu is not None)
 
     fits = (made if made.compiled is None else made.compiled).fits() or gpu is None
     return Outcome(
@@ -224,6 +226,19 @@ def estimate(
         estimate_report(made, asked=gpu is not None, within=within),
         exit_code=0 if fits and not isinstance(within, InfeasibleBudget) else 1,
     )
+
+
+def _save(made: Estimate, snapshot: Path | None, report: Path | None, narrator: Narrator, *, asked: bool) -> None:
+    """Write the files that were asked for."""
+    if snapshot is not None:
+        made.save_snapshot(snapshot)
+        narrator.line(f"saved {snapshot}: open it at https://pytorch.org/memory_viz")
+    if report is not None:
+        from overspill.report.page import write_page
+        from overspill.report.pages.estimate import estimate_page
+
+        write_page(report, estimate_page(made, asked=asked))
+        narrator.line(f"saved {report}")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer
 from overspill.core.errors import RequestError
 from overspill.core.units import parse_bytes
 
-from .common import AsJson, Outcome, check_writable, narrate
+from .common import AsJson, Outcome, ReportFile, check_report, check_writable, narrate
 
 if TYPE_CHECKING:
     from overspill.placement.packing.base import Solution
@@ -67,7 +67,7 @@ LayoutFile = Annotated[
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw addresses over time: .png or .html.", show_default=False),
+    typer.Option("--plot", metavar="FILE", help="Draw addresses over time, as .png.", show_default=False),
 ]
 
 
@@ -80,6 +80,7 @@ def pack(
     device: DeviceNumber = None,
     out: LayoutFile = None,
     plot: PlotFile = None,
+    report: ReportFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Give every block an address, so that no two live ones overlap, in few bytes. Exit code 1: they do not fit."""
@@ -90,6 +91,8 @@ def pack(
     from overspill.placement.packing.verdict import verdict
     from overspill.report.address_map import draw_address_map
     from overspill.report.pack import pack_report, refusal
+    from overspill.report.page import write_page
+    from overspill.report.pages.pack import pack_page
     from overspill.report.plot import check_plot
 
     chosen = solver_named(solver)
@@ -98,6 +101,7 @@ def pack(
         raise RequestError(f"--time-limit {time_limit:g} is no time to search in; write seconds above 0, as 10")
     check_writable(out)
     check_writable(plot)
+    check_report(report)
     if plot is not None:
         check_plot(plot)
     limits = Limits(capacity_bytes, seed=seed, least_gain=LEAST_GAIN)
@@ -117,6 +121,11 @@ def pack(
             narrator.now(f"drawing {plot}")
             draw_address_map(plot, read.trace, solution.layout, read.path.name, capacity_bytes)
             notes.append(f"plot saved to {plot}")
+        if report is not None:
+            narrator.now(f"drawing {report}")
+            title = f"{read.path.name}: {len(read.columns)} blocks, {chosen.name}"
+            write_page(report, pack_page(solution, read.trace, title, capacity_bytes))
+            notes.append(f"report saved to {report}")
     if unused := read.table.without_effect if read.table is not None else ():
         notes.append(f"columns without effect: {', '.join(unused)}")
     complaint = "" if found.fits else refusal(read, solution, found, capacity_bytes)

@@ -81,13 +81,13 @@ def plan(
     del json  # `main` reads it from the arguments
     from overspill.costs import MeasuredTimes
     from overspill.devices import load_device
-    from overspill.report.memory_plot import check_memory_plot
+    from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
     check_report(report)
     if plot is not None:
         check_writable(plot)
-        check_memory_plot(plot)
+        check_plot(plot)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
@@ -109,7 +109,7 @@ def plan(
             options = Options(limit, policy, device=device, times=measured, placement=placement, software=software)
             made = preview(training, options)
         except InfeasibleBudget as error:
-            return _infeasible(request, error)
+            return _infeasible(request, error, _title(request, training.manner), report)
     if out is not None:
         made.schedule.save(out)
     return _feasible(request, made, options.placer, training.manner, {"plan": out, "plot": plot, "report": report})
@@ -121,8 +121,8 @@ def _feasible(
     from overspill.placement.place import place_plan
     from overspill.report.memory_plot import plot_memory
     from overspill.report.page import write_page
+    from overspill.report.pages.plan import plan_page
     from overspill.report.plan import peak_of, plan_report, stored_by_kind
-    from overspill.report.plan_page import plan_page
 
     peak = peak_of(made)
     placed = place_plan(made, placer)
@@ -152,7 +152,7 @@ def _feasible(
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
         "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
     }
-    title = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}, policy {request['policy']}{manner}"
+    title = _title(request, manner)
     if (plot := saved["plot"]) is not None:
         plot_memory(made, plot, title)
     if (report := saved["report"]) is not None:
@@ -161,7 +161,12 @@ def _feasible(
     return Outcome(answer, plan_report(made, peak, placed, title, "; ".join(notes) or None))
 
 
-def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
+def _title(request: dict[str, Any], manner: str) -> str:
+    job = f"{request['model']}, batch {request['batch']}, {request['optimizer']} on {request['gpu']}"
+    return f"{job}, policy {request['policy']}{manner}"
+
+
+def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
@@ -176,4 +181,9 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget) -> Outcome:
         "error": (message := explain(error).message),
         "exit_code": error.exit_code,
     }  # fmt: skip
+    if report is not None:
+        from overspill.report.page import write_page
+        from overspill.report.pages.plan import infeasible_page
+
+        write_page(report, infeasible_page(error, title, message))
     return Outcome(answer, None, error.exit_code, message)

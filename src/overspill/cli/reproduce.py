@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .common import AsJson, Outcome, narrate, quiet_torch
+from .common import AsJson, Outcome, ReportFile, check_report, narrate, quiet_torch
 
 
 def reproduce(
@@ -20,25 +19,16 @@ def reproduce(
         str | None,
         typer.Option(metavar="NAME", help="One table or figure alone, as fig11 or table1.", show_default=False),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.html",
-            help="Draw the paper's figures beside ours, and all that the paper draws as ours, in a page for a browser.",
-            show_default=False,
-        ),
-    ] = None,
+    report: ReportFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Compute a paper's figures anew, simulated on its machine: where they stand, theirs, ours and the ratio."""
     del json  # `main` reads it from the arguments
     from overspill import papers
     from overspill.papers.figures import figures_of
-    from overspill.report.paper_page import check_page, draw_page
     from overspill.report.reproduce import reproduce_report, result_figures
 
-    if plot is not None:
-        check_page(plot)
+    check_report(report)
 
     begun = time.perf_counter()
     chosen = papers.paper_named(paper)
@@ -50,9 +40,12 @@ def reproduce(
         for result in papers.results(claims, lab):
             found.append(result)
             narrator.now(f"{result.claim.where}: {result.claim.what}", lasting=False)
-        if plot is not None:
+        if report is not None:
+            from overspill.report.page import write_page
+            from overspill.report.pages.paper import paper_page
+
             drawn = [(figure, figure.compute(lab)) for figure in figures_of(chosen.name, table)]
-            draw_page(chosen, found, drawn, plot)
+            write_page(report, paper_page(chosen, found, drawn))
     answer = {
         "paper": chosen.name,
         "title": chosen.title,

@@ -10,7 +10,7 @@ import typer
 
 from overspill.core.units import parse_bytes
 
-from .common import AsJson, Outcome
+from .common import AsJson, Outcome, ReportFile, check_report
 
 if TYPE_CHECKING:
     from overspill.placement.snapshot import SnapshotReplay
@@ -54,6 +54,7 @@ def snapshot(
     allocator_config: AllocatorConfig = None,
     capacity: Capacity = None,
     device: DeviceNumber = None,
+    report: ReportFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Replay a PyTorch memory snapshot and compare, segment by segment and block by block. Exit code 1: it differs."""
@@ -64,14 +65,20 @@ def snapshot(
 
     config = CachingConfig.parse(allocator_config) if allocator_config is not None else None
     capacity_bytes = parse_bytes(capacity) if capacity is not None else None
+    check_report(report)
     read = read_snapshot(file)
     found = replay_snapshot(read, device, config=config, capacity_bytes=capacity_bytes)
     complaint = (
         "" if found.equal else f"the simulated allocator does otherwise than the recorded one: {found.difference}"
     )
+    if report is not None:
+        from overspill.report.page import write_page
+        from overspill.report.pages.snapshot import snapshot_page
+
+        write_page(report, snapshot_page(found, read, f"{file.name}, device {found.device}"))
     return Outcome(
         {"file": str(file), "devices": list(read.devices), **_answer(found)},
-        snapshot_report(found, file.name, read.devices),
+        snapshot_report(found, file.name, read.devices, None if report is None else f"report saved to {report}"),
         0 if found.equal else 1,
         complaint,
     )

@@ -28,11 +28,13 @@ from .common import (
     PlacerName,
     PlanFile,
     PolicyName,
+    ReportFile,
     SeqLen,
     Small,
     StoreDir,
     TimesFile,
     WholeStep,
+    check_report,
     check_request,
     narrate,
     quiet_torch,
@@ -106,11 +108,13 @@ def train(
     out: PlanFile = None,
     times: TimesFile = None,
     profile: ProfileFile = None,
+    report: ReportFile = None,
     json: AsJson = False,
 ) -> Outcome:
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
     limit = check_request(model, budget, policy, out)
+    check_report(report)
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
@@ -143,7 +147,13 @@ def train(
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
         trained.managed.times.save(profile)
-    return _outcome(trained, out)
+    if report is not None:
+        from overspill.report.page import write_page
+        from overspill.report.pages.training import training_page
+
+        write_page(report, training_page(trained))
+    saved = [f"{what} saved to {path}" for what, path in (("plan", out), ("report", report)) if path is not None]
+    return _outcome(trained, "; ".join(saved) or None)
 
 
 def _device(name: str | None) -> str:
@@ -203,14 +213,12 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
         ) from None
 
 
-def _outcome(trained: Trained, out: Path | None) -> Outcome:
+def _outcome(trained: Trained, saved: str | None) -> Outcome:
     from overspill.report.training import training_report
 
     code = 0 if trained.identical in (True, None) else DIFFERS
     complaint = "" if code == 0 else f"not identical to plain PyTorch: {trained.difference}"
-    return Outcome(
-        _answer(trained), training_report(trained, None if out is None else f"plan saved to {out}"), code, complaint
-    )
+    return Outcome(_answer(trained), training_report(trained, saved), code, complaint)
 
 
 def _answer(trained: Trained) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from overspill.capture.recording.recording import Recording
+from overspill.core.reportable import Reportable
 
 from .advice import SHOWN, Advice, advice
 from .figures import Figures
@@ -16,7 +17,7 @@ from .text import explain
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate(Figures):
+class Estimate(Figures, Reportable):
     """How much memory a device needs for a recorded job (see `Figures`), and what to do about it.
 
     `compiled_recording` is of the same job under `torch.compile`, where that was asked for.

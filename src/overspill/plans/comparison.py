@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
+from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
 from overspill.policies import policy_named
 
@@ -79,6 +80,32 @@ class Row:
         for stall in self.plan.timeline.stalls if self.plan is not None else ():
             found[stall.cause] += stall.end_seconds - stall.start_seconds
         return found
+
+
+@dataclass(frozen=True)
+class Comparison(Sequence[Row], Reportable):
+    """The rows of policies on one step within `budget_bytes`, of live bytes or of a card: a sequence of them."""
+
+    rows: tuple[Row, ...]
+    device: Device
+    budget_bytes: int
+
+    @cached_property
+    def lower_bound_seconds(self) -> float | None:
+        """What no plan within the budget beats; None where none fits. It follows from the graph, the device and the budget."""
+        return next((row.plan.lower_bound_seconds for row in self.rows if row.fits and row.plan is not None), None)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        return self.rows[index]
 
 
 def compare(

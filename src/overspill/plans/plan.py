@@ -11,6 +11,7 @@ from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
 from overspill.core.errors import InfeasibleBudget
+from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.floor import peak_of
@@ -20,7 +21,7 @@ from overspill.simulate import check, simulate
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Reportable):
     """A checked schedule with its simulated figures.
 
     `unmanaged_timeline` and `unmanaged_peak_bytes` are of the same step with nothing moved or recomputed.

@@ -109,10 +109,10 @@ def compare_report(
     note: str | None = None,
 ) -> RenderableType:
     """The table of `rows`, each as `row_figures` gives it, and what a reader must know of it."""
-    explanation = _explanation(rows, device, budget_bytes, lower_bound_seconds)
-    parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(explanation)]
-    if remarks := _remarks(rows, device):
-        parts += ["", *map(Text, remarks)]
+    explained = explanation(rows, device, budget_bytes, lower_bound_seconds)
+    parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(explained)]
+    if besides := remarks(rows, device):
+        parts += ["", *map(Text, besides)]
     return Group(*parts, *([Text(note)] if note else []))
 
 
@@ -153,7 +153,7 @@ def _recomputed(row: Mapping[str, Any]) -> str:
     return f"{row['recomputed_ops']} ops"
 
 
-def _explanation(
+def explanation(
     rows: Sequence[Mapping[str, Any]], device: Device, budget_bytes: int, lower_bound_seconds: float | None
 ) -> str:
     """What the figures are, and the bound on all that keeps to the budget."""
@@ -175,7 +175,7 @@ def _explanation(
     return text
 
 
-def _remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
+def remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:
     """What the table has no room for: where the allocator runs out of memory, and why a policy has no plan."""
     found = []
     crowded = [row for row in rows if row["fits"] and not row["allocator_fits"]]

@@ -1,4 +1,4 @@
-"""Memory over the time of one step, planned and unmanaged, in a picture by matplotlib. `plan_page.py` makes the page."""
+"""Memory over the time of one step, planned and unmanaged, in a picture by matplotlib. `pages/plan.py` makes the page."""
 
 from __future__ import annotations
 
@@ -40,16 +40,9 @@ def curve_of(timeline: Timeline, label: str, colour: str) -> Curve:
     return Curve(f"{label}: {format_bytes(timeline.peak_bytes)}", colour, tuple(seconds), tuple(gib))
 
 
-def check_memory_plot(path: Path) -> None:
-    """Raise RequestError where `path` can not become this picture, before work is done for it."""
-    if path.suffix.lower() != ".png":
-        raise RequestError(f"cannot plot to {path}: the file must end in .png; --report FILE.html writes a page")
-    check_plot(path)
-
-
 def plot_memory(plan: Plan, path: Path, title: str) -> None:
     """Draw `plan` beside the same step unmanaged into `path`. Raises RequestError where that cannot be done."""
-    check_memory_plot(path)
+    check_plot(path)
     curves = (
         curve_of(plan.unmanaged_timeline, "without a budget", COLOURS[1]),
         curve_of(plan.timeline, f"within it, {plan.schedule.policy}", COLOURS[0]),

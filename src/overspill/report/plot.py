@@ -1,4 +1,4 @@
-"""Policies in a picture: memory against slowdown, one labelled point a policy. matplotlib or plotly, by the file's ending."""
+"""Policies in a picture: memory against slowdown, one labelled point a policy. By matplotlib; `pages/compare.py` makes the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 from overspill.core.errors import RequestError
 
 GIB = 1 << 30
-LIBRARIES = {".png": "matplotlib", ".html": "plotly"}
 # Okabe and Ito's, which the colour-blind tell apart, without the yellow that is too pale on white; then some of Tol's.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
@@ -69,12 +68,10 @@ class Picture:
 
 def check_plot(path: Path) -> None:
     """Raise RequestError where `path` can not become a picture, before work is done for it."""
-    suffix = path.suffix.lower()
-    library = LIBRARIES.get(suffix)
-    if library is None:
-        raise RequestError(f"cannot plot to {path}: the file must end in {' or '.join(LIBRARIES)}")
-    if find_spec(library) is None:
-        raise RequestError(f"a plot in a {suffix} file needs {library}: pip install overspill[plot]")
+    if path.suffix.lower() != ".png":
+        raise RequestError(f"cannot plot to {path}: the file must end in .png; --report FILE.html writes a page")
+    if find_spec("matplotlib") is None:
+        raise RequestError("a plot in a .png file needs matplotlib: pip install overspill[plot]")
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes: int, baseline: str) -> None:
@@ -82,7 +79,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes
     check_plot(path)
     made = picture(rows, title, budget_bytes, baseline)
     try:
-        (_draw_png if path.suffix.lower() == ".png" else _draw_html)(made, path)
+        _draw_png(made, path)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
 
@@ -170,39 +167,3 @@ def _draw_png(made: Picture, path: Path) -> None:
 
 def _marker(fits: bool) -> dict[str, Any]:
     return {"marker": "o"} if fits else {"marker": "X", "markeredgewidth": 0}
-
-
-def _draw_html(made: Picture, path: Path) -> None:
-    from plotly import graph_objects  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional library
-
-    figure = graph_objects.Figure()
-    for point in made.points:
-        verdict = VERDICTS[point.fits]
-        figure.add_scatter(
-            x=[point.gib],
-            y=[point.slowdown],
-            mode="markers",
-            name=f"{point.name}, {verdict}",
-            marker={"size": 12, "color": point.colour, "symbol": "circle" if point.fits else "x"},
-            hovertemplate=f"{point.name}: %{{x:.2f}} GiB, slowdown %{{y:.3f}}, {verdict}<extra></extra>",
-        )
-        figure.add_annotation(
-            x=point.gib,
-            y=point.slowdown,
-            text=point.name,
-            showarrow=False,
-            font={"color": point.colour},
-            xshift=point.place.offset[0],
-            yshift=point.place.offset[1],
-            xanchor=point.place.horizontal,
-            yanchor="middle" if point.place.vertical == "center" else point.place.vertical,
-        )
-    figure.add_vline(
-        x=made.budget_gib,
-        line={"dash": "dash", "color": "gray", "width": 1},
-        annotation_text=f"budget, {made.budget_gib:.2f} GiB",
-    )
-    figure.update_layout(title=made.title, template="plotly_white")
-    figure.update_xaxes(title=MEMORY_AXIS, range=made.memory_range)
-    figure.update_yaxes(title=made.time_axis, range=made.time_range)
-    figure.write_html(path, include_plotlyjs=True, full_html=True)

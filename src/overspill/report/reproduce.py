@@ -44,7 +44,7 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
         rows.append(_cells(result, number))
     columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
     parts: list[RenderableType] = [
-        Text(f"{paper.title}: {_counted(Counts.of(found))}"),
+        Text(f"{paper.title}: {counted(Counts.of(found))}"),
         "",
         listing(columns, rows, numbers=(2, 3, 4)),
         "",
@@ -57,7 +57,7 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     return Group(*parts)
 
 
-def _counted(counts: Counts) -> str:
+def counted(counts: Counts) -> str:
     """`22 of 25 figures within 15%, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
     said = [f"{counts.agreeing} of {counts.figures} figures within {TOLERANCE:.0%}"] if counts.figures else []
     said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []

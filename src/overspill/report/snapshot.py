@@ -15,7 +15,9 @@ from overspill.placement.snapshot.settings import text_of
 from .listing import listing
 
 
-def snapshot_report(found: SnapshotReplay, name: str, devices: Sequence[int]) -> RenderableType:
+def snapshot_report(
+    found: SnapshotReplay, name: str, devices: Sequence[int], saved: str | None = None
+) -> RenderableType:
     """What was replayed, and whether the simulated allocator did the same."""
     rows = [
         ("events", f"{found.compared} of {found.events} replayed: {_what(found)}"),
@@ -33,6 +35,8 @@ def snapshot_report(found: SnapshotReplay, name: str, devices: Sequence[int]) ->
     others = [str(device) for device in devices if device != found.device]
     if others:
         lines.append(Text(f"note: the snapshot has events of device {', '.join(others)} too; --device chooses"))
+    if saved:
+        lines.append(Text(saved))
     return Group(listing((f"replay of device {found.device}", name), rows), *([Text(""), *lines] if lines else []))
 
 

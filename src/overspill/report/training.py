@@ -89,10 +89,11 @@ def training_report(trained: Trained, note: str | None = None) -> RenderableType
         lines.append(f"DIFFERENT from {_plain(trained)}: {trained.difference}")
     if note:
         lines.append(note)
-    return Group(Text(_title(trained)), "", _peaks(trained), "", *(Text(line) for line in lines))
+    return Group(Text(title_of(trained)), "", _peaks(trained), "", *(Text(line) for line in lines))
 
 
-def _title(trained: Trained) -> str:
+def title_of(trained: Trained) -> str:
+    """What was trained, and how."""
     training, options = trained.training, trained.options
     return (
         f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "

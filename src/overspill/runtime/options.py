@@ -23,8 +23,9 @@ from overspill.devices import load_device
 from overspill.placement.card import Card
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import Placed, check_placer, place_plan, plan_within
-from overspill.plans.comparison import Row, compare
+from overspill.plans.comparison import Comparison, compare
 from overspill.plans.plan import Plan, make_plan, smallest_budget, unmanaged_peak
+from overspill.plans.sweep import Sweep, sweep
 from overspill.policies import policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
@@ -211,12 +212,26 @@ def compare_on(
     device: Device,
     policies: Iterable[str],
     progress: Callable[[str], None] | None = None,
-) -> tuple[int, list[Row]]:
-    """The budget in bytes, of live bytes or of a card, and a row for each of `policies` on `graph` within it."""
+) -> Comparison:
+    """A row for each of `policies` on `graph` within the budget, of live bytes or of a card."""
     budget_bytes = budget_for(options, graph, device, torch.device("cpu"))
     card = card_for(options, device) if _knows_card(options, device) else None
     of_card = is_of_card(options, device)
-    return budget_bytes, compare(graph, device, policies, budget_bytes, options.times, progress, card, of_card=of_card)
+    rows = compare(graph, device, policies, budget_bytes, options.times, progress, card, of_card=of_card)
+    return Comparison(tuple(rows), device, budget_bytes)
+
+
+def sweep_on(
+    options: Options,
+    graph: Graph,
+    device: Device,
+    policies: Iterable[str],
+    points: int,
+    progress: Callable[[str], None] | None = None,
+) -> Sweep:
+    """What a step of `graph` costs by each of `policies` at so many budgets of live bytes."""
+    card = card_for(options, device) if _knows_card(options, device) else None
+    return sweep(graph, device, policies, points, options.times, progress, card)
 
 
 def plan_live(options: Options, graph: Graph, device: Device, budget_bytes: int) -> Plan:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ WIDE, NARROW = (1280, 1400), (390, 1600)
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    """A step of eight layers, with weights, under a budget that makes tensors leave."""
-    graph = network([Layer(3 * 2**20, weight_bytes=2**19, flops=10**8, workspace_bytes=2**18) for _ in range(8)])
-    return make_plan(graph, DEVICE, "auto", 24 * 2**20)
+    """A step of eight layers, some of them random, under a budget that makes tensors leave."""
+    layers = [
+        Layer(3 * 2**20, weight_bytes=2**19, flops=10**8, workspace_bytes=2**18, random=i % 2 == 0) for i in range(8)
+    ]
+    device = replace(DEVICE, offload_bytes_per_second=1e7, prefetch_bytes_per_second=1e7)
+    return make_plan(network(layers), device, "auto", 17 * 2**20)
 
 
 class Browser:
@@ -69,15 +73,13 @@ class Browser:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    selenium = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    programs = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if None in programs:
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    options = selenium.ChromeOptions()
-    options.binary_location = programs[0]
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = selenium.Chrome(options=options, service=selenium.ChromeService(programs[1]))
+    pytest.importorskip("selenium", reason="needs selenium")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[3] / "bench")
+        start = importlib.import_module("report_page").chromium
+    try:
+        driver = start()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
     yield Browser(driver)
     driver.quit()

@@ -11,9 +11,21 @@ import pytest
 from overspill.core import Block, Layout, Trace
 from overspill.plans.plan import Plan
 from overspill.report.page import (
-    Axis, Column, Curve, Lines, Mark, Page, Point, Points, Table, Unit, Verdict, addresses, write_page,
+    Axis,
+    Column,
+    Curve,
+    Lines,
+    Mark,
+    Page,
+    Point,
+    Points,
+    Table,
+    Unit,
+    Verdict,
+    addresses,
+    write_page,
 )  # fmt: skip
-from overspill.report.plan_page import plan_page
+from overspill.report.pages.plan import plan_page
 
 if TYPE_CHECKING:
     from .conftest import Browser
@@ -48,12 +60,13 @@ def marked(browser: Browser) -> list[bool]:
 
 
 def test_it_opens_with_the_verdict_first_and_without_a_complaint(opened: Browser) -> None:
-    assert opened.find(".sentence").text.startswith("✓Fits in 24.0 MiB")
+    assert opened.find(".sentence").text.startswith("✓Fits in 17.0 MiB")
     assert len(opened.all(".view")) == 3
     opened.shot("light")
     assert opened.complaints() == []
 
 
+@pytest.mark.long
 def test_pointing_at_memory_names_the_tensor_and_what_becomes_of_it(opened: Browser) -> None:
     view = opened.find(".view")
     x, y = 0, int(view.size["height"] / 2) - 4  # from its middle, almost at the bottom: the first parameter
@@ -64,6 +77,7 @@ def test_pointing_at_memory_names_the_tensor_and_what_becomes_of_it(opened: Brow
     assert marked(opened) == [True, True, True]
 
 
+@pytest.mark.long
 def test_dragging_zooms_all_views_and_a_double_click_shows_all(opened: Browser) -> None:
     before, whole = opened.pictures(), window(opened)
     view = opened.find(".view")
@@ -80,6 +94,7 @@ def test_dragging_zooms_all_views_and_a_double_click_shows_all(opened: Browser) 
     assert window(opened) == whole
 
 
+@pytest.mark.long
 def test_a_layer_filters_all_views(opened: Browser) -> None:
     before = opened.pictures()
     opened.find(".tree [data-path='l3']").click()
@@ -92,6 +107,7 @@ def test_a_layer_filters_all_views(opened: Browser) -> None:
     assert opened.pictures() == before
 
 
+@pytest.mark.long
 def test_a_selected_tensor_stands_out_in_all_views(opened: Browser) -> None:
     assert marked(opened) == [False, False, False]
     opened.find(".instant .link").click()
@@ -102,6 +118,29 @@ def test_a_selected_tensor_stands_out_in_all_views(opened: Browser) -> None:
     opened.shot("selected")
 
 
+@pytest.mark.long
+def test_a_tensor_is_found_by_its_name(opened: Browser) -> None:
+    opened.find(".search").send_keys("Y3")
+    assert [button.text for button in opened.all(".instant .link")] == ["y3", "dy3"]
+    opened.find(".instant .link").click()
+    assert opened.find("div.step").get_attribute("data-selected") == "y3"
+    assert marked(opened) == [True, True, True]
+
+
+@pytest.mark.long
+def test_what_compute_waits_for_is_red_and_named(opened: Browser, plan: Plan) -> None:
+    stall = max(plan.timeline.stalls, key=lambda found: found.end_seconds - found.start_seconds)
+    view = opened.all(".view")[1]
+    share = (stall.start_seconds + stall.end_seconds) / 2 / plan.step_seconds
+    plot = view.size["width"] - 78 - 12  # between the labels and the margin
+    x, y = 78 + share * plot - view.size["width"] / 2, view.size["height"] / 2 - 17  # in the last row
+    opened.actions.move_to_element_with_offset(view, round(x), round(y)).perform()
+    told = opened.find(".tooltip").text
+    assert told.startswith("compute waits ")
+    assert f"for {stall.cause}" in told
+
+
+@pytest.mark.long
 def test_runs_colours_and_axes_can_be_changed(opened: Browser) -> None:
     for value, group in (("layer", "Colours"), ("positions", "Axis"), ("1", "Run")):
         before = opened.pictures()[0]
@@ -112,6 +151,7 @@ def test_runs_colours_and_axes_can_be_changed(opened: Browser) -> None:
     assert opened.complaints() == []
 
 
+@pytest.mark.long
 def test_the_theme_is_that_of_the_system_until_the_button_says_otherwise(opened: Browser) -> None:
     paper = "return getComputedStyle(document.body).backgroundColor"
     light, before = opened.run(paper), opened.pictures()[0]
@@ -129,12 +169,14 @@ def test_the_theme_is_that_of_the_system_until_the_button_says_otherwise(opened:
     opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+@pytest.mark.long
 def test_a_telephone_need_not_scroll_sideways(browser: Browser, page: Path) -> None:
     browser.open(page, (390, 2600))
     assert browser.run("return [document.documentElement.scrollWidth, innerWidth]") == [390, 390]
     browser.shot("narrow")
 
 
+@pytest.mark.long
 def test_the_keyboard_moves_zooms_steps_and_clears(opened: Browser) -> None:
     from selenium.webdriver import Keys
 
@@ -172,6 +214,7 @@ def test_names_are_shown_and_never_obeyed(browser: Browser, plan: Plan, tmp_path
     assert browser.find(".instant .link").text.startswith(shown)
 
 
+@pytest.mark.long
 def test_tables_sort_and_charts_can_be_read(browser: Browser, tmp_path: Path) -> None:
     table = Table("t", (Column("name"), Column("size", Unit.BYTES, bar=True)), (("a", 10), ("b", 3000), ("c", None)))
     memory, slowdown = Axis("memory", Unit.BYTES), Axis("slowdown", Unit.RATIO)

@@ -11,6 +11,7 @@ import numpy as np
 
 from overspill.core import Layout, Trace
 from overspill.core.errors import RequestError
+from overspill.core.reportable import Reportable
 
 from .columns import Columns, Integers
 from .pieces import refuse_clashing_pins
@@ -55,11 +56,12 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Solution:
+class Solution(Reportable):
     """A layout of a trace (None: none was found), the best proven bound in bytes, and the solver's wall-clock seconds.
 
     `infeasible_core` holds positions in the trace of blocks that were proven not to fit together within the capacity.
-    `stopped` says what ended the search, if nothing in the limits did: an interrupt, or a failure.
+    `stopped` says what ended the search, if nothing in the limits did: an interrupt, or a failure. `trace` has the blocks,
+    where a Trace was packed.
     """
 
     layout: Layout | None
@@ -67,6 +69,7 @@ class Solution:
     seconds: float
     infeasible_core: tuple[int, ...] = ()
     stopped: str = ""
+    trace: Trace | None = None
 
     @property
     def gap(self) -> float:
@@ -138,7 +141,7 @@ class Solver(ABC):
                 layout.validate(blocks)
             else:
                 blocks.validate(offsets, peak, lower_bound)
-        return Solution(layout, bound, seconds, tuple(core), stopped)
+        return Solution(layout, bound, seconds, tuple(core), stopped, blocks if isinstance(blocks, Trace) else None)
 
     def _refuse(self, problem: Problem) -> None:
         refuse_clashing_pins(problem)

@@ -1,6 +1,6 @@
 """A layout in a picture: every block is a rectangle, from when to when and from which address to which.
 
-Below it the live bytes. matplotlib or plotly, by the file's ending.
+Below it the live bytes. By matplotlib; `report/page/` has the map in a page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 from overspill.report.plot import check_plot
 
-from .page import draw_html
 from .png import draw_png
 from .rectangles import address_maps
 
@@ -29,6 +28,6 @@ def draw_address_map(path: Path, trace: Trace, layout: Layout, name: str, capaci
     shown = name if len(name) <= MOST_LETTERS else f"{name[:MOST_LETTERS]}…"
     title = f"{shown}: {len(trace.blocks)} blocks in {format_bytes(layout.peak_bytes)}, {layout.solver}"
     try:
-        (draw_png if path.suffix.lower() == ".png" else draw_html)(trace, maps, path, title, capacity_bytes)
+        draw_png(trace, maps, path, title, capacity_bytes)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror or error}") from None

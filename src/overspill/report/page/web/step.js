@@ -21,6 +21,7 @@ class StepViews {
     this.filter = null;
     this.filterPath = null;
     this.moving = false;
+    this.sought = "";
     this.parts = {
       controls: el("div", { class: "controls", role: "toolbar", "aria-label": "What the views show" }),
       legend: el("div", { class: "legend" }),
@@ -38,7 +39,8 @@ class StepViews {
   get compared() {
     return this.axis === "time" && this.run.timed ? this.step.runs.filter((run) => run !== this.run && run.timed) : [];
   }
-  get most() {
+  // The top of the memory view; it stays as it is when the window moves.
+  highest() {
     const shown = [this.run, ...this.compared].map((run) => run.peak);
     const tallest = Math.max(...shown);
     const marks = this.step.marks.map((mark) => mark.at).filter((at) => at < 2 * tallest);
@@ -91,6 +93,7 @@ class StepViews {
       choice("Colours", modes, this.mode, (mode) => this.choose({ mode })),
       choice("Axis", axes, this.axis, (axis) => this.choose({ axis })),
       el("div", { class: "choice", role: "group", "aria-label": "Zoom" }, zoom("−", "Zoom out", () => this.zoom(2)), zoom("+", "Zoom in", () => this.zoom(0.5)), zoom("All", "Show all", () => this.show(0, this.longest))),
+      el("input", { type: "search", class: "search", placeholder: "Find a tensor", "aria-label": "Find a tensor by its name", value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
       this.crumb = el("button", { type: "button", class: "crumb", hidden: true, title: "Clear the filter", onclick: () => this.pick(null) }),
     ].filter(Boolean));
   }
@@ -128,6 +131,7 @@ class StepViews {
   }
 
   fit() {
+    this.most = this.highest();
     const width = Math.max(280, this.parts.views.clientWidth || 900);
     for (const { sheet } of this.views) sheet.fit(width);
     this.draw();
@@ -342,6 +346,7 @@ class StepViews {
   }
   clear() {
     this.selected = this.instant = this.hovered = null;
+    this.sought = this.element.querySelector(".search").value = "";
     hush();
     this.pick(null);
     this.below();
@@ -366,20 +371,25 @@ class StepViews {
     if (tree) tree.show(position);
     this.parts.below.replaceChildren(...[tree?.element, el("div", {}, this.instantTable(position), this.card())].filter(Boolean));
   }
+  // The largest tensors at an instant, or of all that are named as is searched for.
   instantTable(position) {
     const { run, step } = this;
-    const live = [...Array(run.start.length).keys()].filter((i) => run.start[i] <= position && position < run.end[i]);
-    live.sort((a, b) => run.nbytes[b] - run.nbytes[a]);
-    const rows = live.slice(0, TENSORS_LISTED).map((i) => {
-      const tensor = run.tensor[i];
+    const sought = this.sought.toLowerCase();
+    const spans = [...run.start.keys()].filter((i) =>
+      sought ? step.nameOf(run.tensor[i]).toLowerCase().includes(sought) : run.start[i] <= position && position < run.end[i],
+    );
+    const sizes = new Map(spans.map((i) => [run.tensor[i], run.nbytes[i]]));
+    const found = [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
+    const rows = found.slice(0, TENSORS_LISTED).map((tensor) => {
       const chosen = tensor === this.selected;
       const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
-      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : ""), el("td", { class: "number", title: `${run.nbytes[i].toLocaleString("en")} bytes` }, FORMATS.bytes(run.nbytes[i])));
+      const nbytes = sizes.get(tensor);
+      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : ""), el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)));
     });
-    const rest = live.slice(TENSORS_LISTED).reduce((sum, i) => sum + run.nbytes[i], 0);
-    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${live.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
+    const rest = found.slice(TENSORS_LISTED).reduce((sum, tensor) => sum + sizes.get(tensor), 0);
+    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
     const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
-    const heading = `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
+    const heading = sought ? `${found.length} tensors whose name has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
     const head = el("tr", {}, ["largest tensors", "kind", "shape", "size"].map((name, at) => el("th", { scope: "col", class: at === 3 ? "number" : null }, name)));
     return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }

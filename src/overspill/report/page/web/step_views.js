@@ -198,6 +198,7 @@ class MemoryView {
         pen.fillStyle = grouping.groups[this.stack.group[span]].colour;
         for (let i = 0; i < here.length; i += 2) pen.fillRect(GUTTER + here[i], this.y(here[i + 1] + run.nbytes[span]), 1, high);
       }
+      if (here.length < 6) return; // outlines would hide what is so narrow
       pen.strokeStyle = colour("card");
       pen.globalAlpha = 0.55;
       pen.beginPath();
@@ -292,7 +293,7 @@ class MemoryView {
       if (!wanted.includes(tensor)) return;
       const high = Math.max(2, (views.run.nbytes[span] / views.most) * this.sheet.height);
       for (let i = 0; i < here.length; i += 2) {
-        pen.globalAlpha = tensor === views.selected ? 0.55 : 0.3;
+        pen.globalAlpha = tensor === views.selected ? 0.3 : 0.18;
         pen.fillRect(GUTTER + here[i], this.y(here[i + 1] + views.run.nbytes[span]), 1, high);
         pen.globalAlpha = 1;
         pen.fillRect(GUTTER + here[i], this.y(here[i + 1] + views.run.nbytes[span]), 1, 1.5);
@@ -466,9 +467,8 @@ class AddressView {
   constructor(views) {
     this.views = views;
     this.sheet = new Sheet("Addresses", 300, views.help);
-  }
-  get most() {
-    return (this.views.run.reserved_bytes || this.views.run.offset.reduce((top, offset, i) => Math.max(top, offset + this.views.run.nbytes[i]), 0)) * 1.02 || 1;
+    const { offset, nbytes } = views.run;
+    this.most = 1.02 * offset.reduce((top, address, i) => Math.max(top, address + nbytes[i]), 0) || 1;
   }
   y(address) {
     return this.sheet.height - (address / this.most) * this.sheet.height;
@@ -500,17 +500,19 @@ class AddressView {
       const pattern = grouping.groups[group[i]].pattern;
       for (let y = low; y < high; y++) {
         const line = y * width;
-        if (!plain || !pattern && !(framed && y === low)) pixels.fill(plain ? full : pale, line + left, line + right);
-        else for (let x = left; x < right; x++) pixels[line + x] = framed && y === low || this.inPattern(pattern, x, y) ? dark : full;
+        const ink = plain ? full : pale;
+        if (plain && (pattern || framed && y === low)) for (let x = left; x < right; x++) pixels[line + x] = framed && y === low || this.inPattern(pattern, x, y) ? dark : full;
+        else if (right - left > 24) pixels.fill(ink, line + left, line + right);
+        else for (let at = line + left; at < line + right; at++) pixels[at] = ink;
         if (framed && plain) pixels[line + left] = dark;
       }
       if (plain && right - left > 46 * ratio && high - low > 13 * ratio) named.push([i, left / ratio, right / ratio, low / ratio, high / ratio]);
     }
-    const off = document.createElement("canvas");
-    off.width = width;
-    off.height = height;
-    off.getContext("2d").putImageData(image, 0, 0);
-    pen.drawImage(off, GUTTER, 0, sheet.plot, sheet.height);
+    this.painted ||= document.createElement("canvas");
+    this.painted.width = width;
+    this.painted.height = height;
+    this.painted.getContext("2d").putImageData(image, 0, 0);
+    pen.drawImage(this.painted, GUTTER, 0, sheet.plot, sheet.height);
     pen.textAlign = "left";
     for (const [i, left, right, low, high] of named) {
       pen.fillStyle = inkOn(grouping.groups[group[i]].colour);
@@ -537,7 +539,7 @@ class AddressView {
       if (right < GUTTER || left > views.right) continue;
       const low = this.y(run.offset[i] + run.nbytes[i]), high = Math.max(3, this.y(run.offset[i]) - low);
       pen.fillStyle = colour("ink");
-      pen.globalAlpha = selected ? 0.35 : 0.2;
+      pen.globalAlpha = selected ? 0.25 : 0.15;
       pen.fillRect(left, low, Math.max(2, right - left), high);
       pen.globalAlpha = 1;
       pen.strokeStyle = colour("ink");

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from overspill.core import Verb
+from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, format_seconds
 from overspill.plans.plan import Plan
-
-from .listing import percent
-from .page import Column, Page, Table, Unit, Verdict, step
-from .page.sections import Figure
-from .plan import peak_of, peaks_of_card, whole_step_notes
-
-TENSORS_AT_PEAK = 20
+from overspill.report.listing import percent
+from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
+from overspill.report.plan import peak_of, peaks_of_card, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -24,17 +21,20 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
             (kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in peak.by_kind.items()
         ),
     )
-    tensors = Table(
-        "The largest tensors at the peak",
-        (Column("tensor"), Column("kind"), Column("shape"), Column("bytes", Unit.BYTES, bar=True)),
-        tuple((t.name, t.kind.value.replace("_", " "), "x".join(map(str, t.shape)), t.nbytes) for t in peak.largest),
-    )
     figures = Table("All figures", (Column("figure"), Column("value")), tuple(_figures(plan)))
     notes = ("Times and memory are simulated, not measured.", *whole_step_notes(plan))
-    return Page(title, _verdict(plan), (step(plan, placer), kinds, tensors, figures), notes)
+    return Page(title, plan_verdict(plan), (step(plan, placer), kinds, figures), notes)
 
 
-def _verdict(plan: Plan) -> Verdict:
+def infeasible_page(error: InfeasibleBudget, title: str, message: str) -> Page:
+    """The report where there is no plan: the least that one needs, and what holds that up."""
+    floor = Figure("the least that works", format_bytes(error.floor_bytes), error.cause)
+    verdict = Verdict(f"Does not fit in {format_bytes(error.budget_bytes)}", good=False, figures=(floor,))
+    return Page(title, verdict, (), (message,))
+
+
+def plan_verdict(plan: Plan) -> Verdict:
+    """What the plan takes, and what that costs."""
     share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}",

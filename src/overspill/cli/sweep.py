@@ -1,0 +1,117 @@
+"""`overspill sweep`: what a training step costs at every budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from overspill.core.units import format_bytes
+
+from .common import (
+    AsJson,
+    Batch,
+    Gpu,
+    ImageSize,
+    ModelChoice,
+    ModelName,
+    OptimizerName,
+    Outcome,
+    ReportFile,
+    SeqLen,
+    Small,
+    WholeStep,
+    check_report,
+    check_request,
+    narrate,
+    quiet_torch,
+)
+from .compare import policy_names
+from .software import Cuda, Torch, check_gpu
+
+if TYPE_CHECKING:
+    from overspill.plans.sweep import Sweep
+
+PolicyNames = Annotated[
+    str,
+    typer.Option(metavar="A,B,…", help="Names that `overspill policies` lists; each has a curve of its own."),
+]
+Points = Annotated[
+    int, typer.Option(metavar="K", help="The most budgets to plan for; fewer where the curve is known with them.")
+]
+
+
+def sweep(
+    model: ModelName,
+    batch: Batch,
+    gpu: Gpu = None,
+    policies: PolicyNames = "auto",
+    points: Points = 12,
+    optimizer: OptimizerName = "sgd",
+    small: Small = False,
+    image_size: ImageSize = None,
+    seq_len: SeqLen = None,
+    whole_step: WholeStep = False,
+    torch: Torch = None,
+    cuda: Cuda = None,
+    report: ReportFile = None,
+    json: AsJson = False,
+) -> Outcome:
+    """Find what a training step costs at every budget, from all that it takes down to the smallest that works."""
+    del json  # `main` reads it from the arguments
+    from overspill.devices import load_device
+    from overspill.plans.sweep import check_points
+
+    begun = time.perf_counter()
+    names = policy_names(policies)
+    check_points(points)
+    check_request(model, None, "auto", None)
+    check_report(report)
+    device = load_device(gpu or "cpu")
+    check_gpu(device, torch, cuda)
+    with narrate() as narrator:
+        quiet_torch()
+        from overspill.costs.releases import software_named
+        from overspill.runtime.hardware import elsewhere
+        from overspill.runtime.options import Options, sweep_on
+        from overspill.runtime.training import Training, graph_on
+
+        software = software_named(torch, cuda)
+        training = Training(
+            ModelChoice(model, small, image_size, seq_len).build, batch, optimizer, whole_step=whole_step
+        )
+        narrator.now(f"capturing {model} for {device.name}")
+        device = elsewhere(device, software)
+        graph = graph_on(training, device)
+        options = Options(device=device, software=software)
+        found = sweep_on(options, graph, device, names, points, lambda what: narrator.now(what, lasting=False))
+    request = {"model": model, "batch": batch, "optimizer": optimizer, "whole_step": whole_step, "gpu": device.name}
+    title = f"{model}, batch {batch}, {optimizer} on {device.name}{training.manner}, at every budget: simulated"
+    return _outcome(request, found, title, begun, report)
+
+
+def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, report: Path | None) -> Outcome:
+    from overspill.report.sweep import point_figures, sweep_report
+
+    answer = request | {
+        "capacity_bytes": found.device.memory_bytes,
+        "unmanaged_peak_bytes": found.unmanaged_peak_bytes,
+        "floors": [
+            {"policy": name, "floor_bytes": floor.nbytes, "cause": floor.cause} for name, floor in found.floors.items()
+        ],
+        "seconds": time.perf_counter() - begun,
+        "rows": [point_figures(found, point) for point in found.points],
+    }
+    if report is not None:
+        found.report(report, title)
+    human = sweep_report(found, title, None if report is None else f"report saved to {report}")
+    if any(found.fits(point) for point in found.points):
+        return Outcome(answer, human)
+    needed = min(p.plan.device_bytes or p.plan.peak_bytes for p in found.points if p.plan is not None)
+    room = format_bytes(found.device.memory_bytes)
+    message = (
+        f"infeasible: no budget fits the {room} of {found.device.name}; {format_bytes(needed)} are needed at least"
+    )
+    return Outcome(answer | {"error": message, "exit_code": 1}, human, 1, message)

@@ -1,0 +1,86 @@
+"""Policies beside one another as a page: memory against time with the bound, and the table of all figures."""
+
+from __future__ import annotations
+
+from overspill.core.units import format_bytes, format_seconds
+from overspill.plans.comparison import BASELINE, Comparison, Row
+from overspill.report.compare import explanation, remarks, row_figures
+from overspill.report.page import Axis, Column, Curve, Figure, Mark, Page, Point, Points, Table, Unit, Verdict
+from overspill.report.page.sections import Cell
+
+MEMORY, TIME = Axis("memory", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
+COLUMNS = {
+    "policy": Column("policy"),
+    "fits": Column("fits"),
+    "max_bytes": Column("memory", Unit.BYTES, bar=True),
+    "device_bytes": Column("card", Unit.BYTES),
+    "step_seconds": Column("simulated step", Unit.SECONDS),
+    "slowdown": Column("slowdown", Unit.RATIO),
+    "average_bytes": Column("average", Unit.BYTES),
+    "offloaded_bytes": Column("offloaded", Unit.BYTES),
+    "recomputed_flops": Column("recomputed", Unit.FLOPS),
+    "overlapped_seconds": Column("overlap", Unit.SECONDS),
+    "exposed_transfer_seconds": Column("exposed", Unit.SECONDS),
+    "fragmentation": Column("fragmentation", Unit.SHARE),
+    "stall_cause": Column("longest wait for"),
+}
+SHORT = ("policy", "fits", "max_bytes", "step_seconds", "slowdown")
+
+
+def compare_page(compared: Comparison, title: str | None = None) -> Page:
+    """The report of `compared`."""
+    name = title or f"policies within {format_bytes(compared.budget_bytes)} on {compared.device.name}"
+    rows = [row_figures(row, compared.device) for row in compared]
+    keys = [key for key in COLUMNS if key != "device_bytes" or any(row[key] is not None for row in rows)]
+    table = Table(
+        "All figures", tuple(COLUMNS[key] for key in keys), tuple(tuple(row[key] for key in keys) for row in rows)
+    )
+    bound = compared.lower_bound_seconds
+    notes = (explanation(rows, compared.device, compared.budget_bytes, bound), *remarks(rows, compared.device))
+    return Page(name, compare_verdict(compared), (_points(compared), table), notes)
+
+
+def compare_verdict(compared: Comparison) -> Verdict:
+    """The fastest policy that fits, or what the least needs."""
+    budget = format_bytes(compared.budget_bytes)
+    fitting = [row for row in compared if row.fits and row.plan is not None]
+    if not fitting or fitting[0].plan is None:
+        least = min((row.least_bytes for row in compared if row.least_bytes is not None), default=None)
+        needs = "" if least is None else f"; {format_bytes(least)} would do"
+        return Verdict(f"No policy fits {budget}{needs}", good=False)
+    best, plan = fitting[0], fitting[0].plan
+    figures = [
+        Figure("policies that fit", f"{len(fitting)} of {len(compared)}"),
+        Figure("memory", format_bytes(plan.peak_bytes), f"of {budget}"),
+        Figure("simulated step", format_seconds(plan.step_seconds), f"{best.slowdown:.3f} of {BASELINE}'s"),
+        Figure("offloaded each step", format_bytes(plan.offloaded_bytes)),
+    ]
+    if compared.lower_bound_seconds:
+        above = plan.step_seconds / compared.lower_bound_seconds - 1
+        figures.append(Figure("proven lower bound", format_seconds(compared.lower_bound_seconds), f"{above:.1%} below"))
+    return Verdict(f"{best.policy} is the fastest within {budget}", good=True, figures=tuple(figures))
+
+
+def compare_table(compared: Comparison) -> Table:
+    """The policies in short."""
+    return Table("Policies", tuple(COLUMNS[key] for key in SHORT), tuple(map(_short, compared)))
+
+
+def _short(row: Row) -> tuple[Cell, ...]:
+    if row.plan is None:
+        return row.policy, row.fits, None, None, None
+    return row.policy, row.fits, row.plan.peak_bytes, row.plan.step_seconds, row.slowdown
+
+
+def _points(compared: Comparison) -> Points:
+    planned = [(row, row.plan) for row in compared if row.plan is not None]
+    points = tuple(
+        Point(row.policy, plan.peak_bytes, plan.step_seconds, row.fits, f"slowdown {row.slowdown:.3f}")
+        for row, plan in planned
+    )
+    live = next((plan.budget_bytes for _, plan in planned), compared.budget_bytes)
+    most = max((plan.peak_bytes for _, plan in planned), default=live)
+    marks = (Mark("budget", live, on_x=True),) if live <= 2 * most else ()
+    bound = compared.lower_bound_seconds
+    curves = () if bound is None else (Curve("proven lower bound", (0, min(live, most)), (bound, bound), dashed=True),)
+    return Points("Memory against time", MEMORY, TIME, points, curves, marks, "Left is less memory, down is faster.")

@@ -1,0 +1,150 @@
+"""An estimate as a page: the verdict, memory over the step, what it is made of, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from overspill.core.units import format_bytes
+from overspill.estimation import Estimate
+from overspill.estimation.figures import Figures
+from overspill.estimation.text import trained, verdict
+from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict
+
+MOST_TENSORS = 30
+FAR = 3
+"""A limit so many times above the peak is no line in the picture: it would press all else flat."""
+
+
+def estimate_page(made: Estimate, title: str | None = None, *, asked: bool = True) -> Page:
+    """The report of `made`; `asked`: whether a device was named, so that there is a verdict to give."""
+    sections: list[Section] = [_step(made), estimate_table(made), _largest(made), _layers(made)]
+    if made.changes and asked:
+        sections.insert(0, _changes(made))
+    notes = [
+        "Everything is estimated by running the job on a GPU that is not there; nothing was measured.",
+        "Memory over the step counts tensors and workspaces as requested; context and what the allocator keeps come on top.",
+        *(line.strip() for line in trained(made)),
+    ]
+    said = estimate_verdict(made, asked=asked)
+    if asked and made.largest_batch is not None:  # found by tracing more batches, for which no notebook should wait
+        largest = Figure(f"largest batch on {made.device.name}", str(made.largest_batch))
+        said = replace(said, figures=(*said.figures, largest))
+    batch = "" if made.batch is None else f", batch {made.batch}"
+    return Page(title or f"{made.name}{batch} on {made.device.name}", said, tuple(sections), tuple(notes))  # fmt: skip
+
+
+def estimate_verdict(made: Estimate, *, asked: bool = True) -> Verdict:
+    """Whether the job fits, and the bytes behind that."""
+    total, device = made.total, made.device
+    figures = [
+        Figure("takes", format_bytes(made.total_bytes), f"nine of ten times {format_bytes(total.low)} to {format_bytes(total.high)}"),
+        Figure("needs at least", format_bytes(made.minimum_capacity_bytes), "what its allocator caches given back"),
+        Figure("tensors at the peak", format_bytes(made.peak_requested_bytes), f"allocated {format_bytes(made.peak_allocated_bytes)}"),
+        Figure("reserved", format_bytes(made.peak_reserved_bytes), f"by the {made.allocator} allocator"),
+        Figure("context", format_bytes(made.context_bytes)),
+    ]  # fmt: skip
+    if not asked:
+        text = f"{made.name} takes {format_bytes(made.total_bytes)} (context as on {device.name})"
+        return Verdict(text, good=None, figures=tuple(figures))
+    text = verdict(made)
+    return Verdict(text[0].upper() + text[1:], made.fits(), tuple(figures))
+
+
+def estimate_table(made: Figures) -> Table:
+    """What the total is made of at the peak, the largest first."""
+    total = made.total_bytes or 1
+    parts = sorted(made.breakdown.items(), key=lambda part: -part[1])
+    return Table(
+        "What it is made of at the peak",
+        (Column("what"), Column("bytes", Unit.BYTES, bar=True), Column("share", Unit.SHARE)),
+        tuple((name.replace("_", " "), nbytes, nbytes / total) for name, nbytes in parts if nbytes),
+        _moment(made),
+    )
+
+
+def _moment(made: Figures) -> str:
+    peak = made.peak
+    where = f" of {peak.layer}" if peak.layer else ""
+    return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}." if peak.op else ""
+
+
+def _changes(made: Estimate) -> Table:
+    rows = [(c.what, c.minimum_capacity_bytes, c.fits, c.cost) for c in made.changes]
+    columns = (Column("change"), Column("needs then", Unit.BYTES), Column("fits then"), Column("cost"))
+    return Table("What would help, the cheapest first", columns, tuple(rows))
+
+
+def _layers(made: Figures) -> Table:
+    rows = tuple(list(made.by_layer.items())[:MOST_TENSORS])
+    columns = (Column("layer"), Column("bytes", Unit.BYTES, bar=True))
+    return Table("Layers that hold most at the peak", columns, rows, "Weights and optimizer state left out.")
+
+
+def _peak_event(made: Figures) -> int:
+    demand = made.demand
+    return int(demand.rows[made.replayed.peak_allocated_at]) if len(demand.rows) else 0
+
+
+def _largest(made: Figures) -> Table:
+    """The largest things that are there at the peak, and who made them."""
+    demand, recording, moment = made.demand, made.recording, _peak_event(made)
+    live = np.flatnonzero((demand.start <= moment) & (demand.end > moment) & (demand.nbytes > 0))
+    largest = live[np.argsort(-demand.nbytes[live], kind="stable")][:MOST_TENSORS]
+    rows = []
+    for position in largest.tolist():
+        it = recording.allocations[position]
+        maker = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else ""
+        rows.append((it.name or maker, it.kind.value.replace("_", " "), it.layer, maker, int(demand.nbytes[position])))
+    columns = (Column("tensor"), Column("kind"), Column("layer"), Column("made by"), Column("bytes", Unit.BYTES, bar=True))  # fmt: skip
+    return Table("The largest tensors at the peak", columns, tuple(rows))
+
+
+def _step(made: Figures) -> Step:
+    """Memory over the recorded step that has the peak, by event."""
+    recording, demand, step = made.recording, made.demand, made.peak.iteration
+    edges = (*recording.starts, recording.events) if recording.starts else (0, recording.events)
+    first, last = edges[min(step, len(edges) - 2)], edges[min(step, len(edges) - 2) + 1]
+    shown = np.flatnonzero((demand.start < last) & (demand.end > first) & (demand.nbytes > 0))
+    allocations = [recording.allocations[position] for position in shown.tolist()]
+    numbers = {position: number for number, position in enumerate(shown.tolist())}
+    wanted = [number for number, op in enumerate(recording.ops) if op.iteration == step]
+    op_numbers = {number: place for place, number in enumerate(wanted)}
+    ops = [recording.ops[number] for number in wanted]
+    layers = {
+        name: i for i, name in enumerate(dict.fromkeys([*(op.layer for op in ops), *(a.layer for a in allocations)]))
+    }
+    first_read, read = _columns([[numbers[t] for t in op.reads if t in numbers] for op in ops])
+    first_written, written = _columns([[numbers[t] for t in op.writes if t in numbers] for op in ops])
+    nbytes = demand.nbytes[shown].astype(np.int64)
+    tensors = Tensors(
+        name=[a.name or f"allocation {position}" for a, position in zip(allocations, shown.tolist(), strict=True)],
+        kind=[a.kind.value for a in allocations],
+        shape=["" for _ in allocations],
+        nbytes=nbytes,
+        maker=np.array([op_numbers.get(a.op, -1) for a in allocations], dtype=np.int64),
+        layer=np.array([layers[a.layer] for a in allocations], dtype=np.int64),
+    )
+    run = Run(
+        name="as estimated",
+        seconds=np.zeros(0),
+        positions=last - first,
+        start=np.maximum(demand.start[shown] - first, 0).astype(np.int64),
+        end=np.minimum(demand.end[shown] - first, last - first).astype(np.int64),
+        tensor=np.arange(len(shown), dtype=np.int64),
+        nbytes=nbytes,
+        offset=np.zeros(0, dtype=np.int64),
+    )
+    names, phases = [op.name for op in ops], [op.phase.value for op in ops]
+    home, flops = np.array([layers[op.layer] for op in ops], dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
+    recorded = Ops(names, phases, home, flops, first_read, read, first_written, written)
+    room = made.device.memory_bytes - made.outside_bytes
+    marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
+    return Step(f"Memory over step {step + 1}", tuple(layers), tensors, recorded, (run,), marks)
+
+
+def _columns(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of numbers in two columns: where each row begins, and all of them."""
+    first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return first, np.array([number for row in rows for number in row], dtype=np.int64)

@@ -1,0 +1,67 @@
+"""A verdict and a table as a few lines of HTML, for a notebook: no style of ours but what suits dark and light alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+
+from overspill.core.units import format_bytes, format_seconds
+from overspill.report.listing import format_flops, yes
+from overspill.report.page import Table, Unit, Verdict
+from overspill.report.page.encode import visible
+from overspill.report.page.sections import Cell
+
+MOST_ROWS = 20
+WRITERS: dict[Unit, Callable[[float], str]] = {
+    Unit.TEXT: str,
+    Unit.NUMBER: "{:g}".format,
+    Unit.BYTES: format_bytes,
+    Unit.SECONDS: format_seconds,
+    Unit.FLOPS: format_flops,
+    Unit.RATIO: "{:.3f}".format,
+    Unit.SHARE: lambda share: f"{100 * share:.1f} %",
+}
+SIGNS = {True: "✓ ", False: "✕ ", None: ""}
+
+
+def short_html(verdict: Verdict, table: Table | None = None) -> str:
+    """The verdict, its figures, and `table` in full or its first rows."""
+    parts = [f"<p><strong>{SIGNS[verdict.good]}{_safe(verdict.text)}</strong></p>"]
+    if verdict.figures:
+        rows = [(figure.label, figure.value, figure.note) for figure in verdict.figures]
+        parts.append(_table([[_cell("td", text) for text in row] for row in rows]))
+    if table is not None:
+        head = [_cell("th", column.name, right=column.unit is not Unit.TEXT) for column in table.columns]
+        units = [column.unit for column in table.columns]
+        body = [
+            [
+                _cell("td", written(cell, unit), right=unit is not Unit.TEXT)
+                for cell, unit in zip(row, units, strict=True)
+            ]
+            for row in table.rows[:MOST_ROWS]
+        ]
+        parts += [f"<p>{_safe(table.title)}</p>", _table([head, *body])]
+        if len(table.rows) > MOST_ROWS:
+            parts.append(f"<p>and {len(table.rows) - MOST_ROWS} more</p>")
+    return f"<div>{''.join(parts)}</div>"
+
+
+def written(cell: Cell, unit: Unit) -> str:
+    """A cell as a reader has it."""
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    if isinstance(cell, bool):
+        return yes(cell) or "no"
+    return WRITERS[unit](cell)
+
+
+def _table(rows: list[list[str]]) -> str:
+    return "<table>" + "".join(f"<tr>{''.join(row)}</tr>" for row in rows) + "</table>"
+
+
+def _cell(tag: str, text: str, *, right: bool = False) -> str:
+    return f'<{tag} style="text-align:{"right" if right else "left"}">{_safe(text)}</{tag}>'
+
+
+def _safe(text: str) -> str:
+    return escape(visible(text))

@@ -1,0 +1,65 @@
+"""A paper's figures beside ours as a page: the rows of each figure, then what the paper draws, as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from overspill.papers import Counts, Paper, Result
+from overspill.papers.figures import Curve, Figure
+from overspill.report.listing import yes
+from overspill.report.page import Axis, Column, Lines, Page, Section, Table, Unit, Verdict
+from overspill.report.page import Curve as Line
+from overspill.report.reproduce import counted, short_figure
+
+COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit.RATIO), Column("agrees"), Column("note"))  # fmt: skip
+
+
+def paper_page(paper: Paper, found: Sequence[Result], drawn: Sequence[tuple[Figure, Mapping[str, Curve]]]) -> Page:
+    """The page of `found` and `drawn`."""
+    sections: list[Section] = [_rows(where, rows) for where, rows in _by_place(found).items()]
+    sections += [_drawn(figure, curves) for figure, curves in drawn]
+    notes = (
+        f"Ours are simulated, on {paper.machine}; nothing was measured.",
+        "First come the figures that the paper's text gives. Then what the paper draws, as ours alone: its own bars and curves can only be read off its plots.",
+    )
+    return Page(paper.title, Verdict(counted(Counts.of(found)), good=None), tuple(sections), notes)
+
+
+def _by_place(found: Sequence[Result]) -> dict[str, list[Result]]:
+    places: dict[str, list[Result]] = {}
+    for result in found:
+        places.setdefault(result.claim.where, []).append(result)
+    return places
+
+
+def _rows(where: str, rows: Sequence[Result]) -> Table:
+    return Table(
+        where, COLUMNS, tuple((_name(r), *_said(r), r.ratio, yes(r.agrees) or "no", r.claim.note) for r in rows)
+    )
+
+
+def _name(result: Result) -> str:
+    uncounted = "fitted" if result.claim.fitted else "aside" if result.claim.aside else ""
+    return f"{result.claim.what} ({uncounted})" if uncounted else result.claim.what
+
+
+def _said(result: Result) -> tuple[str, str]:
+    """The paper's figure, and ours."""
+    claim = result.claim
+    bound = "" if claim.bound == "=" else f"{claim.bound} "
+    ours = "none" if result.ours is None else f"{short_figure(result.ours)} {claim.unit}"
+    return f"{bound}{short_figure(claim.value)} {claim.unit}", ours
+
+
+def _drawn(figure: Figure, curves: Mapping[str, Curve]) -> Lines | Table:
+    """Lines where numbers are along the axis; else a row for each name, with its bars."""
+    title = f"{figure.where}, ours: {figure.title}"
+    numbers = {name: {x: y for x, y in curve.items() if isinstance(x, (int, float))} for name, curve in curves.items()}
+    if figure.lines and all(len(numbers[name]) == len(curve) for name, curve in curves.items()):
+        lines = tuple(Line(name, [*points], [*points.values()]) for name, points in numbers.items())
+        return Lines(title, Axis(figure.x_axis), Axis(figure.y_axis), lines)
+    along = dict.fromkeys(str(x) for curve in curves.values() for x in curve)
+    named = {name: {str(x): float(y) for x, y in curve.items()} for name, curve in curves.items()}
+    columns = (Column(figure.x_axis), *(Column(name, Unit.NUMBER, bar=True) for name in curves))
+    rows = tuple((x, *(named[name].get(x) for name in curves)) for x in along)
+    return Table(title, columns, rows, figure.y_axis)

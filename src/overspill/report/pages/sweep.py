@@ -1,0 +1,94 @@
+"""A budget sweep as a page: memory against time, the bound under it, and every plan."""
+
+from __future__ import annotations
+
+from overspill.core.units import format_bytes
+from overspill.plans.sweep import Sweep, SweepPoint
+from overspill.report.listing import percent
+from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
+from overspill.report.sweep import point_figures, sweep_verdict
+
+MEMORY, TIME = Axis("budget", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
+
+
+def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
+    """The report of `sweep`."""
+    name = title or f"{sweep.points[0].plan.graph.name if sweep.points[0].plan else 'step'} at every budget"
+    floors = Table(
+        "The smallest budgets that work, and what holds them up",
+        (Column("policy"), Column("budget", Unit.BYTES), Column("because of")),
+        tuple((policy, floor.nbytes, floor.cause) for policy, floor in sweep.floors.items()),
+    )
+    notes = (
+        f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
+        "Below the bound lies no plan within that budget, by any policy that keeps the graph's order.",
+        "Budgets are live bytes. A plan within a budget is one within each larger budget too.",
+    )
+    return Page(name, sweep_verdict_of(sweep), (_curves(sweep), sweep_table(sweep), floors), notes)
+
+
+def sweep_verdict_of(sweep: Sweep) -> Verdict:
+    """How far memory goes down, and whether the device has room for any of that."""
+    least = sweep.frontier[-1]
+    assert least.plan is not None
+    fitting = [point for point in sweep.points if sweep.fits(point)]
+    unmanaged = sweep.unmanaged_peak_bytes
+    figures = [
+        Figure("unmanaged peak", format_bytes(unmanaged), "live bytes"),
+        Figure(
+            "smallest budget", format_bytes(least.budget_bytes), f"{percent(least.budget_bytes, unmanaged)} of that"
+        ),
+        Figure("slowdown there", f"{least.plan.slowdown:.3f}", f"simulated, by {least.policy}"),
+    ]
+    if least.plan.device_bytes is not None:
+        cards = [point.plan.device_bytes for point in sweep.points if point.plan and point.plan.device_bytes]
+        memory = format_bytes(sweep.device.memory_bytes)
+        figures.append(Figure("smallest card", format_bytes(min(cards)), f"{sweep.device.name} has {memory}"))
+    text = sweep_verdict(sweep)
+    return Verdict(text[0].upper() + text[1:], bool(fitting), tuple(figures))
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """Every plan, from the largest budget to the smallest."""
+    rows = [point_figures(sweep, point) for point in sweep.points if point.plan is not None]
+    columns = {
+        "policy": Column("policy"),
+        "budget_share": Column("share", Unit.SHARE),
+        "budget_bytes": Column("budget", Unit.BYTES, bar=True),
+        **({"device_bytes": Column("card", Unit.BYTES)} if any(row["device_bytes"] for row in rows) else {}),
+        "step_seconds": Column("simulated step", Unit.SECONDS),
+        "slowdown": Column("slowdown", Unit.RATIO),
+        "lower_bound_seconds": Column("bound", Unit.SECONDS),
+        "gap": Column("gap", Unit.SHARE),
+        "offloaded_bytes": Column("offloaded", Unit.BYTES),
+        "recomputed_flops": Column("recomputed", Unit.FLOPS),
+        "fits": Column(f"fits {sweep.device.name}"),
+    }
+    return Table("Every plan", tuple(columns.values()), tuple(tuple(row[key] for key in columns) for row in rows))
+
+
+def _curves(sweep: Sweep) -> Lines | Points:
+    """A curve for each policy that adapts, a point for each that makes one schedule, and the bound below them."""
+    found: dict[str, list[SweepPoint]] = {}
+    for point in sorted(sweep.points, key=lambda point: point.budget_bytes):
+        if point.plan is not None:
+            found.setdefault(point.policy, []).append(point)
+    curves = [
+        Curve(policy, [p.budget_bytes for p in own], [p.plan.step_seconds for p in own if p.plan], steps=False)
+        for policy, own in found.items()
+        if len(own) > 1
+    ]
+    bounds = dict(sorted({point.budget_bytes: point.lower_bound_seconds for point in sweep.points}.items()))
+    curves.append(Curve("proven lower bound", [*bounds], [*bounds.values()], dashed=True))
+    single = tuple(
+        Point(policy, own[0].budget_bytes, own[0].plan.step_seconds, good=sweep.fits(own[0]))
+        for policy, own in found.items()
+        if len(own) == 1 and own[0].plan is not None
+    )
+    marks = [Mark("unmanaged", sweep.unmanaged_peak_bytes, on_x=True)]
+    if sweep.device.usable_bytes < sweep.unmanaged_peak_bytes:
+        marks.append(Mark(f"all of {sweep.device.name}", sweep.device.usable_bytes, on_x=True))
+    title, note = "What less memory costs", "Left is less memory, down is faster."
+    if single:
+        return Points(title, MEMORY, TIME, single, tuple(curves), tuple(marks), note)
+    return Lines(title, MEMORY, TIME, tuple(curves), tuple(marks), note)

@@ -1,0 +1,75 @@
+"""A training run as a page: measured beside planned, the losses, the steps, and the views of the plan."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from overspill.core.units import format_bytes, format_seconds
+from overspill.report.listing import percent
+from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Section, Table, Unit, Verdict
+from overspill.report.training import Trained, title_of
+
+from .plan import plan_page
+
+
+def training_page(trained: Trained) -> Page:
+    """The report of a run: what was measured first, and then its plan, which is simulated."""
+    title = title_of(trained)
+    planned = plan_page(trained.plan, title, trained.placed.placer)
+    sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *planned.sections)
+    notes = (
+        "The peak, the losses and the times of steps were measured on this machine; the views of the step are the plan's, simulated.",
+        *planned.notes[1:],
+    )
+    return Page(title, _verdict(trained), sections, notes)
+
+
+def _verdict(trained: Trained) -> Verdict:
+    run, plan = trained.managed, trained.plan
+    good = run.measured_peak_bytes <= plan.asked_bytes and trained.identical is not False
+    text = f"Trained within {format_bytes(plan.asked_bytes)}" if good else f"Trained with {format_bytes(run.measured_peak_bytes)} of a budget of {format_bytes(plan.asked_bytes)}"  # fmt: skip
+    if trained.identical is not None:
+        text += (
+            ", with the same numbers to the last bit"
+            if trained.identical
+            else f", but with other numbers: {trained.difference}"
+        )
+    figures = [
+        Figure("measured peak", format_bytes(run.measured_peak_bytes), f"{percent(run.measured_peak_bytes, plan.asked_bytes)} of the budget"),
+        Figure("planned peak", format_bytes(run.planned_peak_bytes)),
+        Figure("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes), "planned"),
+        Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
+        Figure("a step", format_seconds(median(run.step_seconds)), "measured, the median"),
+    ]  # fmt: skip
+    return Verdict(text, good, tuple(figures))
+
+
+def _peaks(trained: Trained) -> Table:
+    run, plan, reference = trained.managed, trained.plan, trained.reference
+    unmanaged = None if reference is None else reference.measured_peak_bytes
+    rows = (
+        ("with Overspill", run.planned_peak_bytes, run.measured_peak_bytes),
+        ("without", plan.unmanaged_peak_bytes, unmanaged),
+    )
+    columns = (Column("peak"), Column("planned", Unit.BYTES, bar=True), Column("measured", Unit.BYTES, bar=True))
+    return Table("Planned against measured", columns, rows)
+
+
+def _losses(trained: Trained) -> Lines:
+    curves = [_curve("with Overspill", trained.managed.losses)]
+    if trained.reference is not None:
+        curves.append(_curve("without", trained.reference.losses, dashed=True))
+    return Lines("Losses", Axis("step"), Axis("loss"), tuple(curves))
+
+
+def _steps(trained: Trained) -> Lines:
+    curves = [_curve("with Overspill", trained.managed.step_seconds)]
+    if trained.reference is not None:
+        curves.append(_curve("without", trained.reference.step_seconds, dashed=True))
+    note = "Measured on this machine. The first step captures, plans and compiles."
+    marks = (Mark("median", median(trained.managed.step_seconds)),)
+    return Lines("Time of each step", Axis("step"), Axis("measured", Unit.SECONDS), tuple(curves), marks, note)
+
+
+def _curve(name: str, values: list[float], *, dashed: bool = False) -> Curve:
+    return Curve(name, list(range(1, len(values) + 1)), values, dashed=dashed)

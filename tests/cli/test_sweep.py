@@ -1,0 +1,63 @@
+"""`overspill sweep`: its contract, its answer for a reader, and its refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import Overspill
+from tests.cli.test_contract import assert_units
+
+from overspill.devices import load_device
+
+SWEEP = "sweep nets:deep --batch 512 --points 3"
+
+
+def test_sweep_gives_the_keys_of_the_contract_and_a_share_that_plan_takes(overspill: Overspill) -> None:
+    done = overspill(f"{SWEEP} --policies auto,liveness --json")
+    answer = done.answer
+    assert done.code == 0
+    assert_units(answer)
+    auto = [row for row in answer["rows"] if row["policy"] == "auto"]
+    assert auto[0]["budget_bytes"] == answer["unmanaged_peak_bytes"]
+    assert auto[0]["slowdown"] == pytest.approx(1.0)
+    assert auto[-1]["budget_bytes"] == answer["floors"][0]["floor_bytes"]
+    assert all(row["lower_bound_seconds"] <= row["step_seconds"] for row in auto)
+    plan = overspill(f"plan nets:deep --batch 512 --budget {auto[-1]['budget_bytes']} --json").answer
+    assert (plan["peak_bytes"], plan["step_seconds"]) == (auto[-1]["peak_bytes"], auto[-1]["step_seconds"])
+
+
+def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> None:
+    done = overspill(SWEEP)
+    assert done.code == 0
+    text = " ".join(done.out.split())
+    assert "nets:deep, batch 512, sgd on cpu, at every budget: simulated" in text
+    assert "100.0 %" in text
+    assert "times as long" in text
+    assert "auto: not below" in text
+    assert done.err == "capturing nets:deep for cpu\n"
+
+
+def test_where_no_budget_fits_the_device_the_answer_is_no(overspill: Overspill, tmp_path: Path) -> None:
+    tiny = replace(load_device("t4"), name="tiny", memory_bytes=200 << 20)
+    tiny.save(tmp_path / "tiny.json")
+    done = overspill(f"{SWEEP} --gpu tiny.json --points 2 --json")
+    assert done.code == done.answer["exit_code"] == 1
+    assert "infeasible: no budget fits the 200.0 MiB of tiny" in done.error
+    assert {row["fits"] for row in done.answer["rows"]} == {False}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--points 1", "1 is too few for a sweep"),
+        ("--policies lifeness", "unknown policy 'lifeness'"),
+        ("--gpu titan-z", "unknown device 'titan-z'"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_work_begins(overspill: Overspill, options: str, said: str) -> None:
+    done = overspill(f"sweep alexnet --batch 2 {options} --json")
+    assert done.code == 2
+    assert said in done.error
+    assert "capturing" not in done.err

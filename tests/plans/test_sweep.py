@@ -1,0 +1,98 @@
+"""The budget sweep: its ends, its order, the bound, and what is said of policies that cannot go so low."""
+
+from __future__ import annotations
+
+import pytest
+from tests.simulate.graphs import DEVICE, Layer, network
+
+from overspill.core import Graph, LayerType
+from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.plans.plan import make_plan, unmanaged_peak
+from overspill.plans.sweep import Sweep, sweep
+
+POINTS = 6
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """Six convolutions of 64 KiB whose transfers take about as long as they do."""
+    return network([Layer(65536, LayerType.CONV, flops=10**8, weight_bytes=4096) for _ in range(6)], 65536)
+
+
+@pytest.fixture(scope="module")
+def found(graph: Graph) -> Sweep:
+    return sweep(graph, DEVICE, ("auto", "vdnn-all", "checkpoint-cost"), POINTS)
+
+
+def of(found: Sweep, policy: str) -> list[tuple[int, float, float]]:
+    """Budget, seconds and bound of the points of `policy` that have a plan."""
+    points = [point for point in found.points if point.policy == policy]
+    return [(p.budget_bytes, p.plan.step_seconds, p.lower_bound_seconds) for p in points if p.plan is not None]
+
+
+def test_it_goes_from_the_unmanaged_peak_to_the_smallest_budget_that_works(graph: Graph, found: Sweep) -> None:
+    budgets = [budget for budget, _, _ in of(found, "auto")]
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] == unmanaged_peak(graph, DEVICE) == found.unmanaged_peak_bytes
+    assert budgets[-1] == found.floors["auto"].nbytes
+    assert 2 < len(budgets) <= POINTS
+    with pytest.raises(InfeasibleBudget):
+        make_plan(graph, DEVICE, "auto", budgets[-1] - 1)
+
+
+def test_less_memory_is_never_faster_and_no_plan_beats_the_bound(found: Sweep) -> None:
+    for policy in ("auto", "checkpoint-cost"):
+        points = of(found, policy)
+        seconds, bounds = [s for _, s, _ in points], [b for _, _, b in points]
+        assert seconds == sorted(seconds)
+        assert bounds == sorted(bounds)
+        assert all(bound <= taken for taken, bound in zip(seconds, bounds, strict=True))
+    assert of(found, "auto")[-1][1] > of(found, "auto")[0][1]  # a sweep without a bend would show nothing
+
+
+def test_every_plan_is_within_its_budget_and_none_was_slower_alone(graph: Graph, found: Sweep) -> None:
+    for point in found.points:
+        if point.plan is not None:
+            assert point.plan.peak_bytes <= point.budget_bytes == point.plan.budget_bytes
+            alone = make_plan(graph, DEVICE, point.policy, point.budget_bytes)
+            assert point.plan.step_seconds <= alone.step_seconds
+
+
+def test_a_policy_that_makes_one_schedule_has_one_point_at_its_peak(found: Sweep) -> None:
+    ((budget, _, _),) = of(found, "vdnn-all")
+    assert budget == found.floors["vdnn-all"].nbytes
+
+
+def test_a_policy_that_cannot_go_so_low_says_why_and_has_its_own_smallest_budget(found: Sweep) -> None:
+    floor = found.floors["checkpoint-cost"]
+    assert floor.nbytes > found.floors["auto"].nbytes
+    assert of(found, "checkpoint-cost")[-1][0] == floor.nbytes
+    errors = [point.error for point in found.points if point.policy == "checkpoint-cost" and point.plan is None]
+    assert errors
+    assert all(
+        error is not None and "below checkpoint-cost's floor" in error and floor.cause in error for error in errors
+    )
+
+
+def test_no_point_of_the_frontier_is_beaten_and_every_other_is(found: Sweep) -> None:
+    planned = [(p.budget_bytes, p.plan.step_seconds) for p in found.points if p.plan is not None]
+    frontier = [(p.budget_bytes, p.plan.step_seconds) for p in found.frontier if p.plan is not None]
+    assert frontier == sorted(frontier, reverse=True)
+    assert {at for at in planned if not any(b <= at[0] and s <= at[1] and (b, s) != at for b, s in planned)} == {
+        *frontier
+    }
+
+
+def test_a_curve_that_is_flat_needs_its_ends_alone(graph: Graph) -> None:
+    told: list[str] = []
+    flat = sweep(graph, DEVICE, ("liveness", "in-core"), POINTS, progress=told.append)
+    assert [point.policy for point in flat.points] == ["liveness", "in-core"]
+    assert [p.policy for p in flat.frontier] == ["liveness"]
+    assert "planning the smallest of liveness" in told
+
+
+def test_a_sweep_has_two_ends_and_known_policies(graph: Graph) -> None:
+    with pytest.raises(RequestError, match="1 is too few for a sweep"):
+        sweep(graph, DEVICE, points=1)
+    with pytest.raises(RequestError, match="unknown policy 'lifeness'; did you mean 'liveness'"):
+        sweep(graph, DEVICE, ("lifeness",))

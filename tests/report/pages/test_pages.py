@@ -1,0 +1,161 @@
+"""Each result as a page and in a notebook: what the page says is what the result has, and names stay text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.simulate.graphs import DEVICE, Layer, network
+from torch import nn
+
+import overspill
+from overspill.core import Block, Graph, LayerType, Trace
+from overspill.core.errors import RequestError
+from overspill.core.reportable import Reportable
+from overspill.estimation import Estimate
+from overspill.plans.comparison import Comparison, compare
+from overspill.plans.plan import Plan, make_plan, unmanaged_peak
+from overspill.plans.sweep import Sweep, sweep
+from overspill.report.page import Lines, Points, Step, Table
+from overspill.report.pages import page_of
+from overspill.report.pages.estimate import estimate_page
+from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """Six convolutions of 64 KiB, with a name that would be markup."""
+    made = network([Layer(65536, LayerType.CONV, flops=10**8, weight_bytes=4096) for _ in range(6)], 65536)
+    return replace(made, name=EVIL)
+
+
+@pytest.fixture(scope="module")
+def swept(graph: Graph) -> Sweep:
+    return sweep(graph, DEVICE, ("auto", "vdnn-all"), 4)
+
+
+@pytest.fixture(scope="module")
+def compared(graph: Graph) -> Comparison:
+    budget = int(0.8 * unmanaged_peak(graph, DEVICE))
+    return Comparison(tuple(compare(graph, DEVICE, ("auto", "vdnn-all", "in-core"), budget)), DEVICE, budget)
+
+
+@pytest.fixture(scope="module")
+def planned(graph: Graph) -> Plan:
+    return make_plan(graph, DEVICE, "auto", int(0.8 * unmanaged_peak(graph, DEVICE)))
+
+
+@pytest.fixture(scope="module")
+def estimated() -> Estimate:
+    module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
+    batch = (torch.zeros(512, 64), torch.zeros(512, dtype=torch.long))
+    made = overspill.estimate(module, batch, nn.CrossEntropyLoss(), "adam", device="t4")
+    return replace(
+        made, scaling=None, retrace=None
+    )  # other batches and recipes, which would be traced, are others' tests
+
+
+@pytest.fixture(scope="module")
+def packed() -> Reportable:
+    return overspill.pack(Trace((Block(0, 0, 4, 100, EVIL), Block(1, 2, 6, 50))))
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    """What a page holds, as its script reads it."""
+    found = re.search(
+        r'<script type="application/json" id="content">(.*?)</script>', path.read_text("utf-8"), re.DOTALL
+    )
+    assert found is not None
+    content = json.loads(found[1])
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize("name", ["swept", "compared", "planned", "estimated", "packed"])
+def test_every_result_has_a_page_and_shows_itself_in_a_notebook(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    result = request.getfixturevalue(name)
+    result.report(tmp_path / "page.html", f"the title {EVIL}")
+    content = content_of(tmp_path / "page.html")
+    assert content["title"] == f"the title {EVIL}"
+    assert content["sections"]
+    assert content["verdict"]["text"]
+    short = result._repr_html_()
+    assert short.startswith("<div>")
+    assert "<script" not in short
+    assert "color" not in short  # the notebook's own, dark or light
+    assert content["verdict"]["figures"][0]["value"] in short
+    for refused in ("page.pdf", "absent/page.html"):
+        with pytest.raises(RequestError, match="cannot write"):
+            result.report(tmp_path / refused)
+
+
+def test_a_sweep_draws_its_points_and_the_bound_below_them(swept: Sweep) -> None:
+    chart, table, floors = page_of(swept).sections
+    assert isinstance(chart, Points)
+    assert [point.name for point in chart.points] == ["vdnn-all"]
+    auto, bound = chart.curves
+    own = [p.plan for p in swept.points if p.policy == "auto" and p.plan is not None]
+    assert list(auto.y) == sorted((plan.step_seconds for plan in own), reverse=True)
+    bounds = dict(zip(bound.x, bound.y, strict=True))
+    assert all(bounds[x] <= y for x, y in zip(auto.x, auto.y, strict=True))
+    assert isinstance(table, Table)
+    assert len(table.rows) == len([p for p in swept.points if p.plan is not None])
+    assert isinstance(floors, Table)
+    assert [row[0] for row in floors.rows] == ["auto", "vdnn-all"]
+
+
+def test_a_sweep_of_one_curve_is_lines_alone(graph: Graph) -> None:
+    chart = page_of(sweep(graph, DEVICE, ("auto",), 2)).sections[0]
+    assert isinstance(chart, Lines)
+    assert [curve.name for curve in chart.curves] == ["auto", "proven lower bound"]
+
+
+def test_compared_policies_are_points_that_say_who_fits(compared: Comparison) -> None:
+    chart, table = page_of(compared).sections
+    assert isinstance(chart, Points)
+    assert {point.name: point.good for point in chart.points} == {row.policy: row.fits for row in compared}
+    assert chart.marks[0].at == compared.budget_bytes
+    assert isinstance(table, Table)
+    assert [row[0] for row in table.rows] == [row.policy for row in compared]
+    nothing = Comparison(tuple(row for row in compared if not row.fits), DEVICE, 10)
+    page = page_of(nothing)
+    assert page.verdict.good is False
+    assert "would do" in page.verdict.text
+
+
+def test_the_memory_of_an_estimate_over_its_step_peaks_where_the_estimate_does(estimated: Estimate) -> None:
+    (step,) = (section for section in estimate_page(estimated).sections if isinstance(section, Step))
+    (run,) = step.runs
+    change = np.zeros(run.positions + 1, dtype=np.int64)
+    np.add.at(change, run.start, run.nbytes)
+    np.add.at(change, run.end, -run.nbytes)
+    assert np.cumsum(change).max() == estimated.peak_requested_bytes
+    assert len(step.tensors.name) == len(run.nbytes)
+    assert {"parameter", "activation", "optimizer_state"} <= set(step.tensors.kind)
+    assert step.tensors.maker.max() < len(step.ops.name)
+    assert step.ops.first_read[-1] == len(step.ops.read)
+
+
+def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate) -> None:
+    small = replace(estimated.device, memory_bytes=estimated.minimum_capacity_bytes - (1 << 20))
+    page = page_of(estimated.on(small))
+    assert page.verdict.good is False
+    assert page.sections[0].title == "What would help, the cheapest first"
+    assert estimate_page(estimated, asked=False).verdict.good is None
+
+
+def test_large_holes_between_segments_are_left_out_of_the_map_and_small_ones_are_not() -> None:
+    trace = Trace((Block(0, 0, 1, 512), Block(1, 0, 1, 512), Block(2, 0, 1, 512)))
+    far = 1000 * LEAST_HOLE_BYTES
+    assert _closed_up(trace, (far + 4096, far, 3 * far)) == (4096, 0, 4096 + 512)
+    assert _closed_up(Trace(()), ()) == ()
