@@ -43,7 +43,7 @@ def photographed(report: Path) -> Path:
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     with Image.open(picture) as seen:
-        seen.convert("RGB").quantize(256).save(picture, optimize=True)
+        seen.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(picture, optimize=True)
     return picture
 
 
