@@ -4,8 +4,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPES := $(VENV)/.recipes
+DOCS := $(VENV)/.docs
 
-.PHONY: demo test test-all mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions gpu-wheels clean
+.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions gpu-wheels clean
 
 demo: $(READY)  ## train a small model in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill demo
@@ -54,6 +55,13 @@ bench: $(READY)
 transcripts: $(READY)  ## whether commands print what README.md and docs/ show; `bench/transcripts.py --write` writes it
 	$(BIN)/python bench/transcripts.py
 
+SITE := build/site
+docs: $(DOCS)  ## the site, into build/site; a link that leads nowhere is an error, and external ones are listed
+	rm -rf $(SITE)
+	$(BIN)/sphinx-build -c docs -d build/site-doctrees -W --keep-going -q . $(SITE)
+	grep -rhoE --include='*.md' 'https?://[^ )>`"]+' docs bench *.md | sort -u > build/site-external-links.txt
+	@echo "$(SITE)/index.html; external links, which nobody followed: build/site-external-links.txt"
+
 # How far estimates are from jobs that were measured on GPUs; the networks' definitions come in the releases that were
 # measured, beside the environment, which has others.
 DEFINITIONS := build/definitions
@@ -73,8 +81,8 @@ $(DEFINITIONS)/.ready: $(READY)
 install: $(READY)
 
 # The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
-$(READY) $(RECIPES): export PIP_CONSTRAINT = constraints.txt
-$(READY) $(RECIPES): export PIP_BUILD_CONSTRAINT = constraints.txt
+$(READY) $(RECIPES) $(DOCS): export PIP_CONSTRAINT = constraints.txt
+$(READY) $(RECIPES) $(DOCS): export PIP_BUILD_CONSTRAINT = constraints.txt
 $(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
@@ -83,6 +91,10 @@ $(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 # The libraries that docs/recipes.md is about, and what runs notebooks, which only the long tests use.
 $(RECIPES): $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "overspill[recipes]"
+	touch $@
+
+$(DOCS): $(READY)  # what writes the site (docs/conf.py)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "overspill[docs]"
 	touch $@
 
 gpu-wheels:  ## what a GPU machine without a network installs from (docs/gpu.md), into build/wheels

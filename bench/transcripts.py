@@ -1,4 +1,4 @@
-r"""Runs the commands that README.md and docs/*.md show, and compares what they print with what stands there.
+r"""Runs the commands that README.md and the pages of docs/ show, and compares what they print with what stands there.
 
 python bench/transcripts.py                    # names each stale block, with a diff; exit code 1 if there is one
 python bench/transcripts.py --write            # writes what the stale ones print today
@@ -301,11 +301,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Compare the transcripts in README.md and docs/ with what commands print."
     )
-    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files; by default README.md and docs/*.md")
+    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files; by default README.md and all of docs/")
     parser.add_argument("--write", action="store_true", help="rewrite stale blocks")
     parser.add_argument("--all", action="store_true", help="run the slow blocks too")
     options = parser.parse_args(arguments)
-    pages = [path.resolve() for path in options.pages] or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [path.resolve() for path in options.pages] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     count = sum(stale(read_page(path), slow=options.all, write=options.write) for path in pages)
     return 1 if count else 0
 

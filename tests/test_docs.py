@@ -1,4 +1,4 @@
-"""The docs name what there is: links lead somewhere, and the glossary's terms stand in the files it says."""
+"""The docs name what there is: links lead somewhere, the site has each page, and the glossary's terms stand in their files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ENTRY = re.compile(r"^- \*\*(.+?)\*\* \(`([\w./]+)`(?:, `(\w+)`)?\): ")
 
 
@@ -17,11 +17,21 @@ def plain(text: str) -> str:
     return re.sub(r"[\W_]", "", text.lower())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_to_a_file_leads_there(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_navigation_has_each_page_of_the_docs_once() -> None:
+    index = ROOT / "docs" / "index.md"
+    trees = re.findall(r"^```{toctree}\n(.*?)^```$", index.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    named = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = [(index.parent / f"{name}.md").resolve() for name in named]
+    assert len(pages) == len(set(pages))
+    assert [page for page in pages if not page.exists()] == []
+    assert {*(ROOT / "docs").rglob("*.md")} - {*pages} == {index}
 
 
 def glossary() -> list[tuple[str, str, str]]:

@@ -46,16 +46,29 @@ def plan(
 ) -> Plan:
     """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
 
-    `build`, `inputs` and `loss` are those of `overspill.estimate`: a built-in model by its name (then with `batch`), a
-    module (left as it is) or a function that makes one; what it reads; a criterion of torch.nn, a function of the model
-    and all inputs, or None for a model that returns its own loss. `budget` is a size (`"8GiB"`), a share of what the
-    step takes unmanaged (`0.5`), or None for all of the device. `dtype`: float32, bfloat16, float16, or amp-bfloat16
-    (under autocast). `whole_step`: parameters, gradients and optimizer state
-    may move too, as in `overspill.train_step`. `placement`: an allocator or solver within whose peak the plan must stay.
-    `times`: op times that were measured on the device. `backend="inductor"`: the step as `torch.compile` has it, by the
-    program that Inductor writes for the CPU. `torch` and `cuda`: the releases that a GPU runs it with, as in `estimate`.
+    Args:
+        build: A built-in model by its name (then with `batch`), a module (left as it is) or a function that makes one.
+        inputs: What the model reads, as of `overspill.estimate`.
+        loss: A criterion of torch.nn, a function of the model and all inputs, or None for a model that returns its own loss.
+        optimizer: Its name; its state counts.
+        budget: A size (`"8GiB"`), a share of what the step takes unmanaged (`0.5`), `"smallest"`, or None for all of the device.
+        device: By name, by file, or as a Device; `cpu` is this machine.
+        policy: A name that `overspill policies` lists.
+        batch: Samples in a step; by default the first dimension of `inputs`.
+        dtype: float32, bfloat16, float16, or amp-bfloat16 (under autocast).
+        whole_step: Parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
+        placement: An allocator or solver within whose peak the plan must stay.
+        times: Op times that were measured on the device, in place of estimates.
+        backend: With `inductor` the step is as `torch.compile` has it, by the program that Inductor writes for the CPU.
+        torch: The PyTorch release that a GPU runs it with, as in `overspill.estimate`.
+        cuda: The CUDA release, likewise.
 
-    Raises InfeasibleBudget (with the smallest budget that works), and RequestError for what cannot be right.
+    Returns:
+        The Plan. Its times are simulated.
+
+    Raises:
+        InfeasibleBudget: With the smallest budget that works.
+        RequestError: For what cannot be right.
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
@@ -83,10 +96,27 @@ def compare(
     torch: str | None = None,
     cuda: str | None = None,
 ) -> Comparison:
-    """A row for each of `policies` (by default all) on one training step: its plan, or why there is none.
+    """A row for each of `policies` on one training step: its plan, or why there is none.
 
-    The fastest that fits comes first, then what does not fit, the least bytes first. The arguments are those of `plan`.
-    Raises RequestError.
+    Args:
+        build: As of `overspill.plan`, as are `inputs`, `loss` and `optimizer`.
+        inputs: What the model reads.
+        loss: The criterion, or the function of the model and all inputs.
+        optimizer: Its name.
+        budget: A size, a share, or None for all of the device.
+        device: By name, by file, or as a Device.
+        policies: Names that `overspill policies` lists; by default all of them.
+        batch: Samples in a step.
+        dtype: float32, bfloat16, float16, or amp-bfloat16 (under autocast).
+        whole_step: Parameters, gradients and optimizer state may move too.
+        torch: The PyTorch release that a GPU runs it with.
+        cuda: The CUDA release.
+
+    Returns:
+        The fastest that fits comes first, then what does not fit, the least bytes first.
+
+    Raises:
+        RequestError: For what cannot be right.
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
@@ -120,8 +150,25 @@ def sweep(
 ) -> Sweep:
     """What one training step costs at up to `points` budgets, from all that it takes unmanaged to the smallest that works.
 
-    For each of `policies` the memory against the simulated time, and at each budget the proven bound. The other arguments
-    are those of `plan`. Raises RequestError.
+    Args:
+        build: As of `overspill.plan`, as are `inputs`, `loss` and `optimizer`.
+        inputs: What the model reads.
+        loss: The criterion, or the function of the model and all inputs.
+        optimizer: Its name.
+        device: By name, by file, or as a Device.
+        policies: Names that `overspill policies` lists.
+        points: The most budgets to plan for; None: 12.
+        batch: Samples in a step.
+        dtype: float32, bfloat16, float16, or amp-bfloat16 (under autocast).
+        whole_step: Parameters, gradients and optimizer state may move too.
+        torch: The PyTorch release that a GPU runs it with.
+        cuda: The CUDA release.
+
+    Returns:
+        For each policy the memory against the simulated time, and at each budget the proven bound.
+
+    Raises:
+        RequestError: For what cannot be right.
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .plans.sweep import POINTS, check_points  # noqa: PLC0415 - needs numpy and HiGHS
@@ -152,8 +199,21 @@ def advise(
 ) -> list[Advice]:
     """What makes the job fit on `device`, or take less of it: each change tried, those that cost least first.
 
-    The arguments are those of `overspill.estimate`, `how` its others. Where the job fits as it is, only what costs
-    neither results nor hardware is tried. Raises RequestError and UnsupportedError as `estimate` does.
+    Args:
+        build: As of `overspill.estimate`, as are `inputs`, `loss` and `optimizer`.
+        inputs: What the model reads.
+        loss: The criterion, or the function of the model and all inputs.
+        optimizer: Its name, or a function of the parameters.
+        device: The GPU that it should fit on.
+        batch: Samples in a step.
+        **how: How it is trained now: the other arguments of `overspill.estimate`.
+
+    Returns:
+        The changes. Where the job fits as it is, only what costs neither results nor hardware is tried.
+
+    Raises:
+        RequestError: As `overspill.estimate` does.
+        UnsupportedError: As `overspill.estimate` does.
     """
     from .estimation.api import estimate  # noqa: PLC0415 - imports torch
     from .runtime.advise import advise as advice_on  # noqa: PLC0415
@@ -172,10 +232,19 @@ def pack(
 ) -> Solution:
     """An address for every block of a trace, or of a CSV file or memory snapshot, in as few bytes as `solver` finds.
 
-    `capacity` is a size that is enough, at which the search ends; it also ends after `time_limit` seconds (None: where it no longer gains
-    anything, 10 at most). The answer has
-    the best layout found (its `peak_bytes` may be above the capacity), and a number of bytes that no layout is below.
-    Raises RequestError.
+    Args:
+        blocks: A Trace, or the path of a CSV, of a saved trace or of a memory snapshot (docs/placement.md).
+        capacity: The bytes that are enough, as a size; the search ends when they do.
+        solver: `portfolio`, `exact`, or another that docs/placement.md names.
+        time_limit: Seconds to search, unless the best there can be is found; None: as long as it gains anything, 10 at most.
+        seed: Of what is drawn at random.
+
+    Returns:
+        The Solution: the best layout found, whose `peak_bytes` may be above the capacity, and `bound_bytes`, which no layout is
+        below.
+
+    Raises:
+        RequestError: For a file that cannot be read, or a name that is not known.
     """
     from .placement.packing import LEAST_GAIN, Limits, solver_named  # noqa: PLC0415 - needs numpy
     from .placement.packing.files import read_trace  # noqa: PLC0415

@@ -49,8 +49,15 @@ def device_names() -> tuple[str, ...]:
 def load_device(name: str | Path) -> Device:
     """The device called `name`, or the one in the `.toml` or `.json` file at that path.
 
-    Case, spaces, dashes and underscores do not matter; `cpu` is `this_cpu()`. Raises RequestError for an unknown name
-    or a broken file.
+    Args:
+        name: Case, spaces, dashes and underscores do not matter; `cpu` is this machine's, with its physical memory. What
+            the driver calls a card works too.
+
+    Returns:
+        The Device: memory in bytes, rates in bytes and FLOP per second, each figure with its source.
+
+    Raises:
+        RequestError: For an unknown name or a broken file.
     """
     if isinstance(name, Path) or os.sep in name or name.lower().endswith(_SUFFIXES):
         return _from_file(Path(name))

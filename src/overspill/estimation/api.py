@@ -107,18 +107,43 @@ def estimate(
 ) -> Estimate:
     """How much device memory training (or, without `loss` and `optimizer`, inference) takes; nothing is computed.
 
-    `build` makes the model: a function, a module (left as it is), or the name of a built-in model. `inputs` is what it
-    reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function that makes them, given
-    the batch size if it takes one. `loss` is a criterion of torch.nn, given the model's output and the last of
-    `inputs`, or a function of the model and all `inputs` (a dict, which gives the model keywords, is one argument of
-    the function); without it a model that is trained returns its own loss. `optimizer` is a name such as `adamw` or a
-    function of the parameters. It, `dtype` and all down to `generate` are those of `Recipe`. With `parallel` the answer
-    is for each of several GPUs (of a pipeline the one that needs most), and a batch is what one of them reads (the whole
-    pipeline). `torch` and `cuda` are the releases that the job will run with, as "2.6" and "12.4", where they are not those that are here; its ops are those of the PyTorch that is
-    here. With `compiled`, the answer's `compiled` is that for the same step under stock `torch.compile`, by the program
-    that Inductor writes for the CPU.
+    Args:
+        build: What makes the model: a function, a module (left as it is), or the name of a built-in model.
+        inputs: What the model reads: tensors (only their shapes and dtypes count), a tuple or dict of them, or a function
+            that makes them, given the batch size if it takes one. A built-in model has its own.
+        loss: A criterion of torch.nn, given the model's output and the last of `inputs`, or a function of the model and all
+            `inputs` (a dict, which gives the model keywords, is one argument of the function). Without it a model that
+            is trained returns its own loss.
+        optimizer: A name such as `adamw`, or a function of the parameters. None: the model is only run.
+        device: The GPU, by a name that `overspill devices` lists, by a file, or as a Device.
+        batch: Samples in a step; of a pipeline, in the whole of it. By default the first dimension of `inputs`, or 1.
+        dtype: `float32`, `bfloat16`, `float16`, `amp` (autocast in float16, with a GradScaler) or `amp-bfloat16`.
+        accumulate: Micro-batches in a step; `batch` is of each.
+        set_to_none: As of `zero_grad`.
+        parallel: How several GPUs share the work (`overspill.estimation.parallel.Parallel`); the answer is for the one
+            that needs most.
+        checkpointing: The blocks that the model repeats are computed again in backward; or modules of the classes named.
+        attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`.
+        channels_last: Model and images are in that memory format.
+        lora: The rank of adapters beside linear layers; all else is frozen.
+        quantize: Linear layers have weights of `4bit` or `8bit`, as in bitsandbytes.
+        offload_optimizer: The optimizer's state is on the host.
+        cudnn_benchmark: cuDNN tries its engines.
+        generate: How many tokens a causal language model makes, with a cache of keys and values.
+        allocator: `pytorch`, or another that `placement` has.
+        allocator_config: As in `PYTORCH_CUDA_ALLOC_CONF`, which is read where this is None.
+        torch: The PyTorch release that the job will run with, as "2.6"; by default the one here. Ops are those of the
+            PyTorch that is here in any case.
+        cuda: The CUDA release, as "12.4".
+        compiled: Also answer for the same step under stock `torch.compile`, by the program that Inductor writes for the
+            CPU: the answer's `compiled`.
 
-    Raises RequestError for a request that cannot be met, UnsupportedError where the model needs computed values.
+    Returns:
+        The Estimate. `print(estimate.explain())` says all of it.
+
+    Raises:
+        RequestError: For a request that cannot be met.
+        UnsupportedError: Where the model needs computed values.
     """
     setting = Setting.of(device, allocator, allocator_config, torch, cuda)
     recipe = Recipe(optimizer, dtype, accumulate, set_to_none, parallel, checkpointing, attention, channels_last, lora, quantize,

@@ -23,7 +23,7 @@ class Price(IntEnum):
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change: `what`, what it `cost`s in words, and what the job needs then, where that was worked out.
+    """One thing to change: `what`, its `cost` in words, and what the job needs then, where that was worked out.
 
     `minimum_capacity_bytes` and `total_bytes` are those of an estimate with the change made. `step_seconds` are
     simulated, and `slowdown` is to the unmanaged step: of Overspill's own plans alone. Bytes are of each of `gpus`.

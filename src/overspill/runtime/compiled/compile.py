@@ -49,24 +49,43 @@ def compile(  # noqa: A001 - named as torch.compile is
 ) -> M:
     """`model`, trained within `budget` bytes of device memory, with the same numbers to the last bit.
 
-    `budget` counts parameters, gradients, optimizer state, buffers, inputs, activations and temporaries: a size
-    (`"8GiB"`), a share of what the step needs unmanaged (`0.5`), `"smallest"`, or None for the whole device. On CUDA a size is
-    that of the card, with context, library workspaces and fragmentation (docs/guarantees.md). `policy` is a name that
-    `overspill policies` lists; `store` is `disk` or `host` on the CPU, `pinned` on CUDA. `optimizer` need only be
-    given when it does not exist yet at the first call; else it is found. `reserve` is memory for what you compute
-    between forward and backward outside the model. With `placement` the budget holds for where blocks lie, not only for
-    their bytes: the name of an allocator or solver. Three are real pools of ours, on the CPU for what planned graphs allocate, on
-    CUDA for all that PyTorch does, so that `compile` comes before the model is on the GPU: `planned` (from the fourth step on
-    the addresses that the default solver finds), `two-ended` and `virtual` (docs/placement.md). With `checksum` what comes
-    back from the store is compared with what went there; a difference is a StoreError. The plan is made at the first call
-    with each input shape; a share of what the step needs is that of the first step that trains, for all that follow. A
-    call that runs without a plan is an UnplannedError, or with `on_unplanned="warn"` a warning. `backend="inductor"` runs
-    Inductor's kernels in place of eager's (docs/compiled.md), with several partitions into forward and backward to choose
-    from; `partition=1` stays with that of `torch.compile`, and so with its bits. Models that are given one
-    `session` share its budget.
+    The plan is made at the first call with each input shape. Parameters, gradients and optimizer state stay on the
+    device and are counted; what forward leaves for backward is kept, moved to the store, or computed again.
 
-    Raises RequestError for arguments that cannot be right, and at the first call InfeasibleBudget (with the smallest
-    budget that works), UnsupportedError, or StoreError.
+    Args:
+        model: A module, a function or a method. Compile it before the loop; the loop stays as it is.
+        budget: A size (`"8GiB"`, or bytes), a share of what the step needs unmanaged (`0.5`), `"smallest"`, or None for the
+            whole device. It counts parameters, gradients, optimizer state, buffers, inputs, activations and temporaries.
+            On CUDA a size is that of the card, with context, library workspaces and fragmentation (docs/guarantees.md). A
+            share is that of the first step that trains, for all that follow.
+        policy: A name that `overspill policies` lists.
+        store: Where bytes go: `disk` (the default) or `host` on the CPU, `pinned` on CUDA.
+        store_dir: The directory of the disk store's file, which has no name and vanishes with the process.
+        backend: Whose kernels run: `eager`, PyTorch's own, or `inductor`, those of `torch.compile` (docs/compiled.md).
+        device: The device to plan for, by name or as a Device; by default the one that the tensors are on.
+        optimizer: Only needed where it does not exist yet at the first call; else it is found by the parameters.
+        reserve: Memory for what you compute between forward and backward outside the model, as a size; None: worked out.
+        times: Op times that were measured before, in place of estimates.
+        placement: The budget then holds for where blocks lie, not only for their bytes: the name of an allocator or solver.
+            Three are real pools of ours, on the CPU for what planned graphs allocate, on CUDA for all that PyTorch
+            does, so that `compile` comes before the model is on the GPU: `planned` (from the fourth step on the addresses that
+            the default solver finds), `two-ended` and `virtual` (docs/placement.md).
+        checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
+        on_unplanned: A call that runs without a plan is an UnplannedError (`"error"`), or a warning (`"warn"`).
+        partition: With `backend="inductor"`, 0 to 1: stay with the partition for this `activation_memory_budget`; 1 is
+            that of `torch.compile`, and so has its bits. None: several are tried.
+        session: Share this session's budget with its other models. It has the options; give none beside it.
+        fullgraph: As of `torch.compile`: a graph break is an error.
+
+    Returns:
+        The compiled model, of the same type as by `torch.compile`, with its Session as the attribute `overspill`.
+
+    Raises:
+        RequestError: For arguments that cannot be right.
+        InfeasibleBudget: At the first call, with the smallest budget that works.
+        UnsupportedError: At the first call, for what is not handled.
+        StoreError: Where a transfer is awaited, if the store could not hold or return bytes.
+        UnplannedError: Where a call, or a part of it, ran without a plan.
     """
     options = Options(
         budget, policy, store, store_dir, backend, device, reserve, times, placement=placement,

@@ -499,20 +499,41 @@ def train_step(
     """A callable `step(*inputs) -> loss` that trains `model` within `budget` bytes of device memory.
 
     Forward, loss, backward and the optimizer's update are one plan: parameters, gradients and optimizer state move as
-    feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit. `loss_fn` is a
-    criterion of torch.nn, given the model's output and the last input, or a function of the model and all inputs; None
-    for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or a dictionary or dataclass with a
-    `loss`: the step then returns the same, with tensors without gradients. `accumulate` splits each call's inputs into that many micro-batches, whose
-    mean loss is trained on; `clip_norm` and `clip_value` clip gradients as `torch.nn.utils` does. The ranks of
-    `process_group`, None meaning all where torch.distributed is initialised, train together: each gives its own part
-    of the batch, gets its own loss, and gradients are averaged; False trains alone. With `checksum` what comes back
-    from the store is compared with what went there. Steps and compiled models that are given one `session` share its
-    budget: while one runs, the others keep their parameters and optimizer states. With `backend="inductor"` forward and
-    backward are the programs that Inductor writes of the loss function, and the numbers those of a loop with
-    `torch.compile(loss_fn)` and the optimizer, of the partition that was chosen (docs/compiled.md). The other arguments are those of `overspill.compile`.
+    feature maps do. The numbers are those of `loss.backward(); optimizer.step()`, to the last bit.
 
-    Raises RequestError and UnsupportedError for what cannot be right, and at the first call InfeasibleBudget with the
-    smallest budget that works, or StoreError.
+    Args:
+        model: The module, not compiled and not inside DDP.
+        loss_fn: A criterion of torch.nn, given the model's output and the last input, or a function of the model and all
+            inputs; None for a model that returns its own loss. A function may return a tuple `(loss, ...)`, or a
+            dictionary or dataclass with a `loss`: the step then returns the same, with tensors without gradients.
+        optimizer: Your own, of torch.optim.
+        budget: As of `overspill.compile`, here for everything.
+        policy: A name that `overspill policies` lists.
+        store: `disk` or `host` on the CPU, `pinned` on CUDA.
+        store_dir: The directory of the disk store's file.
+        accumulate: Split each call's inputs into so many micro-batches, whose mean loss is trained on.
+        clip_norm: Clip the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+        clip_value: Clip each gradient's values, as `torch.nn.utils.clip_grad_value_` does.
+        process_group: Whose ranks train together: each gives its own part of the batch, gets its own loss, and gradients
+            are averaged. None: all ranks where torch.distributed is initialised; False: this process alone.
+        backend: With `inductor`, forward and backward are the programs that Inductor writes of the loss function, and the
+            numbers those of a loop with `torch.compile(loss_fn)` and the optimizer, of the partition that was chosen
+            (docs/compiled.md).
+        device: The device to plan for; by default the one that the tensors are on.
+        times: Op times that were measured before.
+        placement: An allocator or solver within whose peak the plan must stay, or a pool of ours.
+        checksum: Compare what comes back from the store with what went there; a difference is a StoreError.
+        partition: With `inductor`, the `activation_memory_budget` to stay with; None: several are tried.
+        session: Share this session's budget: while one model runs, the others keep their parameters and optimizer states.
+
+    Returns:
+        The TrainStep.
+
+    Raises:
+        RequestError: For what cannot be right, here or at the first call.
+        UnsupportedError: For a model or optimizer that is not handled, here or at the first call.
+        InfeasibleBudget: At the first call with inputs of a kind, with the smallest budget that works.
+        StoreError: In a step, if the store failed; the step can be finished by `step.resume()`.
     """
     options = Options(
         budget, policy, store, store_dir, backend, device, times=times, placement=placement, checksum=checksum,

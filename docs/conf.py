@@ -1,0 +1,55 @@
+"""The site: `make docs` builds it from the Markdown files of the repository as they are, and from docstrings.
+
+A page of the site stands where a reader of the repository finds its file, so that links work in both.
+"""
+
+from sphinx.application import Sphinx
+
+import overspill
+
+project = "Overspill"
+version = release = overspill.__version__
+copyright = "the authors of Overspill, Apache-2.0"  # noqa: A001 - Sphinx's name
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+include_patterns = [
+    "docs/**",
+    "bench/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "src/**/README.md",
+    "native/**/README.md",
+]
+exclude_patterns = [".*", "build", "tests", "**/__pycache__"]
+root_doc = "docs/index"
+templates_path = ["_templates"]
+
+highlight_language = "none"  # of a fence that names none: what a terminal shows
+myst_heading_anchors = 4  # as on a code host
+myst_enable_extensions = ["colon_fence"]
+default_role = "literal"  # a single backtick in a docstring is code
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"Overspill {version}"
+html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_additional_pages = {"index": "to_docs.html"}  # the site's address alone leads to docs/index.html
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _keep_colon, priority=400)  # before napoleon, which is at 500
+
+
+def _keep_colon(_app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Break the first line of a property behind its colon: napoleon takes what stands before it for a type, unless a line ends there."""
+    if what == "property" and lines and ": " in lines[0]:
+        before, after = lines[0].split(": ", 1)
+        lines[:1] = [f"{before}:", after]
