@@ -317,7 +317,7 @@ def test_a_model_that_fails_says_where_and_why() -> None:
         (lambda: estimate(mlp, torch.empty(4, WIDE), nn.MSELoss(), "sgd"), "a criterion needs inputs"),
         (lambda: estimate("resnet51", batch=2), "resnet50"),
         (lambda: estimate("resnet50", torch.empty(1), batch=2), "its own inputs"),
-        (lambda: estimate("resnet50", batch=-1), "batch -1"),
+        (lambda: estimate("resnet50", batch=-1), "batch=-1"),
         (lambda: trained(accumulate=0), "accumulate=0"),
     ],
 )

@@ -91,7 +91,7 @@ def _default_page() -> Path:
 def _write_page(trained: Trained, path: Path) -> None:
     """Write the report page of the plan that was trained by."""
     from overspill.report.page import write_page
-    from overspill.report.plan_page import plan_page
+    from overspill.report.pages.plan import plan_page
 
     title = f"{MODEL}, batch {BATCH}, {OPTIMIZER}, as overspill demo trained it"
     write_page(path, plan_page(trained.plan, title))

@@ -97,8 +97,6 @@ def pack(
     from overspill.placement.packing.verdict import verdict
     from overspill.report.address_map import draw_address_map
     from overspill.report.pack import pack_report, refusal
-    from overspill.report.page import write_page
-    from overspill.report.pages.pack import pack_page
     from overspill.report.plot import check_plot
 
     chosen = solver_named(solver)
@@ -130,6 +128,9 @@ def pack(
             draw_address_map(plot, read.trace, solution.layout, read.path.name, capacity_bytes)
             notes.append(f"plot saved to {plot}")
         if report is not None:
+            from overspill.report.page import write_page
+            from overspill.report.pages.pack import pack_page
+
             narrator.now(f"drawing {report}")
             title = f"{read.path.name}: {len(read.columns)} blocks, {chosen.name}"
             write_page(report, pack_page(solution, read.trace, title, capacity_bytes))

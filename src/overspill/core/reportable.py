@@ -20,4 +20,4 @@ class Reportable:
 
 
 def _pages() -> Any:
-    return import_module("overspill.report.pages")
+    return import_module("overspill.report.pages.results")

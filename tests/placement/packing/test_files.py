@@ -150,7 +150,9 @@ def test_what_is_wrong_is_one_line_with_the_file_its_line_and_what_would_work(
 
 
 def test_what_cannot_be_read_is_one_line_too(tmp_path: Path) -> None:
-    assert "No such file or directory; what can be packed is" in refusal(tmp_path / "absent.csv")
+    absent = refusal(tmp_path / "absent.csv")
+    assert "No such file or directory; " in absent
+    assert "what can be packed is" in absent
     assert "Is a directory" in refusal(tmp_path)
 
 
