@@ -41,6 +41,7 @@ def test_a_reader_sees_the_curve_and_what_holds_it_up(overspill: Overspill) -> N
     assert done.err == "capturing nets:deep for cpu\n"
 
 
+@pytest.mark.long
 def test_where_no_budget_fits_the_device_the_answer_is_no(overspill: Overspill, tmp_path: Path) -> None:
     tiny = replace(load_device("t4"), name="tiny", memory_bytes=200 << 20)
     tiny.save(tmp_path / "tiny.json")

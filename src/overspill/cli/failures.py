@@ -19,7 +19,9 @@ DEBUG_HINT = "OVERSPILL_DEBUG=1 shows the traceback"
 QUOTES, NEWLINE_IN_REPR = "\"'", "\\n"
 
 # A call in Python, which stays as it is, or an argument as errors write it: `lora=16`, `placement='planned'`, `quantize=`.
-_ARGUMENT = re.compile(r"""(?<![\w.])[\w.]+\([^()]*\)|(?<![\w.,:=/'"-])([a-z]+(?:_[a-z]+)*)=('[^']*'|"[^"]*"|[\w.%+-]*)""")
+_ARGUMENT = re.compile(
+    r"""(?<![\w.])[\w.]+\([^()]*\)|(?<![\w.,:=/'"-])([a-z]+(?:_[a-z]+)*)=('[^']*'|"[^"]*"|[\w.%+-]*)"""
+)
 
 _OURS = Path(overspill.__file__).parent
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))

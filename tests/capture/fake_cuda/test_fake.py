@@ -266,7 +266,8 @@ def test_a_recorded_training_is_the_same_without_memory(
     assert again == without
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.long), "amp"])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "amp"])
 def test_mixed_precision_and_inference_are_the_same_without_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory = [recorded("gpt2", name, dtype) for name in ("adamw", "none", "adamw", "none")]
     assert with_memory[:2] == with_memory[2:]

@@ -23,8 +23,8 @@ from overspill.plans.comparison import Comparison, compare
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
 from overspill.report.page import Lines, Points, Step, Table
-from overspill.report.pages.results import page_of
 from overspill.report.pages.estimate import estimate_page
+from overspill.report.pages.results import page_of
 from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
 
 EVIL = "<script>alert(1)</script>"

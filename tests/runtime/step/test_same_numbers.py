@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
 }  # fmt: skip
 LIKE_ANOTHER = {
     "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",
-    "GRU whose units leave no rest", "dropout in float16", "no autocast",
+    "GRU whose units leave a rest", "GRU whose units leave no rest", "dropout in float16", "no autocast",
 }  # fmt: skip
 """What takes the way of another case; in the long suite."""
 

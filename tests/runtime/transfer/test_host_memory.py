@@ -36,6 +36,7 @@ def test_the_address_space_limit_counts_and_what_was_scarce_once_stays_so() -> N
     assert answers(SCARCE) == ["True", "False", "True", "True"], "glibc can set the threshold"
 
 
+@pytest.mark.long
 def test_where_memory_is_ample_freed_blocks_are_used_again_without_page_faults() -> None:
     """120 MiB in blocks of 20 MiB, of which glibc by itself would give most back."""
     ample, kept = answers(FAULTS.format(chosen="suit_heap(2**20)"))
