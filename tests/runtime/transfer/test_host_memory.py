@@ -10,8 +10,6 @@ from overspill.runtime.transfer.host_memory import available_bytes, suit_heap
 
 SCARCE = """
 import resource
-import pytest
-
 from overspill.runtime.transfer.host_memory import available_bytes, suit_heap
 resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
 print(available_bytes() < 4 * 2**30, suit_heap(2**20), suit_heap(3 * 2**30), suit_heap(2**20))
