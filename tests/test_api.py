@@ -113,6 +113,18 @@ def test_a_wrong_request_is_one_line(ask: object, said: str) -> None:
         ask()  # type: ignore[operator]
 
 
+def test_a_plan_says_what_it_takes_in_a_terminal() -> None:
+    plan = overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), budget=1.0)
+    assert str(plan).startswith("Fits in ")
+    assert "simulated slowdown: " in str(plan)
+
+
+def test_a_policy_that_gives_no_schedule_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_named("liveness").__class__, "_plan", lambda *_: None)
+    with pytest.raises(RequestError, match="policy liveness gave None, which is no Schedule"):
+        overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), policy="liveness")
+
+
 def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         overspill.plan(mlp(), BATCH, nn.CrossEntropyLoss(), budget="1MiB")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
 from tests.cli.commands import Overspill
+
+from overspill.devices import load_device
+from overspill.policies import POLICIES
 
 
 def test_a_page_is_written_where_the_plan_fits_and_where_none_does(overspill: Overspill) -> None:
@@ -26,3 +32,24 @@ def test_a_report_that_can_be_no_page_is_refused_before_work_begins(overspill: O
         assert (done.code, done.out) == (2, "")
         assert why in done.error
     assert not Path("page.pdf").exists()
+
+
+def test_a_share_of_the_step_that_the_card_has_no_room_for_does_not_fit(overspill: Overspill) -> None:
+    replace(load_device("t4"), name="tiny", memory_bytes=200 << 20).save("tiny.json")
+    done = overspill("plan nets:shallow --batch 2 --budget 100% --gpu tiny.json --report page.html --json")
+    assert done.code == done.answer["exit_code"] == 1
+    assert done.answer["feasible"] is False
+    assert done.answer["device_bytes"] > 200 << 20
+    assert "does not fit tiny" in done.error
+    assert '"text":"The step does not fit tiny' in Path("page.html").read_text(encoding="utf-8")
+
+
+def test_a_package_that_cannot_be_loaded_leaves_the_other_policies(
+    overspill: Overspill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EntryPoint("theirs", "no_such_package:Policy", "overspill.policies")
+    monkeypatch.setitem(POLICIES.__dict__, "_entry_points", {"theirs": broken})
+    done = overspill("policies")
+    assert done.code == 0
+    assert "auto" in done.out
+    assert "policy 'theirs' of the package no_such_package:Policy cannot be loaded" in " ".join(done.out.split())

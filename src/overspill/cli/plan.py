@@ -56,6 +56,8 @@ MemoryPlot = Annotated[
     ),
 ]
 
+DOES_NOT_FIT = 1
+
 
 def plan(
     model: ModelName,
@@ -133,7 +135,7 @@ def _feasible(
     request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
-    from overspill.report.plan import peak_of, plan_report, stored_by_kind
+    from overspill.report.plan import peak_of, plan_report, stored_by_kind, too_small
 
     peak = peak_of(made)
     placed = place_plan(made, placer)
@@ -144,7 +146,7 @@ def _feasible(
         "device_bytes": made.device_bytes,
         "library_bytes": made.library_bytes,
         "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
-        "feasible": True,
+        "feasible": made.fits_device,
         "offloaded_bytes": made.offloaded_bytes,
         "stored_bytes": sum(stored_by_kind(made).values()),
         "recomputed_flops": made.recomputed_flops,
@@ -155,6 +157,7 @@ def _feasible(
         "lower_bound_seconds": made.lower_bound_seconds,
         "gap": made.gap,
         "exposed_transfer_seconds": float(made.timeline.exposed_transfer_seconds),
+        "recomputing_seconds": made.recomputing_seconds,
         "plan_seconds": made.plan_seconds,
         "placement": placed.placer,
         "placed_peak_bytes": placed.peak_bytes,
@@ -167,7 +170,11 @@ def _feasible(
     saved = {what: path for what, path in files.items() if path is not None}
     _write(made, title, placer, saved)
     notes = "; ".join(f"{what} saved to {path}" for what, path in saved.items())
-    return Outcome(answer, plan_report(made, peak, placed, title, notes or None))
+    human = plan_report(made, peak, placed, title, notes or None)
+    if made.fits_device:
+        return Outcome(answer, human)
+    message = f"{too_small(made)}; without --budget it is planned for all of it"
+    return Outcome(answer | {"error": message, "exit_code": DOES_NOT_FIT}, human, DOES_NOT_FIT, message)
 
 
 def _write(made: Plan, title: str, placer: str | None, files: dict[str, Path]) -> None:
@@ -196,7 +203,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
         "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
-        "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "plan_seconds",
+        "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "recomputing_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip
     answer = request | dict.fromkeys(unknown) | {

@@ -8,9 +8,19 @@ from .common import AsJson, Outcome
 def policies(json: AsJson = False) -> Outcome:
     """List the policies: what each does, and where it comes from."""
     del json  # `main` reads it from the arguments
+    from rich.console import Group
+    from rich.text import Text
+
+    from overspill.core.errors import RequestError
     from overspill.policies import POLICIES
     from overspill.report.listing import listing, yes
 
+    known, broken = {}, []
+    for name in POLICIES:
+        try:
+            known[name] = POLICIES[name]
+        except RequestError as error:  # a package that adds one, and cannot be imported
+            broken.append(str(error))
     found = [
         {
             "name": name,
@@ -20,11 +30,11 @@ def policies(json: AsJson = False) -> Outcome:
             "recomputes": policy.recomputes,
             "plans_for_budget": policy.plans_for_budget,
         }
-        for name, policy in POLICIES.items()
+        for name, policy in known.items()
     ]
     columns = ("name", "offloads", "recomputes", "plans for a budget", "what it does", "source")
     rows = [
         (p.name, yes(p.offloads), yes(p.recomputes), yes(p.plans_for_budget), p.summary, p.source)
-        for p in POLICIES.values()
+        for p in known.values()
     ]
-    return Outcome({"policies": found}, listing(columns, rows))
+    return Outcome({"policies": found, "broken": broken}, Group(listing(columns, rows), *map(Text, broken)))

@@ -18,6 +18,10 @@ class Reportable:
         """The verdict and the figures behind it, for a notebook."""
         return str(_pages().in_notebook(self))
 
+    def __str__(self) -> str:
+        """The verdict and the figures behind it, for a terminal; `repr` has all."""
+        return str(_pages().in_terminal(self))
+
 
 def _pages() -> Any:
     return import_module("overspill.report.pages.results")

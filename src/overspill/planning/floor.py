@@ -40,6 +40,7 @@ def floor_of(program: StepProgram, fetched: Mapping[Gap, int] | None = None) -> 
     position = int(np.argmax(live))
     step = program.steps[position]
     away = {gap.tensor for gap, back in absent.items() if Gap(gap.tensor, gap.start, back).covers(position)}
+    away |= {gap.tensor for gap in program.gaps if gap.rematerialized and gap.covers(position)}
     there = [
         tensor.id
         for tensor in graph.tensors

@@ -162,7 +162,7 @@ def _row(
     try:
         if card is None:
             plan = replace(made(budget_bytes)[1], budget_bytes=budget_bytes)
-            return Row(name, plan, plan.peak_bytes <= budget_bytes, 0.0)
+            return Row(name, plan, plan.peak_bytes <= budget_bytes and plan.fits_device, 0.0)
         _, plan = card.planned(budget_bytes, made) if adapts else (None, card.measured(made(budget_bytes)[1]))
     except InfeasibleBudget as error:
         message = " ".join(str(error).split())
@@ -170,4 +170,4 @@ def _row(
     # No more can be live than what the context leaves: that is what all policies are compared by.
     plan = replace(plan, budget_bytes=budget_bytes - device.context_bytes, device_budget_bytes=budget_bytes)
     assert plan.device_bytes is not None
-    return Row(name, plan, plan.device_bytes <= budget_bytes, 0.0)
+    return Row(name, plan, plan.device_bytes <= budget_bytes and plan.fits_device, 0.0)

@@ -10,7 +10,7 @@ from functools import cached_property
 from overspill.bounds.step_time import lower_bound_seconds
 from overspill.bounds.whole_step import whole_step_bound_seconds
 from overspill.core import Device, Graph, Phase, Schedule, Timeline, Verb
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_apart, format_bytes
 from overspill.costs import MeasuredTimes, op_seconds
@@ -60,6 +60,13 @@ class Plan(Reportable):
         return bound(self.graph, self.device, self.budget_bytes, self.op_seconds)
 
     @property
+    def fits_device(self) -> bool:
+        """Whether the device has room for it: a budget that is a share of the step may be more than that."""
+        if self.device_bytes is None:
+            return self.peak_bytes <= self.device.usable_bytes
+        return self.device_bytes <= self.device.memory_bytes
+
+    @property
     def asked_bytes(self) -> int:
         """The budget as it was asked for: live bytes, or those of a card."""
         return self.budget_bytes if self.device_budget_bytes is None else self.device_budget_bytes
@@ -104,6 +111,12 @@ class Plan(Reportable):
         """Ops that run a second time."""
         return len(self.schedule.targets(Verb.RECOMPUTE))
 
+    @property
+    def recomputing_seconds(self) -> float:
+        """Simulated seconds of the step in which ops run a second time."""
+        again = (e for e in self.timeline.events if e.verb is Verb.RECOMPUTE)
+        return sum((e.end_seconds - e.start_seconds for e in again), 0.0)
+
 
 def unmanaged_peak(graph: Graph, device: Device) -> int:
     """The peak of `graph` with every tensor freed at its last use and nothing else done: plain training."""
@@ -115,6 +128,10 @@ def make_plan(graph: Graph, device: Device, policy: str, budget_bytes: int, time
     begun = time.perf_counter()
     chosen = policy_named(policy)
     schedule = chosen.plan(graph, device, budget_bytes if chosen.plans_for_budget else None, times)
+    if not isinstance(schedule, Schedule):
+        raise RequestError(
+            f"policy {policy} gave {schedule!r}, which is no Schedule; its `_plan` is to return what `assemble` makes"
+        )
     result = check(graph, schedule)
     if result.peak_bytes > budget_bytes and not chosen.unlimited:
         raise _over_budget(graph, schedule, device, budget_bytes)

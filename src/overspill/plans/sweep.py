@@ -71,11 +71,7 @@ class Sweep(Reportable):
 
     def fits(self, point: SweepPoint) -> bool:
         """Whether the device has room for the plan of `point`."""
-        if point.plan is None:
-            return False
-        if point.plan.device_bytes is None:
-            return point.plan.peak_bytes <= self.device.usable_bytes
-        return point.plan.device_bytes <= self.device.memory_bytes
+        return point.plan is not None and point.plan.fits_device
 
 
 def sweep(

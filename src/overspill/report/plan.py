@@ -127,6 +127,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ("simulated step", format_seconds(plan.step_seconds)),
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
+        *([("simulated recomputing", format_seconds(plan.recomputing_seconds))] if plan.recomputed_ops else []),
         ("simulated waiting for transfers", format_seconds(timeline.exposed_transfer_seconds)),
         (
             "lower bound by relaxation",
@@ -167,7 +168,13 @@ def _breakdown(plan: Plan, peak: Peak) -> Table:
 
 def _verdict(plan: Plan) -> str:
     share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
-    return f"The step fits, in {share} of its unmanaged peak."
+    return f"The step fits, in {share} of its unmanaged peak." if plan.fits_device else f"{too_small(plan)}."
+
+
+def too_small(plan: Plan) -> str:
+    """That the device has no room for `plan`, whose budget is a share of the step."""
+    needed = plan.device_bytes or plan.peak_bytes
+    return f"The step does not fit {plan.device.name}: it takes {format_bytes(needed)} of {format_bytes(plan.device.memory_bytes)}"
 
 
 def _spell(graph: Graph, instruction: Instruction) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from overspill.core.units import format_bytes, format_seconds
 from overspill.plans.sweep import Sweep, SweepPoint
 
-from .listing import format_flops, percent, whole_columns, yes
+from .listing import format_flops, whole_columns, yes
 
 FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "fits")  # fmt: skip
 """What a row has of a plan; null where there is none."""
@@ -46,6 +46,11 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
     }
 
 
+def share_up(share: float) -> str:
+    """A share in per cent, rounded up: so much is enough as a budget."""
+    return f"{ceil(1000 * share) / 10:.1f} %"
+
+
 def sweep_verdict(sweep: Sweep) -> str:
     """What the sweep comes to: how far memory goes down, at which cost, and how far before it costs much."""
     frontier = sweep.frontier
@@ -54,11 +59,11 @@ def sweep_verdict(sweep: Sweep) -> str:
     unmanaged = sweep.unmanaged_peak_bytes
     text = (
         f"from {format_bytes(unmanaged)} down to {format_bytes(least.budget_bytes)} "
-        f"({percent(least.budget_bytes, unmanaged)}), where a step takes {least.plan.slowdown:.2f} times as long"
+        f"({share_up(least.budget_bytes / unmanaged)}), where a step takes {least.plan.slowdown:.3f} times as long"
     )
     cheap = [p for p in frontier if p.plan is not None and p.plan.slowdown <= SMALL_SLOWDOWN]
     if cheap and cheap[-1] is not least and cheap[-1].budget_bytes < unmanaged:
-        text += f"; within {format_bytes(cheap[-1].budget_bytes)} ({percent(cheap[-1].budget_bytes, unmanaged)}) at most 5 % longer"
+        text += f"; within {format_bytes(cheap[-1].budget_bytes)} ({share_up(cheap[-1].budget_bytes / unmanaged)}) at most 5 % longer"
     return text
 
 
@@ -122,7 +127,7 @@ def _cells(row: dict[str, Any], *, has_card: bool, shows_fit: bool, several: boo
     again = format_flops(row["recomputed_flops"]) if row["recomputed_flops"] else f"{row['recomputed_ops']} ops"
     return (
         *([row["policy"]] if several else []),
-        f"{ceil(1000 * row['budget_share']) / 10:.1f} %",
+        share_up(row["budget_share"]),
         format_bytes(row["budget_bytes"]),
         *card,
         *([yes(row["fits"]) or "no"] if shows_fit else []),

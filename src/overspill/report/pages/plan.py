@@ -8,7 +8,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import percent
 from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
-from overspill.report.plan import peak_of, peaks_of_card, whole_step_notes
+from overspill.report.plan import peak_of, peaks_of_card, too_small, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -37,14 +37,14 @@ def plan_verdict(plan: Plan) -> Verdict:
     """What the plan takes, and what that costs."""
     share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
     return Verdict(
-        f"Fits in {format_bytes(plan.asked_bytes)}",
-        good=True,
+        f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),
+        good=plan.fits_device,
         figures=(
             Figure("planned peak", format_bytes(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.asked_bytes)} of the budget"),
             Figure("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes), f"the plan takes {share} of it"),
             Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
             Figure("offloaded each step", format_bytes(plan.offloaded_bytes), f"{plan.schedule.counts[Verb.OFFLOAD]} tensors"),
-            Figure("recomputed each step", f"{plan.recomputed_ops} ops"),
+            Figure("recomputed each step", f"{plan.recomputed_ops} ops", format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
         ),
     )  # fmt: skip
 

@@ -33,6 +33,13 @@ def in_notebook(found: Reportable) -> str:
     return short_html(*short_of(found))
 
 
+def in_terminal(found: Reportable) -> str:
+    """`found` in short, as lines of text."""
+    verdict, _ = short_of(found)
+    figures = (f"{f.label}: {f.value}" + (f" ({f.note})" if f.note else "") for f in verdict.figures)
+    return "\n  ".join((verdict.text, *figures))
+
+
 @singledispatch
 def page_of(found: Reportable, title: str | None = None) -> Page:
     """The page of a result, under this title or one of its own."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from overspill.core.units import format_bytes
 from overspill.plans.sweep import Sweep, SweepPoint
-from overspill.report.listing import percent
 from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
-from overspill.report.sweep import point_figures, sweep_verdict
+from overspill.report.sweep import point_figures, share_up, sweep_verdict
 
 MEMORY, TIME = Axis("budget", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
 
@@ -32,7 +31,7 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
     figures = [
         Figure("unmanaged peak", format_bytes(unmanaged), "live bytes"),
         Figure(
-            "smallest budget", format_bytes(least.budget_bytes), f"{percent(least.budget_bytes, unmanaged)} of that"
+            "smallest budget", format_bytes(least.budget_bytes), f"{share_up(least.budget_bytes / unmanaged)} of that"
         ),
         Figure("slowdown there", f"{least.plan.slowdown:.3f}", f"simulated, by {least.policy}"),
     ]
