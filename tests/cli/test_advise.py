@@ -7,7 +7,7 @@ from tests.cli.commands import Overspill
 
 KEYS = {
     "model", "batch", "optimizer", "dtype", "gpus", "gpu", "capacity_bytes", "minimum_capacity_bytes", "total_bytes", "fits",
-    "changes", "seconds",
+    "changes", "left_out", "seconds",
 }  # fmt: skip
 CHANGE = {
     "what", "cost", "price", "minimum_capacity_bytes", "total_bytes", "fits", "step_seconds", "slowdown", "gpus",

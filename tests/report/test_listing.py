@@ -89,6 +89,18 @@ def test_a_table_with_texts_is_whole_at_any_width(width: int) -> None:
     assert {"1.0", "2.0", "first", "second"} <= set(words)
 
 
+@pytest.mark.parametrize("width", range(60, 130, 7))
+def test_no_word_is_cut_where_the_first_column_wraps_too(width: int) -> None:
+    rows = [
+        ("batches of half as much, accumulating gradients over 2 of them", "9.6 GiB", "the same gradients; many small ones take longer"),
+        ("A_NAME_OF_MANY_LETTERS=that_stays:whole", "11.6 GiB", "1.02 times the unmanaged step, simulated; the same numbers"),
+    ]  # fmt: skip
+    table = listing(("change", "needs", "cost"), rows, numbers=(1,))
+    table.columns[0].no_wrap = False
+    shown = set(" ".join(at(width, table)).split())
+    assert shown >= {word for row in rows for cell in row for word in cell.split()}
+
+
 def test_long_texts_go_below_their_rows_where_there_is_no_room_beside() -> None:
     columns, rows = TEXTS
     assert at(40, listing(columns, rows, numbers=(1,)))[:4] == [

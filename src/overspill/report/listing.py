@@ -43,9 +43,11 @@ class Listing(Table):
         for padding in (self.padding, _CLOSE):
             closer = copy(self)
             closer.padding = padding
-            if closer._with_gaps(least) <= room:
-                for column, size in zip(closer.columns, least, strict=True):
-                    column.min_width = size
+            edges = closer.padding[1] + closer.padding[3]  # which rich counts, and leaves blank
+            spare = room - edges - closer._with_gaps(least)
+            if spare >= 0:
+                for column, size in zip(closer.columns, _widened(least, natural, spare), strict=True):
+                    column.width = size  # rich by itself gives wrapping columns more than there is
                 yield from Table.__rich_console__(closer, console, options)
                 return
         yield from self._folded(room, least, long)
@@ -87,6 +89,13 @@ class Listing(Table):
             for index in below:
                 if cells[index]:
                     yield Padding(Text(f"{self.columns[index].header}: {cells[index]}"), (0, 0, 0, 4))
+
+
+def _widened(least: Sequence[int], natural: Sequence[int], spare: int) -> list[int]:
+    """Widths between the `least` and the `natural`, to which `spare` goes in proportion to what each lacks."""
+    lacks = [most - size for size, most in zip(least, natural, strict=True)]
+    share = min(1.0, spare / max(1, sum(lacks)))
+    return [size + int(lack * share) for size, lack in zip(least, lacks, strict=True)]
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], gap: int) -> str:
