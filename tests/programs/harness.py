@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import sysconfig
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -222,7 +223,8 @@ def judge(chosen: Program, way: str) -> Outcome:
         peak, made = ran.peak_bytes, len(ran.plans)
         outcome = _wrong(plain, ran, budget, gradients=way != TRAIN_STEP) or IDENTICAL
     except OverspillError as error:
-        outcome = f"{REFUSED}{error}" if "\n" not in str(error) else f"an error of several lines: {error}"
+        said = str(error).replace(f"{sysconfig.get_path('purelib')}/", "")  # the same on every machine
+        outcome = f"{REFUSED}{said}" if "\n" not in said else f"an error of several lines: {said}"
     return Outcome(chosen.name, chosen.about, way, plain.peak_bytes, budget, peak, made, outcome)
 
 
