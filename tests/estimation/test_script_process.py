@@ -247,6 +247,7 @@ def test_a_time_limit_is_a_positive_number() -> None:
             record_script("train.py", time_limit=wrong)
 
 
+@pytest.mark.long
 def test_whoever_interrupts_an_estimate_ends_all_of_it() -> None:
     marker = f"overspill-test-{os.getpid()}"
     Path("train.py").write_text(

@@ -77,6 +77,7 @@ def planned(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor
     return overspill.compile(model, budget="smallest", optimizer=optimizer, backend="inductor", store="host")
 
 
+@pytest.mark.long
 def test_a_loss_outside_batch_norm_and_another_batch_size() -> None:
     pair(planned, [32, 32, 12, 32])
 
