@@ -28,7 +28,7 @@ def test_an_optimizer_is_tried_on_the_path_that_cuda_takes() -> None:
     (group,) = optimizer.param_groups
 
     class OnCuda:
-        dtype, itemsize, device = torch.float32, 4, torch.device("cuda")
+        dtype, device = torch.float32, torch.device("cuda")
 
         @staticmethod
         def dim() -> int:

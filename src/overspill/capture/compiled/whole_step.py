@@ -66,8 +66,8 @@ class ParameterUpdate:
     """The update of the parameter at position `parameter` of the inputs: `run(parameter, gradient, scale, *state)`.
 
     It changes the parameter and the state in place, and takes `workspace_bytes` more while it runs. `scale` is what
-    `GradientOps.clip` returned, or None. One that is not `elementwise` adds elements up in their order in memory, so that
-    it has to see a gradient as autograd leaves it.
+    `GradientOps.clip` returned, or None. One that is not `elementwise` adds elements up, or rounds them, by their order in
+    memory, so that it has to see a gradient as autograd leaves it.
     """
 
     parameter: int

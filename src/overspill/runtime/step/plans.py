@@ -484,7 +484,8 @@ class StepPlans:
                         StateInfo(key, self.state.residency[f"{name}.{key}"].spec.empty()) for key in owned.shaped
                     )
                 workspace = self.state.updates.workspace_bytes(parameter, owned.group)
-                updates.append(ParameterUpdate(position, owned.run, state, workspace, self.state.updates.elementwise))
+                elementwise = self.state.updates.is_elementwise(parameter)
+                updates.append(ParameterUpdate(position, owned.run, state, workspace, elementwise))
         clipping = self._clipping if last else None
         return GradientOps(
             tuple(updates),

@@ -95,7 +95,7 @@ class OptimizerUpdates:
         self.groups = made_by_torch and type(optimizer).__name__ in ELEMENTWISE
         """Whether a step on several parameters gives each what a step on it alone does."""
         fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
-        self.elementwise = self.groups and not fused
+        self._elementwise = self.groups and not fused
         self._slice_optimizer: Optimizer | None = None
         # Each with its group, by whose id it is found: a group that was freed could leave its id to another.
         self._needs: dict[tuple[Any, ...], tuple[dict[str, Any], Needs]] = {}
@@ -143,6 +143,13 @@ class OptimizerUpdates:
             (after,) = self._update_parts([_Part(owned, parameter[rows], gradient[rows], scale, given)])
         owned.keep(after)
 
+    def is_elementwise(self, parameter: Tensor) -> bool:
+        """Whether it does not matter where an element of `parameter` lies, so that slices and other strides give the same bits.
+
+        In half precision on the CPU it does: there `add` with a factor rounds what it vectorises otherwise than the rest.
+        """
+        return self._elementwise and (parameter.itemsize >= 4 or parameter.device.type != "cpu")
+
     def is_whole(self, parameter: Tensor, group: dict[str, Any]) -> bool:
         """Whether `parameter` is updated in one piece once its state is there, and may be together with others."""
         return self.groups and next(self._slices(parameter, group, new=False)) is ...
@@ -170,7 +177,7 @@ class OptimizerUpdates:
         stepping, states = [], []
         for owned, rows, gradient, scale, given in parts:
             part = rows.detach().requires_grad_()
-            part.grad = _laid_as(part, self._gradient(gradient, scale))
+            part.grad = self._gradient(gradient, scale)
             rest = {key: v.clone() if isinstance(v, Tensor) else v for key, v in owned.rest.items()}
             before = given | rest
             stepping.append(part)
@@ -216,7 +223,7 @@ class OptimizerUpdates:
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
         if new and (needs := self._probed(parameter, group)).first_share > needs.share:
             limit = int(limit * needs.share / needs.first_share)
-        if not self.elementwise or _rounds_by_place(parameter) or nbytes <= limit or parameter.dim() == 0:
+        if not self.is_elementwise(parameter) or nbytes <= limit or parameter.dim() == 0:
             yield ...
             return
         rows = max(1, limit // (nbytes // parameter.shape[0]))
@@ -244,29 +251,13 @@ class OptimizerUpdates:
             tiny = optimizer_like(self.optimizer, as_on(like.device, group), [probe])
             peaks = [temporary_bytes(tiny) for _ in range(2)]
         kept = {key: v for key, v in tiny.state[probe].items() if isinstance(v, Tensor)}
-        relaid = _rounds_by_place(like) and like.dim() > 1
-        others = self.scales + (self.clip_value is not None) + relaid  # the scaled, the clamped and the copied gradient
+        others = self.scales + (self.clip_value is not None)  # the scaled and the clamped gradient
         return Needs(
             shape,
             {key: v.dtype for key, v in kept.items() if v.shape == probe.shape},
             tuple((tuple(v.shape), v.element_size()) for v in kept.values() if v.shape != probe.shape),
             *(peak / probe.nbytes + others for peak in peaks),
         )
-
-
-def _rounds_by_place(parameter: Tensor) -> bool:
-    """Whether kernels round an element of `parameter` by where it lies: half precision on the CPU.
-
-    There `add` with a factor rounds what it vectorises otherwise than ends of pieces and tensors of unlike strides.
-    """
-    return parameter.itemsize < 4 and parameter.device.type == "cpu"
-
-
-def _laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient with the strides that autograd gives it, those of `parameter`, where that makes a difference."""
-    if not _rounds_by_place(parameter) or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter.detach()).copy_(gradient)
 
 
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
