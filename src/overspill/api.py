@@ -120,17 +120,15 @@ def compare(
     """
     from .costs.releases import software_named  # noqa: PLC0415
     from .policies import POLICIES, policy_named  # noqa: PLC0415 - needs numpy and HiGHS
-    from .runtime.hardware import elsewhere  # noqa: PLC0415 - imports torch
-    from .runtime.options import Options, compare_on  # noqa: PLC0415
-    from .runtime.training import graph_on  # noqa: PLC0415
+    from .runtime.options import Options, compare_on  # noqa: PLC0415 - imports torch
+    from .runtime.training import graph_for  # noqa: PLC0415
 
     names = tuple(POLICIES if policies is None else policies)
     for name in names:
         policy_named(name)
-    software = software_named(torch, cuda)
-    where = elsewhere(_device(device), software)
-    graph = graph_on(_training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step), where)
-    return compare_on(Options(budget, device=where, software=software), graph, where, names)
+    options = Options(budget, device=_device(device), software=software_named(torch, cuda))
+    training = _training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step)
+    return compare_on(options, *graph_for(training, options), names)
 
 
 def sweep(
@@ -173,18 +171,16 @@ def sweep(
     from .costs.releases import software_named  # noqa: PLC0415
     from .plans.sweep import POINTS, check_points  # noqa: PLC0415 - needs numpy and HiGHS
     from .policies import policy_named  # noqa: PLC0415
-    from .runtime.hardware import elsewhere  # noqa: PLC0415 - imports torch
-    from .runtime.options import Options, sweep_on  # noqa: PLC0415
-    from .runtime.training import graph_on  # noqa: PLC0415
+    from .runtime.options import Options, sweep_on  # noqa: PLC0415 - imports torch
+    from .runtime.training import graph_for  # noqa: PLC0415
 
     names, asked = tuple(policies), POINTS if points is None else points
     for name in names:
         policy_named(name)
     check_points(asked)
-    software = software_named(torch, cuda)
-    where = elsewhere(_device(device), software)
-    graph = graph_on(_training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step), where)
-    return sweep_on(Options(device=where, software=software), graph, where, names, asked)
+    options = Options(device=_device(device), software=software_named(torch, cuda))
+    training = _training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step)
+    return sweep_on(options, *graph_for(training, options), names, asked)
 
 
 def advise(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 from overspill.core.errors import RequestError
@@ -13,7 +14,7 @@ from .figures import PREFIX, StepFigures
 _LOG = logging.getLogger("overspill")
 
 
-class _EachSteps:
+class _EachSteps(ABC):
     """Called after each step; every `every` steps it gives the figures of these to `_tell`."""
 
     def __init__(self, model: Any, every: int) -> None:
@@ -29,8 +30,9 @@ class _EachSteps:
         if self._done % self._every == 0:
             self._tell(self._done, self._figures.take())
 
+    @abstractmethod
     def _tell(self, step: int, figures: dict[str, float]) -> None:
-        raise NotImplementedError
+        """What to do with the figures of the steps up to this one."""
 
 
 class StepLogger(_EachSteps):

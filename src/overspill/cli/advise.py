@@ -57,7 +57,6 @@ def advise(
     models.check_name(model)
     with narrate() as narrator:
         quiet_torch()
-        from overspill.estimation.advice import TRYING
         from overspill.estimation.api import Setting, of_job
         from overspill.report.advice import advise_answer, advise_report
         from overspill.runtime.advise import advise as advise_on
@@ -66,15 +65,10 @@ def advise(
         choice = ModelChoice(model, small, image_size, seq_len)
         narrator.now(f"tracing {model}")
         made = of_job(choice.build, model, batch, recipe, setting)
-        tried: dict[str, None] = {}
-
-        def now(text: str) -> None:
-            narrator.now(text)
-            if text.startswith(TRYING):
-                tried[text.removeprefix(TRYING)] = None
-
-        found = list(advise_on(made, choice.build, now))
-        left_out = [what for what in tried if what not in {advice.what for advice in found}]
+        tried: list[str] = []
+        found = list(advise_on(made, choice.build, narrator.now, tried.append))
+        helpful = {advice.what for advice in found}
+        left_out = [what for what in dict.fromkeys(tried) if what not in helpful]
         fits = made.fits() or any(advice.fits for advice in found)
         request = {"model": model, "batch": batch, "optimizer": recipe.optimizer, "dtype": recipe.dtype}
         request["gpus"] = 1 if recipe.parallel is None else recipe.parallel.gpus

@@ -106,17 +106,14 @@ def compare(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.plans.comparison import BASELINE
-        from overspill.runtime.hardware import elsewhere
         from overspill.runtime.options import Options, compare_on
-        from overspill.runtime.training import Training, graph_on
+        from overspill.runtime.training import Training, graph_for
 
-        software = software_named(torch, cuda)
+        options = Options(budget=limit, device=device, software=software_named(torch, cuda))
         choice = ModelChoice(model, small, image_size, seq_len)
         training = Training(choice.build, batch, optimizer, whole_step=whole_step, dtype=dtype)
         narrator.now(f"capturing {model} for {device.name}")
-        device = elsewhere(device, software)
-        graph = graph_on(training, device)
-        options = Options(budget=limit, device=device, software=software)
+        graph, device = graph_for(training, options)
         narrator.parts(len(names))
         rows = compare_on(options, graph, device, names, lambda name: narrator.part(f"planning {name}"))
         crossings = _crossings(rows, placing, narrator)

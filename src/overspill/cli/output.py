@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from overspill.core.text import spelled_out
+
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
@@ -100,7 +102,9 @@ def streams() -> Iterator[Stream]:
 
 def shown(text: str) -> str:
     """`text` for a line: without what a terminal would obey, and very long words in part."""
-    return _harmless(re.sub(rf"\S{{{_MOST_LETTERS + 1},}}", lambda word: f"{word[0][:200]}…{word[0][-60:]}", text))
+    return spelled_out(
+        re.sub(rf"\S{{{_MOST_LETTERS + 1},}}", lambda word: f"{word[0][:200]}…{word[0][-60:]}", text), _PLAIN
+    )
 
 
 def print_error(message: str) -> None:
@@ -137,13 +141,7 @@ class _Harmless:
         from rich.segment import Segment
 
         for segment in console.render(self.inner, options):
-            yield segment if segment.control else Segment(_harmless(segment.text), segment.style)
-
-
-def _harmless(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in _PLAIN else c.encode("unicode_escape").decode() for c in text)
+            yield segment if segment.control else Segment(spelled_out(segment.text, _PLAIN), segment.style)
 
 
 def _encodable(value: Any) -> Any:

@@ -110,14 +110,15 @@ def plan(
         gradients = GradientOptions(accumulate, clip_norm, clip_value)
         training = Training(choice.build, batch, optimizer, whole_step=whole_step, gradients=gradients, dtype=dtype)
         narrator.now(f"capturing and planning {model} for {device.name}")
-        request: dict[str, Any] = {
+        request = {
             "model": model,
             "batch": batch,
             "optimizer": optimizer,
             "gpu": device.name,
             "policy": policy,
+            "dtype": dtype,
+            "whole_step": whole_step,
         }
-        request |= {"dtype": dtype, "whole_step": whole_step}
         try:
             measured = None if times is None else MeasuredTimes.load(times)
             software = software_named(torch, cuda)
@@ -168,7 +169,8 @@ def _feasible(
     }
     title = _title(request, manner)
     saved = {what: path for what, path in files.items() if path is not None}
-    _write(made, title, placer, saved)
+    if saved:
+        _write(made, title, placer, saved)
     notes = "; ".join(f"{what} saved to {path}" for what, path in saved.items())
     human = plan_report(made, peak, placed, title, notes or None)
     if made.fits_device:

@@ -81,18 +81,15 @@ def sweep(
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs.releases import software_named
-        from overspill.runtime.hardware import elsewhere
         from overspill.runtime.options import Options, sweep_on
-        from overspill.runtime.training import Training, graph_on
+        from overspill.runtime.training import Training, graph_for
 
-        software = software_named(torch, cuda)
+        options = Options(device=device, software=software_named(torch, cuda))
         training = Training(
             ModelChoice(model, small, image_size, seq_len).build, batch, optimizer, whole_step=whole_step, dtype=dtype
         )
         narrator.now(f"capturing {model} for {device.name}")
-        device = elsewhere(device, software)
-        graph = graph_on(training, device)
-        options = Options(device=device, software=software)
+        graph, device = graph_for(training, options)
         found = sweep_on(options, graph, device, names, points, lambda what: narrator.now(what, lasting=False))
     request = {
         "model": model,

@@ -172,7 +172,8 @@ def train(
         trained.managed.times.save(profile)
     files = {"plan": out, "report": report, "trace": trace, "snapshot": snapshot}
     saved = {what: path for what, path in files.items() if path is not None}
-    _write(trained, saved)
+    if saved:
+        _write(trained, saved)
     return _outcome(trained, "; ".join(f"{what} saved to {path}" for what, path in saved.items()) or None)
 
 

@@ -39,7 +39,7 @@ def peak_of(plan: Plan) -> Peak:
     result = check(plan.graph, plan.schedule)
     at = result.peak_instruction
     instruction = plan.schedule.instructions[at] if at >= 0 else None
-    live = [plan.graph.tensors[t] for t in {*result.live_at_peak, *_made_by(plan.graph, instruction)}]
+    live = [plan.graph.tensors[t] for t in {*result.live_at_peak, *made_by(plan.graph, instruction)}]
     by_kind = Counter[TensorKind]()
     for tensor in live:
         by_kind[tensor.kind] += tensor.nbytes
@@ -54,7 +54,7 @@ def peak_of(plan: Plan) -> Peak:
     )
 
 
-def _made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
+def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
     """What the op of `instruction`, if it has one, puts on the device."""
     if instruction is None or instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
         return ()

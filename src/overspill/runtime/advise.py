@@ -20,16 +20,22 @@ _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train
 
 
 def advise(
-    estimate: Estimate, load: Callable[[], Job], progress: Callable[[str], None] | None = None
+    estimate: Estimate,
+    load: Callable[[], Job],
+    progress: Callable[[str], None] | None = None,
+    trial: Callable[[str], None] | None = None,
 ) -> Iterator[Advice]:
-    """All that would help the job that `load` makes, whose estimate this is, each piece tried: the cheapest first."""
+    """All that would help the job that `load` makes, whose estimate this is, each piece tried: the cheapest first.
+
+    `progress` is told what is being done, and `trial` each change that is tried.
+    """
     retrace = estimate.retrace
     planner = None
     if retrace is not None and _can_plan(retrace.recipe) and estimate.batch:
         planner = partial(
             _planned, load, retrace.recipe, estimate.batch, Options(device=estimate.device, software=estimate.software)
         )
-    return advice(estimate, planner, progress)
+    return advice(estimate, planner, progress, trial=trial)
 
 
 def _can_plan(recipe: Recipe) -> bool:

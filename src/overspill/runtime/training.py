@@ -131,12 +131,11 @@ class Run:
 def preview(training: Training, options: Options) -> Plan:
     """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
 
-    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_on`, and a budget is that of
+    For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_for`, and a budget is that of
     its card, as in training there. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    where = torch.device("cpu")
-    device = elsewhere(device_for(options, where), options.software)
+    device = _device_of(options)
     by_inductor = options.backend == "inductor"
     if by_inductor or (training.whole_step and device.kind == "cpu"):
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -148,8 +147,8 @@ def preview(training: Training, options: Options) -> Plan:
                 return plan_unrun(step, batch, optimizer, options)
         with _nothing_compiled() if by_inductor else nullcontext():
             return TrainStep(step.model, step.loss, optimizer, options, training.gradients).preview(*batch)
-    graph = graph_on(training, device, options.reserve)
-    return plan_graph(options, graph, device, budget_for(options, graph, device, where))
+    graph, device = graph_for(training, options)
+    return plan_graph(options, graph, device, budget_for(options, graph, device, torch.device("cpu")))
 
 
 def _nothing_compiled() -> AbstractContextManager[None]:
@@ -158,14 +157,17 @@ def _nothing_compiled() -> AbstractContextManager[None]:
     return nothing_compiled()
 
 
-def graph_on(training: Training, device: Device, reserve: str | float | None = None) -> Graph:
-    """The Graph of one step of a job, for any policy to plan on `device`: that of `step_graph`, with menus on a GPU.
-
-    `reserve` is that of the Options.
-    """
+def graph_for(training: Training, options: Options) -> tuple[Graph, Device]:
+    """The Graph of one step of a job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
+    device = _device_of(options)
     with captured_for(device):
-        graph = _captured(training, reserve, device.kind)
-    return with_algorithms(graph, device) if device.kind == "cuda" else graph
+        graph = _captured(training, options.reserve, device.kind)
+    return with_algorithms(graph, device) if device.kind == "cuda" else graph, device
+
+
+def _device_of(options: Options) -> Device:
+    """The device to plan for, which need not be here."""
+    return elsewhere(device_for(options, torch.device("cpu")), options.software)
 
 
 def step_graph(training: Training) -> Graph:

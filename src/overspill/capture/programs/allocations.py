@@ -47,17 +47,18 @@ def allocations() -> Iterator[Allocations]:
     with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
         yield found
     results = profiled.profiler.kineto_results
-    moments, found.blocks, found.changes = _changes(results.experimental_event_tree())
-    changes = list(zip(moments, found.changes, strict=True))
+    changes = list(_changes(results.experimental_event_tree()))
+    found.blocks = [block for _, block, _ in changes]
+    found.changes = [nbytes for *_, nbytes in changes]
     last = 0
     for part in sorted((e for e in results.events() if e.name() == _MARK), key=lambda event: event.start_ns()):
         begin, end = part.start_ns(), part.end_ns()
-        found.by_part.append([nbytes for at, nbytes in changes if begin <= at <= end])
-        found.between_parts.append([nbytes for at, nbytes in changes if last < at < begin])
+        found.by_part.append([nbytes for at, _, nbytes in changes if begin <= at <= end])
+        found.between_parts.append([nbytes for at, _, nbytes in changes if last < at < begin])
         last = end
 
 
-def _changes(tree: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
     """When (in nanoseconds) which block came or went, and its bytes: of those that came alone."""
     events, left = [], [*reversed(tree)]
     while left:
@@ -65,16 +66,14 @@ def _changes(tree: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
         left.extend(reversed(event.children))
         if event.tag == _EventType.Allocation:
             events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    changes, live = [], dict[int, tuple[int, int]]()
+    live = dict[int, tuple[int, int]]()
     for count, (at, address, nbytes) in enumerate(sorted(events, key=itemgetter(0))):
         if nbytes > 0:
             live[address] = count, nbytes
-            changes.append((at, count, nbytes))
+            yield at, count, nbytes
         elif address in live:
             block, came = live.pop(address)
-            changes.append((at, block, -came))
-    moments, blocks, found = map(list, zip(*changes, strict=True)) if changes else ([], [], [])
-    return moments, blocks, found
+            yield at, block, -came
 
 
 def peak_of(changes: Iterable[int]) -> tuple[int, int]:

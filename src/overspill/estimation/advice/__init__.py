@@ -4,5 +4,4 @@ from .change import Advice as Advice
 from .change import Price as Price
 from .change import Retrace as Retrace
 from .trials import SHOWN as SHOWN
-from .trials import TRYING as TRYING
 from .trials import advice as advice

@@ -28,23 +28,30 @@ _GPUS_TRIED = 3  # numbers of GPUs, each double the one before, from the fewest 
 _SPLITS_TRIED = 4  # sizes of micro-batches
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
-TRYING = "trying "
-"""How what `progress` is told of a change begins."""
-
 Planner = Callable[[], Advice | None]
 Progress = Callable[[str], None]
 
 
 def advice(
-    estimate: Figures, planner: Planner | None = None, progress: Progress | None = None, *, quick: bool = False
+    estimate: Figures,
+    planner: Planner | None = None,
+    progress: Progress | None = None,
+    *,
+    trial: Progress | None = None,
+    quick: bool = False,
 ) -> Iterator[Advice]:
     """Changes by which the job needs at least one percent less, each tried: those that cost least first, at last several together.
 
     Where the job fits as it is, only those that cost neither results nor hardware. `planner` plans the job within the
-    device by Overspill; without it that advice has no figures. `progress` is told what is being tried. What is `quick`
+    device by Overspill; without it that advice has no figures. `progress` is told what is being done, and `trial` each change
+    that is tried. What is `quick`
     tries no more than takes a few seconds, by count, and more GPUs not at all.
     """
-    yield from _Trials(estimate, progress or (lambda _: None), quick).run(planner)
+    yield from _Trials(estimate, progress or _nobody, trial or _nobody, quick).run(planner)
+
+
+def _nobody(_: str) -> None:
+    """Nobody is told."""
 
 
 @dataclass
@@ -53,6 +60,7 @@ class _Trials:
 
     estimate: Figures
     progress: Progress
+    trial: Progress
     quick: bool
 
     def __post_init__(self) -> None:
@@ -115,7 +123,8 @@ class _Trials:
             if not self.left:
                 return None
             self.left -= 1
-        self.progress(f"{TRYING}{what}")
+        self.progress(f"trying {what}")
+        self.trial(what)
         try:
             recipe = edit(retrace.recipe)
             recording = retrace.record(batch, recipe)

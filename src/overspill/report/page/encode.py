@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from overspill.core.text import spelled_out
+
 from .sections import Page
 
 MOST_LETTERS = 500
@@ -28,9 +30,7 @@ def encode(page: Page) -> str:
 def visible(text: str) -> str:
     """`text` with what has no look of its own, such as marks of direction, spelled out; and a very long one in part."""
     text = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 100]}…{text[-99:]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return spelled_out(text)
 
 
 def _plain(value: Any) -> Any:

@@ -47,8 +47,8 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
         maker=_integers(maker),
         layer=_integers(layers[graph.ops[op].layer] if op >= 0 else -1 for op in home),
     )
-    first_read, read = _rows([op.reads for op in graph.ops])
-    first_written, written = _rows([op.writes for op in graph.ops])
+    first_read, read = columns_of([op.reads for op in graph.ops])
+    first_written, written = columns_of([op.writes for op in graph.ops])
     ops = Ops(
         name=[op.name for op in graph.ops],
         phase=[op.phase.value for op in graph.ops],
@@ -156,7 +156,7 @@ def _integers(numbers: Iterable[int]) -> Integers:
     return np.fromiter(numbers, dtype=np.int64)
 
 
-def _rows(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+def columns_of(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     """Rows of numbers in two columns: where each row begins, and all of them."""
     first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return first, _integers(number for row in rows for number in row)

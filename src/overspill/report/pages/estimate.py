@@ -11,6 +11,7 @@ from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.text import trained, verdict
 from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict
+from overspill.report.page.step import columns_of
 
 MOST_TENSORS = 30
 FAR = 3
@@ -115,8 +116,8 @@ def _step(made: Figures) -> Step:
     layers = {
         name: i for i, name in enumerate(dict.fromkeys([*(op.layer for op in ops), *(a.layer for a in allocations)]))
     }
-    first_read, read = _columns([[numbers[t] for t in op.reads if t in numbers] for op in ops])
-    first_written, written = _columns([[numbers[t] for t in op.writes if t in numbers] for op in ops])
+    first_read, read = columns_of([[numbers[t] for t in op.reads if t in numbers] for op in ops])
+    first_written, written = columns_of([[numbers[t] for t in op.writes if t in numbers] for op in ops])
     nbytes = demand.nbytes[shown].astype(np.int64)
     tensors = Tensors(
         name=[a.name or f"allocation {position}" for a, position in zip(allocations, shown.tolist(), strict=True)],
@@ -142,9 +143,3 @@ def _step(made: Figures) -> Step:
     room = made.device.memory_bytes - made.outside_bytes
     marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
     return Step(f"Memory over step {step + 1}", tuple(layers), tensors, recorded, (run,), marks)
-
-
-def _columns(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of numbers in two columns: where each row begins, and all of them."""
-    first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    return first, np.array([number for row in rows for number in row], dtype=np.int64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from overspill.core import Graph, Schedule, Timeline, Verb
+from overspill.core import Graph, Instruction, Schedule, Timeline, Verb
+from overspill.report.plan import made_by
 
 
 class Change(NamedTuple):
@@ -28,7 +29,7 @@ def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator
     present = set(present_first(graph, schedule))
     live = sum(graph.tensors[t].nbytes for t in present)
     for index, (instruction, peak) in enumerate(zip(schedule.instructions, timeline.live_bytes, strict=True)):
-        new = tuple(t for t in dict.fromkeys(_made_by(graph, instruction.verb, instruction.target)) if t not in present)
+        new = tuple(t for t in dict.fromkeys(_brought_by(graph, instruction)) if t not in present)
         gone = (instruction.target,) if instruction.verb is Verb.FREE and instruction.target in present else ()
         present.update(new)
         live += sum(graph.tensors[t].nbytes for t in new)
@@ -37,10 +38,6 @@ def changes_of(graph: Graph, schedule: Schedule, timeline: Timeline) -> Iterator
         live -= sum(graph.tensors[t].nbytes for t in gone)
 
 
-def _made_by(graph: Graph, verb: Verb, target: int) -> tuple[int, ...]:
+def _brought_by(graph: Graph, instruction: Instruction) -> tuple[int, ...]:
     """What an instruction needs room for."""
-    if verb is Verb.RUN:
-        return graph.ops[target].writes
-    if verb is Verb.RECOMPUTE:
-        return graph.ops[target].recompute_writes
-    return (target,) if verb is Verb.PREFETCH else ()
+    return (instruction.target,) if instruction.verb is Verb.PREFETCH else made_by(graph, instruction)

@@ -261,13 +261,10 @@ def make_engine(
         return TransferEngine(store, *store.lanes(device))
     checksums = Checksums(store) if checksum else None
     write, read = (store.write, store.read) if checksums is None else (checksums.write, checksums.read)
-    lanes = ThreadLane("offload", write), ThreadLane("prefetch", read)
-    if record is not None:
-        lanes = (
-            RecordedLane("offload", write, record, Verb.OFFLOAD),
-            RecordedLane("prefetch", read, record, Verb.PREFETCH),
-        )
-    return TransferEngine(store, *lanes, checksums)
+    if record is None:
+        return TransferEngine(store, ThreadLane("offload", write), ThreadLane("prefetch", read), checksums)
+    outward = RecordedLane("offload", write, record, Verb.OFFLOAD)
+    return TransferEngine(store, outward, RecordedLane("prefetch", read, record, Verb.PREFETCH), checksums)
 
 
 def _failed(ticket: Ticket) -> bool:
