@@ -109,6 +109,7 @@ def test_micro_batches_are_tried_with_the_gradients_that_they_add_to() -> None:
     assert one.minimum_capacity_bytes == job(6000, micro, accumulate=2).minimum_capacity_bytes
 
 
+@pytest.mark.long
 def test_where_no_change_does_it_alone_several_do_together() -> None:
     made, all_of_it = found(4000, 8192)
     kept = [one for one in all_of_it if one.price < Price.RESULTS]

@@ -31,6 +31,7 @@ def peak(seconds: float) -> int:
     return found.layout.peak_bytes
 
 
+@pytest.mark.long
 def test_more_time_never_gives_a_higher_peak_and_buys_a_lower_one() -> None:
     none, short, long = peak(1e-6), peak(0.1), peak(2.0)
     assert none >= short >= long

@@ -153,6 +153,7 @@ def test_ops_after_a_break_that_are_planned_are_no_error() -> None:
 # -- any number of shapes
 
 
+@pytest.mark.long
 def test_more_shapes_than_dynamo_takes_have_a_plan_each() -> None:
     sizes = [*range(2, 12), 5]
     plain, model = twins(lambda: Net(8, 16, 8))

@@ -52,6 +52,7 @@ for pool in ("best-fit", "two-ended", "virtual"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_the_driver_is_called_by_its_rules_and_gets_all_back(tmp_path: Path) -> None:
     environment = os.environ | build_driver(tmp_path)

@@ -221,6 +221,7 @@ except StoreError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_real_limits_of_file_size_and_of_memory_are_store_errors(tmp_path: Path) -> None:
     child = in_child(LIMITS, tmp_path)

@@ -34,6 +34,7 @@ def answers(script: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.long
 def test_the_address_space_limit_counts_and_what_was_scarce_once_stays_so() -> None:
     assert answers(SCARCE) == ["True", "False", "True", "True"], "glibc can set the threshold"
 
