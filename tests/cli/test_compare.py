@@ -71,6 +71,7 @@ def test_the_budget_is_respected_or_the_row_says_by_how_much_it_is_not(overspill
     assert answer["rows"][-1]["policy"] == "in-core"
 
 
+@pytest.mark.long
 def test_plan_and_compare_count_a_card_alike(overspill: Overspill) -> None:
     words = "alexnet --small --batch 512 --gpu titan-x --budget 440MiB --json"
     (row,) = overspill(f"compare {words} --policies auto").answer["rows"]
@@ -131,6 +132,7 @@ def test_a_gpu_offers_convolutions_a_choice_of_algorithms_and_a_cpu_does_not(ove
     assert rows["liveness:m"]["step_seconds"] == rows["liveness"]["step_seconds"]
 
 
+@pytest.mark.long
 def test_the_whole_step_needs_less_for_parameters_and_state_move_too(overspill: Overspill) -> None:
     words = "compare alexnet --small --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1%"
     staying, moving = (overspill(f"{words}{more}").answer for more in ("", " --whole-step"))
@@ -194,6 +196,7 @@ def test_help_shows_the_options_of_compare(overspill: Overspill) -> None:
     assert "compare" in overspill("--help").out
 
 
+@pytest.mark.long
 def test_placement_crosses_policies_with_allocators_and_solvers(overspill: Overspill) -> None:
     done = overspill(f"{COMPARE} --policies liveness,vdnn-all --placers pytorch,gtbm,portfolio --json")
     assert done.code == 0

@@ -87,6 +87,7 @@ def test_what_is_advised_is_what_an_estimate_of_it_says() -> None:
     assert told(all_of_it, "autocast").total_bytes == half.total_bytes
 
 
+@pytest.mark.long
 def test_the_fused_optimizer_has_no_temporaries_and_costs_nothing() -> None:
     made = job(5000, FEW)  # so few samples that the update is the peak
     first = made.changes[0]
@@ -120,6 +121,7 @@ def test_where_no_change_does_it_alone_several_do_together() -> None:
     assert together.minimum_capacity_bytes <= made.device.memory_bytes  # type: ignore[operator]
 
 
+@pytest.mark.long
 def test_what_cannot_help_by_itself_is_not_tried() -> None:
     made, all_of_it = found(3000, 4096)
     assert made.peak.by_category["weights"] + made.peak.by_category["optimizer_state"] > made.device.memory_bytes

@@ -186,6 +186,7 @@ def test_cudnn_tries_its_engines_once_for_each_convolution() -> None:
 # Optimizers
 
 
+@pytest.mark.long
 def test_states_of_8_bits_have_a_scale_for_256_elements() -> None:
     states = alive(trained("adamw8bit"))[TensorKind.OPTIMIZER_STATE]
     assert states == 2 * (WEIGHTS + 4 * WEIGHTS // 256) + 2 * 4 * BIASES

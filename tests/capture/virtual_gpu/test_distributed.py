@@ -402,6 +402,7 @@ def test_clipping_the_norm_of_sharded_gradients_is_captured():
     record(program)
 
 
+@pytest.mark.long
 def test_worlds_of_different_meshes_follow_one_another():
     found = {}
     for mesh, gpus in ((None, GPUS), ((2, 2), 2), (None, GPUS)):

@@ -91,6 +91,7 @@ def test_built_in_models_train_to_the_same_bits(name: str) -> None:
     assert differences(plain, optimizer, model, other) == []
 
 
+@pytest.mark.long
 def test_a_model_of_transformers_returns_its_own_loss() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
