@@ -35,10 +35,10 @@ from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan, unmanaged_peak
 from overspill.policies import POLICIES
 from overspill.runtime.calibrate import _compute_share, _measure_transfers, calibrate
-from overspill.runtime.compiled.beside import Problem, Room
+from overspill.runtime.compiled.beside import Problem
 from overspill.runtime.compiled.compile import compile_in
-from overspill.runtime.compiled.pending import Kind
 from overspill.runtime.compiled.session import Session
+from overspill.runtime.compiled.session_budget import SessionBudget
 from overspill.runtime.options import Options
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import DiskStore, HostStore
@@ -113,14 +113,13 @@ HEADER = (
 )
 
 
-class HalfwaySession(Session):
+class HalfwayBudget(SessionBudget):
     """A budget halfway between the policy's floor and the unmanaged peak, for policies that plan for one."""
 
-    def _budget(self, problem: Problem[Any], room: Room, kind: Kind, where: torch.device) -> int:
-        del room, kind, where
+    def bytes_for(self, problem: Problem[Any], *_: object, **__: object) -> int:
         graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)
-        policy = POLICIES[self.options.policy]
+        policy = POLICIES[problem.options.policy]
         if not policy.plans_for_budget:
             return 2 * unmanaged
         try:
@@ -128,6 +127,13 @@ class HalfwaySession(Session):
         except InfeasibleBudget as error:
             return error.floor_bytes + max(0, unmanaged - error.floor_bytes) // 2
         return unmanaged
+
+
+def halfway_session(options: Options) -> Session:
+    """A session with such a budget."""
+    session = Session(options)
+    session._budget = HalfwayBudget(options)
+    return session
 
 
 class Stepper:
@@ -179,7 +185,7 @@ def calibrated() -> dict[str, Device]:
 
 def op_times(case: Case, device: Device) -> MeasuredTimes:
     """The times of all ops of the step, alone on the machine, and that of the optimizer's update."""
-    session = HalfwaySession(Options(policy="liveness", device=device, profile=True))
+    session = halfway_session(Options(policy="liveness", device=device, profile=True))
     with closing(session):
         stepper = Stepper(case, session)
         for _ in range(PROFILED_STEPS):
@@ -194,7 +200,7 @@ def op_times(case: Case, device: Device) -> MeasuredTimes:
 
 def measure(case: Case, policy: str, devices: dict[str, Device], times: MeasuredTimes, steps: int) -> Iterator[Row]:
     """The rows of one policy: one for each store, or one alone if it moves nothing."""
-    session = HalfwaySession(Options(policy=policy, device=devices["disk"], times=times, store="disk"))
+    session = halfway_session(Options(policy=policy, device=devices["disk"], times=times, store="disk"))
     with closing(session), tempfile.TemporaryDirectory() as folder:
         stepper = Stepper(case, session)
         stepper.step()

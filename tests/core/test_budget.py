@@ -33,6 +33,13 @@ def test_what_is_no_positive_size_is_refused(asked: str) -> None:
         Budget.parse(asked)
 
 
+@pytest.mark.parametrize("asked", ["150%", "100.1 %"])
+def test_a_share_of_more_than_all_is_refused(asked: str) -> None:
+    with pytest.raises(RequestError, match="more than all that the step takes unmanaged; give 100% at most"):
+        Budget.parse(asked)
+    assert Budget.parse("100%").share == 1.0
+
+
 def test_a_share_of_so_little_that_nothing_is_left_is_refused() -> None:
     with pytest.raises(RequestError, match="no positive size"):
         Budget.parse("0.1").bytes_of(lambda: 3, 77, lambda: 3)

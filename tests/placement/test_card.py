@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from tests.simulate.graphs import DEVICE, Build, Layer, network, schedule
 
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
+from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card, events_of
+from overspill.placement.card_search import GRID, HALVINGS, UPWARDS, on_grid, upwards_from
+from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan
 from overspill.placement.replay import replay
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
@@ -45,14 +50,27 @@ def test_a_plan_survives_on_a_card_of_exactly_the_budget(share: float) -> None:
     assert (share < 1) == (plan.offloaded_bytes + plan.recomputed_ops > 0)
 
 
-def test_what_fits_as_it_is_is_planned_once_and_no_card_is_planned_for_more_than_six_times() -> None:
-    def tries(budget: int) -> int:
+def test_what_fits_as_it_is_is_planned_once_and_no_size_is_planned_for_twice() -> None:
+    def tries(budget: int) -> list[int]:
         asked: list[int] = []
         CARD.planned(budget, lambda live: (asked.append(live), make_plan(STEP, DEVICE, "auto", live)))
-        return len(asked)
+        return asked
 
-    assert tries(1 << 40) == 1
-    assert 1 < tries(CARD.context_bytes + 60 * MIB) <= 6
+    assert len(tries(1 << 40)) == 1
+    asked = tries(CARD.context_bytes + 60 * MIB)
+    assert 1 < len(asked) == len(set(asked)) <= HALVINGS + UPWARDS
+
+
+def test_cards_of_nearly_one_size_ask_for_the_same_live_bytes() -> None:
+    asked: set[int] = set()
+    for more in range(20):
+        budget = CARD.context_bytes + (60 << 20) + more * 1000
+        CARD.planned(budget, lambda live: (asked.add(live), make_plan(STEP, DEVICE, "auto", live)))
+    assert len(asked) <= HALVINGS + UPWARDS
+    assert on_grid(1) == 1
+    assert on_grid(1 << 30) == 1 << 30
+    assert [size for size, _ in zip(upwards_from(1 << 30), range(GRID), strict=False)][-1] == 1 << 31
+    assert all(on_grid(size) == size for size, _ in zip(upwards_from(1 << 20), range(200), strict=False))
 
 
 def test_a_budget_of_live_bytes_does_not_survive_on_such_a_card() -> None:
@@ -72,14 +90,22 @@ def test_what_no_card_of_this_size_can_do_names_the_card_that_can() -> None:
         planned(needed - 2 * MIB)
 
 
-def test_expandable_segments_are_advised_where_they_would_do_with_less() -> None:
+def test_what_would_do_with_less_is_advised_and_does() -> None:
     uneven = network([Layer((11 + 5 * i) * MIB + 512) for i in range(12)])
-    with pytest.raises(InfeasibleBudget, match=r"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True .* would do"):
+    with pytest.raises(InfeasibleBudget) as error:
         planned(310 * MIB, graph=uneven)
+    advice = str(error.value).split("smaller; ")[1]
+    assert re.fullmatch(
+        r'with placement="planned" (\S+ MiB) would do, with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \S+ MiB would do',
+        advice,
+    )
     expandable = replace(CARD, config=CachingConfig(expandable_segments=True))
     with pytest.raises(InfeasibleBudget) as error:
         planned(310 * MIB, expandable, uneven)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in str(error.value)
+    by_plan = replace(CARD, solver=DEFAULT)
+    enough = parse_bytes(advice.split('"planned" ')[1].split(" would")[0]) + MIB
+    assert (planned(enough, by_plan, uneven).device_bytes or 0) <= enough
 
 
 def test_a_library_handle_comes_up_once_a_thread() -> None:
@@ -159,6 +185,7 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
     """A card on which the plan of fewest live bytes has no room, and one of more does."""
     small, large = (make_plan(STEP, DEVICE, policy, 1 << 40) for policy in ("auto", "liveness"))
     floor = 10 * MIB
+    *_, well_placed = islice(upwards_from(floor), 4)
 
     def make(live: int) -> tuple[None, Plan]:
         if live < floor:
@@ -167,12 +194,12 @@ def test_where_the_fewest_live_bytes_lie_badly_a_plan_of_more_is_taken() -> None
 
     class Scattered(Card):
         def reserved_bytes(self, plan: Plan) -> int:
-            return 15 * MIB if plan.peak_bytes == floor + floor // 4 else 5 * floor
+            return 15 * MIB if plan.peak_bytes == well_placed else 5 * floor
 
     card = Scattered(300 * MIB)
     _, plan = card.planned(320 * MIB, make)
-    assert plan.peak_bytes == floor + floor // 4
-    with pytest.raises(InfeasibleBudget) as error:
+    assert plan.peak_bytes == well_placed
+    with pytest.raises(InfeasibleBudget, match=r"of live bytes \(at least 10\.0 MiB: that is how it is\)") as error:
         card.planned(302 * MIB, make)
     assert error.value.floor_bytes == 315 * MIB
     assert card.planned(error.value.floor_bytes, make)[1].device_bytes == error.value.floor_bytes

@@ -147,6 +147,7 @@ def _feasible(
         "device_bytes": made.device_bytes,
         "library_bytes": made.library_bytes,
         "unmanaged_peak_bytes": made.unmanaged_peak_bytes,
+        "unmanaged_device_bytes": made.unmanaged_device_bytes,
         "feasible": made.fits_device,
         "offloaded_bytes": made.offloaded_bytes,
         "stored_bytes": sum(stored_by_kind(made).values()),
@@ -204,7 +205,7 @@ def _title(request: dict[str, Any], manner: str) -> str:
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
-        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "offloaded_bytes", "stored_bytes",
+        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "recomputing_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip

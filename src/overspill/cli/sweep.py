@@ -109,6 +109,7 @@ def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, re
     answer = request | {
         "capacity_bytes": found.device.memory_bytes,
         "unmanaged_peak_bytes": found.unmanaged_peak_bytes,
+        "unmanaged_device_bytes": found.unmanaged_device_bytes,
         "floors": [
             {"policy": name, "floor_bytes": floor.nbytes, "cause": floor.cause} for name, floor in found.floors.items()
         ],
@@ -120,7 +121,7 @@ def _outcome(request: dict[str, Any], found: Sweep, title: str, begun: float, re
     human = sweep_report(found, title, None if report is None else f"report saved to {report}")
     if any(found.fits(point) for point in found.points):
         return Outcome(answer, human)
-    needed = min(p.plan.device_bytes or p.plan.peak_bytes for p in found.points if p.plan is not None)
+    needed = min(p.plan.needed_bytes for p in found.points if p.plan is not None)
     room = format_bytes(found.device.memory_bytes)
     message = (
         f"infeasible: no budget fits the {room} of {found.device.name}; {format_bytes(needed)} are needed at least"

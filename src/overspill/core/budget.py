@@ -40,7 +40,12 @@ class Budget:
         if is_share(asked):
             parse_bytes(asked, of_bytes=_UNIT)  # refuses a share of nothing
             text = str(asked).strip()
-            return cls(share=float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+            if share > 1:
+                raise RequestError(
+                    f"a budget of {text} is more than all that the step takes unmanaged; give 100% at most, or a size like 12GiB"
+                )
+            return cls(share=share)
         return cls(nbytes=parse_bytes(asked))
 
     def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import product
 from typing import Literal, TypeVar
 
-from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
+from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes
-from overspill.plans.plan import Plan
+from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
+from overspill.policies.in_core import Liveness
 
 from .allocators.caching_config import CachingConfig
+from .card_search import CardSearch, Tried
 from .events import ALLOCATE, FREE, Events
+from .packing import DEFAULT
 from .place import place_plan
 from .replay import minimum_capacity, replay
 
@@ -39,12 +42,6 @@ BACKWARDS = frozenset({"native_dropout"})
 """Ops that allocate the last of their results first (aten/src/ATen/native/cuda/Dropout.cu: the mask)."""
 SPARE_BYTES = 4 << 20
 """Two small segments: for scalars and other small blocks that no plan counts."""
-ENOUGH_SHARE = 0.03
-"""Where a plan fits and one for so much more of the room does not, no other is made."""
-TRIES = 6
-"""How many plans are made for one card."""
-BETWEEN = (0.25, 0.5, 0.75)
-"""Between the fewest live bytes and those of the unmanaged step, what is tried where the card is too small for the fewest."""
 SLICE_BYTES = 64 << 20
 """The largest temporary of an optimizer's update of one parameter, which takes it slice by slice (`runtime/step/updates.py`)."""
 
@@ -91,12 +88,23 @@ class Card:
         return max(first, arena + threads * sum(self.handle_bytes)) + SPARE_BYTES
 
     def measured(self, plan: Plan) -> Plan:
-        """`plan` with what a card must have for it."""
-        reserved = self.reserved_bytes(plan)
+        """`plan` with what a card must have for it, and for the unmanaged step."""
+        unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
+        counted = self._counted(plan, self.reserved_bytes(plan), plan.device_budget_bytes)
+        return replace(counted, unmanaged_device_bytes=unmanaged)
+
+    def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
+        """What a card must have for the step with nothing moved or recomputed: that of which a budget is a share."""
+        unmanaged = make_plan(graph, device, Liveness.name, NO_LIMIT_BYTES)
+        return self.reserved_bytes(unmanaged) + self.context_bytes
+
+    def _counted(self, plan: Plan, reserved_bytes: int, budget_bytes: int | None) -> Plan:
+        """`plan`, for a card of so many bytes, which takes `reserved_bytes` of it."""
         return replace(
             plan,
-            reserved_bytes=reserved,
-            device_bytes=reserved + self.context_bytes,
+            reserved_bytes=reserved_bytes,
+            device_bytes=reserved_bytes + self.context_bytes,
+            device_budget_bytes=budget_bytes,
             library_bytes=self._kept_bytes(plan.graph),
         )
 
@@ -108,75 +116,44 @@ class Card:
     def planned(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
         """What `make` gives for as many live bytes as a card of `budget_bytes` has room for; its plan knows the card.
 
-        A plan whose segments are over is made again for less; between that and what was over, the fastest counts. Raises
-        InfeasibleBudget with the size of a card that would do.
+        Of several plans that fit the fastest counts (`card_search.py`). Raises InfeasibleBudget with the size of a card that
+        would do.
         """
-        room = budget_bytes - self.context_bytes
-        asked, low, over, best = room, 0, room, None
-        for _ in range(TRIES):
-            try:
-                found, plan = make(max(asked, 1))
-            except InfeasibleBudget:
-                found, plan = self._smallest(budget_bytes, make)
-                asked = plan.peak_bytes
-            plan = replace(self.measured(plan), device_budget_bytes=budget_bytes)
-            assert plan.reserved_bytes is not None
-            excess = plan.reserved_bytes - room
-            if excess <= 0:
-                best = min((found, plan), best or (found, plan), key=lambda b: b[1].step_seconds)
-                low = max(low, asked)
-            else:
-                over = asked
-            if best is None:
-                asked = min(asked, plan.peak_bytes) - excess
-            elif over - low <= ENOUGH_SHARE * room:
-                break
-            else:
-                asked = (low + over) // 2
-        return best or self._smallest(budget_bytes, make)
+        search = CardSearch(budget_bytes - self.context_bytes, make, self.reserved_bytes)
+        if (found := search.fastest()) is None:
+            raise self._too_small(budget_bytes, *search.from_floor())
+        plan = self._counted(found.plan, found.reserved_bytes, budget_bytes)
+        return found.answer, replace(plan, unmanaged_device_bytes=self.unmanaged_bytes(plan.graph, plan.device))
 
-    def _smallest(self, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]) -> tuple[T, Plan]:
-        """The plan with the fewest live bytes, if the card has room for it; else one of more, whose blocks may lie better.
-
-        Which are tried does not depend on the budget: so a card of the size that an error names will do.
-        """
-        try:
-            found, plan = make(1)
-        except InfeasibleBudget as error:
-            cause = error.cause
-            found, plan = make(error.floor_bytes)
-        else:
-            cause = "the policy has no smaller plan"
-        span = plan.unmanaged_peak_bytes - plan.peak_bytes
-        larger = (make(plan.peak_bytes + int(share * span)) for share in BETWEEN)
-        least = None
-        for answer, made in chain([(found, plan)], larger):
-            tried = replace(self.measured(made), device_budget_bytes=budget_bytes)
-            assert tried.device_bytes is not None
-            if tried.device_bytes <= budget_bytes:
-                return answer, tried
-            least = min(tried, least or tried, key=lambda p: p.device_bytes or 0)
-        assert least is not None
-        raise self._too_small(least, budget_bytes, cause)
-
-    def _too_small(self, plan: Plan, budget_bytes: int, cause: str) -> InfeasibleBudget:
-        assert plan.reserved_bytes is not None
-        assert plan.device_bytes is not None
-        needed, budget = format_apart(plan.device_bytes, budget_bytes)
-        advice = ""
-        if not self.config.expandable_segments and self.solver is None:
-            other = replace(self, config=replace(self.config, expandable_segments=True, max_split_bytes=None))
-            with_it = other.reserved_bytes(plan) + self.context_bytes
-            if with_it < plan.device_bytes:
-                advice = f"; with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {format_bytes(with_it)} would do"
+    def _too_small(self, budget_bytes: int, least: Tried[T], fewest: Tried[T], cause: str) -> InfeasibleBudget:
+        """The error for a card that has no room for the plan that takes `least`."""
+        floor_bytes = least.reserved_bytes + self.context_bytes
+        needed, budget = format_apart(floor_bytes, budget_bytes)
+        if least is not fewest:
+            cause = f"at least {format_bytes(fewest.plan.peak_bytes)}: {cause}"
         return InfeasibleBudget(
             f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for the "
-            f"context and {format_bytes(plan.reserved_bytes)} in PyTorch's allocator, for {format_bytes(plan.peak_bytes)} of "
-            f"live bytes ({cause}), library workspaces and fragmentation; raise the budget or make the batch smaller{advice}",
+            f"context and {format_bytes(least.reserved_bytes)} in PyTorch's allocator, for "
+            f"{format_bytes(least.plan.peak_bytes)} of live bytes ({cause}), library workspaces and fragmentation; raise the "
+            f"budget or make the batch smaller{self._instead(fewest.plan, least.reserved_bytes)}",
             budget_bytes=budget_bytes,
-            floor_bytes=plan.device_bytes,
+            floor_bytes=floor_bytes,
             cause=cause,
         )
+
+    def _instead(self, plan: Plan, reserved_bytes: int) -> str:
+        """How `plan` would do with less than `reserved_bytes`, and with how much."""
+        if self.solver is not None:
+            return ""
+        ways = [(replace(self, solver=DEFAULT, config=CachingConfig()), 'placement="planned"')]
+        if not self.config.expandable_segments:
+            expanding = replace(self.config, expandable_segments=True, max_split_bytes=None)
+            ways.append((replace(self, config=expanding), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"))
+        found = sorted((card.reserved_bytes(plan), what) for card, what in ways)
+        less = [
+            f"with {what} {format_bytes(n + self.context_bytes)} would do" for n, what in found if n < reserved_bytes
+        ]
+        return f"; {', '.join(less)}" if less else ""
 
 
 def events_of(

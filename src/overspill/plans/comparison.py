@@ -14,16 +14,17 @@ from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
 from overspill.policies import policy_named
 
-from .plan import Plan, make_plan
+from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
 BASELINE = "oracle"
 """What slowdowns are relative to: it has all the memory and the fastest algorithms."""
-NO_LIMIT_BYTES = 1 << 60
-"""More than any device has: what a policy that makes one schedule is asked for."""
 
 
 class Counting(Protocol):
     """How it is counted what plans take of a device: on a GPU by its card (`placement/card.py`)."""
+
+    def unmanaged_bytes(self, graph: Graph, device: Device) -> int:
+        """What the device must have for the step with nothing moved or recomputed."""
 
     def measured(self, plan: Plan) -> Plan:
         """`plan` with what the device must have for it."""
@@ -56,9 +57,7 @@ class Row:
     @property
     def least_bytes(self) -> int | None:
         """What the policy needs at least, as far as it is known."""
-        if self.plan is None:
-            return self.floor_bytes
-        return self.plan.peak_bytes if self.plan.device_budget_bytes is None else self.plan.device_bytes
+        return self.floor_bytes if self.plan is None else self.plan.needed_bytes
 
     @cached_property
     def stall_seconds(self) -> dict[str, float]:
@@ -116,27 +115,23 @@ def compare(
     times: MeasuredTimes | None = None,
     progress: Callable[[str], None] | None = None,
     card: Counting | None = None,
-    *,
-    of_card: bool = False,
 ) -> list[Row]:
     """One row for each of `policies` on `graph`, the fastest that fits first; then what does not fit, the least first.
 
-    Without `budget_bytes` all of the device is planned for, less its context. `progress` is told each policy's name
-    before it plans. With a `card` plans say what it must have; `of_card`: and the budget is its size, not live bytes.
-    Raises RequestError for an unknown name.
+    Without `budget_bytes` all of the device is planned for. `progress` is told each policy's name before it plans. With a
+    `card` the budget is its size, not live bytes. Raises RequestError for an unknown name.
     """
     names = tuple(dict.fromkeys(policies))
     for name in names:
         policy_named(name)
-    budget = device.usable_bytes if budget_bytes is None else budget_bytes
+    whole = device.usable_bytes if card is None else device.memory_bytes
+    budget = whole if budget_bytes is None else budget_bytes
     baseline = make_plan(graph, device, BASELINE, NO_LIMIT_BYTES, times)
     rows = []
     for name in names:
         if progress is not None:
             progress(name)
-        row = _row(graph, device, name, budget, times, card if of_card else None)
-        plan = row.plan if card is None or of_card or row.plan is None else card.measured(row.plan)
-        rows.append(replace(row, plan=plan, baseline_seconds=baseline.step_seconds))
+        rows.append(replace(_row(graph, device, name, budget, times, card), baseline_seconds=baseline.step_seconds))
     return in_order(rows)
 
 
@@ -167,7 +162,5 @@ def _row(
     except InfeasibleBudget as error:
         message = " ".join(str(error).split())
         return Row(name, None, False, 0.0, message, error.floor_bytes)
-    # No more can be live than what the context leaves: that is what all policies are compared by.
-    plan = replace(plan, budget_bytes=budget_bytes - device.context_bytes, device_budget_bytes=budget_bytes)
-    assert plan.device_bytes is not None
-    return Row(name, plan, plan.device_bytes <= budget_bytes and plan.fits_device, 0.0)
+    plan = replace(plan, device_budget_bytes=budget_bytes)
+    return Row(name, plan, plan.needed_bytes <= budget_bytes and plan.fits_device, 0.0)

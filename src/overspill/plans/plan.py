@@ -19,6 +19,9 @@ from overspill.policies import POLICIES, policy_named
 from overspill.policies.in_core import Liveness
 from overspill.simulate import check, simulate
 
+NO_LIMIT_BYTES = 1 << 60
+"""More than any device has: what a policy that makes one schedule is asked for."""
+
 
 @dataclass(frozen=True)
 class Plan(Reportable):
@@ -28,9 +31,9 @@ class Plan(Reportable):
     `op_seconds` are those of the ops with their fastest algorithms. `retained_bytes`, persistent ones aside, are on the
     device between forward and backward. `peak_bytes` and `budget_bytes` are live bytes. Of a
     plan for a card, `reserved_bytes` is what PyTorch's allocator takes from it, `device_bytes` that and the context,
-    `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` what the card may have (None: as much
-    as the live bytes need). `groups` are updates that one call
-    of the optimizer carries out.
+    `unmanaged_device_bytes` the same of the unmanaged step,
+    `library_bytes` what cuBLAS keeps beside the live bytes, and `device_budget_bytes` the size of the card that was asked for.
+    `groups` are updates that one call of the optimizer carries out.
     """
 
     graph: Graph
@@ -47,6 +50,7 @@ class Plan(Reportable):
     reserved_bytes: int | None = None
     device_bytes: int | None = None
     device_budget_bytes: int | None = None
+    unmanaged_device_bytes: int | None = None
     library_bytes: int | None = None
     groups: tuple[tuple[int, ...], ...] = ()
 
@@ -57,19 +61,35 @@ class Plan(Reportable):
         Of a whole step, what one in any order of updates takes at least (`bounds/whole_step.py`).
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
-        return bound(self.graph, self.device, self.budget_bytes, self.op_seconds)
+        return bound(self.graph, self.device, self.most_live_bytes, self.op_seconds)
+
+    @property
+    def most_live_bytes(self) -> int:
+        """What any plan within the budget can have live: the budget, or what its card leaves beside the context."""
+        if self.device_budget_bytes is None or self.device_bytes is None or self.reserved_bytes is None:
+            return self.budget_bytes
+        return self.device_budget_bytes - (self.device_bytes - self.reserved_bytes)
 
     @property
     def fits_device(self) -> bool:
         """Whether the device has room for it: a budget that is a share of the step may be more than that."""
-        if self.device_bytes is None:
-            return self.peak_bytes <= self.device.usable_bytes
-        return self.device_bytes <= self.device.memory_bytes
+        has = self.device.usable_bytes if self.device_bytes is None else self.device.memory_bytes
+        return self.needed_bytes <= has
 
     @property
     def asked_bytes(self) -> int:
         """The budget as it was asked for: live bytes, or those of a card."""
         return self.budget_bytes if self.device_budget_bytes is None else self.device_budget_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What it takes of that: its live bytes, or the card that it needs."""
+        return self.peak_bytes if self.device_bytes is None else self.device_bytes
+
+    @property
+    def unmanaged_needed_bytes(self) -> int:
+        """The same of the unmanaged step: what a budget may be a share of."""
+        return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
     def gap(self) -> float:

@@ -1,14 +1,17 @@
-"""The budget sweep: what the step of one graph costs at every budget, from the unmanaged peak to the smallest that works."""
+"""The budget sweep: what the step of one graph costs at every budget, from the unmanaged step's down to the smallest that works."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from itertools import pairwise
+from math import ceil
+from typing import Any
 
 from overspill.core import Device, Graph
+from overspill.core.budget import Budget
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
 from overspill.core.units import format_bytes
@@ -16,19 +19,21 @@ from overspill.costs import MeasuredTimes
 from overspill.planning.floor import Floor, below, peak_of
 from overspill.policies import policy_named
 
-from .comparison import NO_LIMIT_BYTES, Counting
-from .plan import Plan, make_plan, unmanaged_peak
+from .comparison import Counting
+from .plan import NO_LIMIT_BYTES, Plan, make_plan, unmanaged_peak
 
 POINTS = 12
 """How many budgets are planned for, unless the curve is known with fewer."""
 LEAST_POINTS = 2
 KNOWN_SHARE = 1e-4
 """Where the rest of a curve cannot lie further off than this share of memory times time, no more budgets are tried."""
+THOUSANDTHS = 1000
+"""Budgets are such shares of the unmanaged step, so that the share that is printed is the budget to the byte."""
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One policy at one budget of live bytes: its plan, or why there is none. No plan within the budget beats the bound."""
+    """One policy at one budget: its plan, or why there is none. No plan within the budget beats the bound."""
 
     policy: str
     budget_bytes: int
@@ -48,14 +53,20 @@ class SweepPoint:
 class Sweep(Reportable):
     """The step of one graph at many budgets: for each policy its points, from the largest budget to the smallest.
 
-    `floors`: by policy the smallest budget that works, and what holds it up. Budgets are live bytes; on a GPU each plan
-    knows what card it needs (`device_bytes`).
+    `floors`: by policy the smallest budget that works, and what holds it up. Budgets are live bytes, and on a GPU sizes of
+    its card, as `unmanaged_device_bytes` is then. A budget for which a policy's plan is slower than for a smaller one is left out.
     """
 
     points: tuple[SweepPoint, ...]
     floors: dict[str, Floor]
     unmanaged_peak_bytes: int
     device: Device
+    unmanaged_device_bytes: int | None = None
+
+    @property
+    def unmanaged_needed_bytes(self) -> int:
+        """What the unmanaged step takes, counted as budgets are."""
+        return self.unmanaged_peak_bytes if self.unmanaged_device_bytes is None else self.unmanaged_device_bytes
 
     @property
     def frontier(self) -> tuple[SweepPoint, ...]:
@@ -86,22 +97,27 @@ def sweep(
     """Each of `policies` at up to `points` budgets, from what the step takes unmanaged down to the smallest that works.
 
     Budgets lie where the curves bend; a policy's own smallest comes on top of them. A policy that makes one schedule has
-    one point. `progress` is told what is being done; with a `card` plans say what it must have.
+    one point. `progress` is told what is being done; with a `card` budgets are sizes of it, else live bytes.
     Raises RequestError for an unknown name, and for fewer points than the two ends.
     """
     check_points(points)
     names = tuple(dict.fromkeys(policies))
-    adapting = [name for name in names if policy_named(name).plans_for_budget]
-    curves = [_Curve(name, partial(make_plan, graph, device, name, times=times), progress or _nobody) for name in names]
+    adapting = {name for name in names if policy_named(name).plans_for_budget}
+    live = unmanaged_peak(graph, device)
+    of_card = None if card is None else card.unmanaged_bytes(graph, device)
+    top = live if of_card is None else of_card
+    curves = [
+        _Curve(name, _planner(graph, device, name, times, card), top, name in adapting, progress or _nobody)
+        for name in names
+    ]
     for curve in curves:
-        curve.begin(1 if curve.policy in adapting else NO_LIMIT_BYTES)
-    top = unmanaged_peak(graph, device)
-    adaptable = [curve for curve in curves if curve.policy in adapting]
+        curve.begin()
+    adaptable = [curve for curve in curves if curve.adapts]
     budgets = _refined(adaptable, top, points) if adaptable else []
     for curve in curves:
-        curve.budgets = sorted({curve.floor.nbytes, *(budgets if curve in adaptable else ())}, reverse=True)
-    points_of_all = _points(curves, card, progress or _nobody)
-    return Sweep(tuple(points_of_all), {curve.policy: curve.floor for curve in curves}, top, device)
+        curve.budgets = sorted({curve.smallest_bytes, *(budgets if curve.adapts else ())}, reverse=True)
+    found = _points(curves, progress or _nobody)
+    return Sweep(tuple(found), {curve.policy: curve.floor for curve in curves}, live, device, of_card)
 
 
 def check_points(points: int) -> None:
@@ -116,29 +132,60 @@ def _nobody(what: str) -> None:
     """Nobody is told."""
 
 
+def _planner(
+    graph: Graph, device: Device, policy: str, times: MeasuredTimes | None, card: Counting | None
+) -> Callable[[int], Plan]:
+    """What gives the plan of `policy` within a budget, as `overspill.plan` would for the same."""
+    adapts = policy_named(policy).plans_for_budget
+
+    @cache  # budgets of a card that are near one another ask for the same live bytes
+    def live(nbytes: int) -> tuple[None, Plan]:
+        return None, make_plan(graph, device, policy, nbytes if adapts else NO_LIMIT_BYTES, times)
+
+    def within(budget_bytes: int) -> Plan:
+        if card is None:
+            return live(budget_bytes)[1]
+        return card.planned(budget_bytes, live)[1] if adapts else card.measured(live(budget_bytes)[1])
+
+    return within
+
+
 @dataclass(eq=False)
 class _Curve:
-    """The plans of one policy so far; `floor` is the smallest budget that works, `budgets` those that it is asked for."""
+    """The plans of one policy so far, by their budgets; `floor` is the least that works, `budgets` those that are shown.
+
+    `top_bytes` is what the unmanaged step takes, of which budgets are shares.
+    """
 
     policy: str
     make: Callable[[int], Plan]
+    top_bytes: int
+    adapts: bool
     progress: Callable[[str], None]
     floor: Floor = field(init=False)
-    plans: list[Plan] = field(default_factory=list)
+    plans: dict[int, Plan] = field(default_factory=dict)
     errors: dict[int, InfeasibleBudget] = field(default_factory=dict)
     budgets: list[int] = field(default_factory=list)
 
-    def begin(self, asked_bytes: int) -> None:
-        """Plan for the smallest budget, which is what the plan for `asked_bytes` takes, or its error names."""
+    def begin(self) -> None:
+        """Plan for the smallest budget, which is what the error of one that is too small names, or all that a schedule takes."""
         self.progress(f"planning the smallest of {self.policy}")
         try:
-            plan = self.make(asked_bytes)
+            plan = self.make(1)
         except InfeasibleBudget as error:
             self.floor = Floor(error.floor_bytes, error.cause)
-            self.plan(error.floor_bytes)
+            self.plan(self.smallest_bytes)
         else:
-            self.floor = peak_of(plan.graph, plan.schedule)
-            self.plans.append(plan)
+            self.floor = replace(peak_of(plan.graph, plan.schedule), nbytes=plan.needed_bytes)
+            self.plans[self.smallest_bytes] = _for_budget(plan, self.smallest_bytes)
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget that is shown: the floor, as a share rounded up; of one schedule exactly that."""
+        if not self.adapts or self.floor.nbytes >= self.top_bytes:
+            return self.floor.nbytes
+        budget = ceil(THOUSANDTHS * self.floor.nbytes / self.top_bytes)
+        return budget_of_share(budget, self.top_bytes)
 
     def plan(self, budget: int) -> None:
         """Plan within `budget`, or note why that cannot be done."""
@@ -147,32 +194,49 @@ class _Curve:
             return
         self.progress(f"planning {self.policy} within {format_bytes(budget)}")
         try:
-            self.plans.append(self.make(budget))
+            self.plans[budget] = self.make(budget)
         except InfeasibleBudget as error:
             self.errors[budget] = error
 
     def best(self, budget: int) -> Plan | None:
-        """The fastest plan within `budget`: one that was made for another may be within it too, and counts."""
-        within = [plan for plan in self.plans if plan.peak_bytes <= budget]
-        best = min(within, key=lambda plan: plan.step_seconds, default=None)
-        return best if best is None or best.budget_bytes == budget else replace(best, budget_bytes=budget)
+        """The fastest plan within `budget`."""
+        within = [plan for plan in self.plans.values() if plan.needed_bytes <= budget]
+        return min(within, key=lambda plan: plan.step_seconds, default=None)
+
+    def is_beaten(self, budget: int) -> bool:
+        """Whether the plan for a smaller budget is faster."""
+        own = self.plans.get(budget)
+        return own is not None and any(
+            less < budget and plan.step_seconds < own.step_seconds for less, plan in self.plans.items()
+        )
+
+
+def budget_of_share(thousandths: int, unmanaged_bytes: int) -> int:
+    """The budget that so many thousandths of what the step takes unmanaged are, where they are asked for as a percentage."""
+    return Budget.parse(f"{thousandths / 10:.1f}%").bytes_of(lambda: unmanaged_bytes, 0, lambda: 0)
+
+
+def _for_budget(plan: Plan, budget_bytes: int) -> Plan:
+    """`plan`, which takes no more than that, as one for a budget."""
+    asked: dict[str, Any] = {"budget_bytes" if plan.device_bytes is None else "device_budget_bytes": budget_bytes}
+    return replace(plan, **asked)
 
 
 def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
     """Budgets from the smallest that any of `curves` has up to `top`, all planned, each where the curves were known least."""
     budgets: list[int] = []
-    low = min(curve.floor.nbytes for curve in curves)
+    low = min(curve.smallest_bytes for curve in curves)
     wanted: int | None = max(low, top)
-    while wanted is not None and wanted not in budgets and len(budgets) < points:
+    while wanted is not None and len(budgets) < points:
         for curve in curves:
-            if wanted != curve.floor.nbytes:  # which is planned
+            if wanted not in curve.plans:
                 curve.plan(wanted)
-        budgets = sorted([*budgets, wanted])
-        wanted = low if len(budgets) == 1 else _least_known(curves, budgets)
+        budgets = sorted({*budgets, wanted})
+        wanted = _least_known(curves, budgets, top) if low in budgets else low
     return budgets
 
 
-def _least_known(curves: Sequence[_Curve], budgets: Sequence[int]) -> int | None:
+def _least_known(curves: Sequence[_Curve], budgets: Sequence[int], top: int) -> int | None:
     """The budget in the middle of what is known least; None where all is known well enough.
 
     More memory is never slower: between two budgets a curve lies in the rectangle that its points span, less what the
@@ -182,30 +246,24 @@ def _least_known(curves: Sequence[_Curve], budgets: Sequence[int]) -> int | None
     for less, more in pairwise(budgets):
         for curve in curves:
             slow, fast = curve.best(less), curve.best(more)
-            if slow is not None and fast is not None and fast.peak_bytes > less:
-                middle = (less + fast.peak_bytes) // 2
-                areas[middle] += (fast.peak_bytes - less) * (slow.step_seconds / fast.step_seconds - 1)
+            if slow is not None and fast is not None and fast.needed_bytes > less:
+                middle = budget_of_share(round(THOUSANDTHS * (less + fast.needed_bytes) / 2 / top), top)
+                if less < middle < more:
+                    areas[middle] += (fast.needed_bytes - less) * (slow.step_seconds / fast.step_seconds - 1)
     most = max(areas, key=lambda budget: areas[budget], default=None)
     return None if most is None or areas[most] < KNOWN_SHARE * (budgets[-1] - budgets[0]) else most
 
 
-def _points(curves: Sequence[_Curve], card: Counting | None, progress: Callable[[str], None]) -> Iterator[SweepPoint]:
+def _points(curves: Sequence[_Curve], progress: Callable[[str], None]) -> Iterator[SweepPoint]:
     """The points of all curves, each with its proven bound."""
-    any_plan = next(plan for curve in curves for plan in curve.plans)
+    any_plan = next(plan for curve in curves for plan in curve.plans.values())
+    shown = {curve.policy: [b for b in curve.budgets if not curve.is_beaten(b)] for curve in curves}
     bounds, bound = dict[int, float](), 0.0
-    for budget in sorted({budget for curve in curves for budget in curve.budgets}, reverse=True):
+    for budget in sorted({budget for budgets in shown.values() for budget in budgets}, reverse=True):
         progress(f"proving the bound within {format_bytes(budget)}")
         # What no plan within a larger budget beats, none within a smaller one beats.
-        bound = bounds[budget] = max(bound, replace(any_plan, budget_bytes=budget).lower_bound_seconds)
+        bound = bounds[budget] = max(bound, _for_budget(any_plan, budget).lower_bound_seconds)
     for curve in curves:
-        measured: dict[int, Plan] = {}
-        for budget in curve.budgets:
-            plan = curve.best(budget)
-            if plan is None:
-                yield SweepPoint(curve.policy, budget, bounds[budget], None, str(curve.errors[budget]))
-                continue
-            if card is not None:
-                key = id(plan.schedule)
-                measured[key] = known = measured.get(key) or card.measured(plan)
-                plan = replace(known, budget_bytes=budget)
-            yield SweepPoint(curve.policy, budget, bounds[budget], plan)
+        for budget in shown[curve.policy]:
+            error = None if budget in curve.plans else str(curve.errors[budget])
+            yield SweepPoint(curve.policy, budget, bounds[budget], curve.plans.get(budget), error)

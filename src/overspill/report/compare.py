@@ -119,7 +119,7 @@ def compare_report(
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     has_card = any(row["device_bytes"] is not None for row in rows)
     columns = (
-        *("policy", "fits", "max", *(["card"] if has_card else []), "step", "slowdown", "average", "offloaded"),
+        *("policy", "fits", *(["card", "live"] if has_card else ["max"]), "step", "slowdown", "average", "offloaded"),
         *("recomputed", "overlap", "exposed", "fragm."),
     )
     cells = [_cells(row, len(columns), has_card=has_card) for row in rows]
@@ -129,12 +129,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _cells(row: Mapping[str, Any], count: int, *, has_card: bool) -> tuple[str, ...]:
     fits = yes(row["fits"]) or "no"
     if row["max_bytes"] is None:
-        return row["policy"], fits, *("",) * (count - 2)
+        least = "" if row["floor_bytes"] is None else f"({format_bytes(row['floor_bytes'])})"
+        return row["policy"], fits, least, *("",) * (count - 3)
     return (
         row["policy"],
         fits,
-        format_bytes(row["max_bytes"]),
         *([format_bytes(row["device_bytes"])] if has_card else []),
+        format_bytes(row["max_bytes"]),
         format_seconds(row["step_seconds"]),
         f"{row['slowdown']:.3f}",
         format_bytes(row["average_bytes"]),
@@ -165,11 +166,13 @@ def explanation(
         "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs."
     )
     if device.index is not None:
-        text += " Card is what the GPU must have, its context and what libraries keep included."
+        text += " Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
+    if any(row["max_bytes"] is None and row["floor_bytes"] is not None for row in rows):
+        text += " In parentheses: the least that a policy without a plan would need."
     if any(row["policy"] == InCore.name for row in rows):
         text += f" {InCore.name} keeps every feature map to the end of backward; PyTorch frees them as liveness does."
     if library_bytes:
-        text += f" cuBLAS keeps {format_bytes(library_bytes)} beside max, which `overspill estimate` counts."
+        text += f" cuBLAS keeps {format_bytes(library_bytes)} beside live bytes, which `overspill estimate` counts."
     if lower_bound_seconds is not None:
         text += f" Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}."
     return text

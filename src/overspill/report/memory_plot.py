@@ -48,12 +48,18 @@ def plot_memory(plan: Plan, path: Path, title: str) -> None:
         curve_of(plan.timeline, f"within it, {plan.schedule.policy}", COLOURS[0]),
     )
     try:
-        _draw_png(curves, plan.budget_bytes, path, title)
+        _draw_png(
+            curves,
+            "budget" if plan.device_bytes is None else "budget less the context",
+            plan.most_live_bytes,
+            path,
+            title,
+        )
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None
 
 
-def _draw_png(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: str) -> None:
+def _draw_png(curves: tuple[Curve, ...], what: str, budget_bytes: int, path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an optional library
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -63,7 +69,7 @@ def _draw_png(curves: tuple[Curve, ...], budget_bytes: int, path: Path, title: s
     for curve in curves:
         axes.fill_between(curve.seconds, curve.gib, step="post", color=curve.colour, alpha=0.15, linewidth=0)
         axes.step(curve.seconds, curve.gib, where="post", color=curve.colour, linewidth=1.2, label=curve.label)
-    label = f"budget: {format_bytes(budget_bytes)}"
+    label = f"{what}: {format_bytes(budget_bytes)}"
     axes.axhline(budget_bytes / GIB, color="0.25", linestyle="--", linewidth=1, label=label)
     axes.set(title=title, xlabel=TIME_AXIS, ylabel=MEMORY_AXIS)
     axes.set_xlim(0, max(curve.seconds[-1] for curve in curves))

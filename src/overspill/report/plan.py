@@ -111,14 +111,8 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
 
 def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
     timeline = plan.timeline
-    peaks = [("planned peak, live tensors", plan.peak_bytes), *peaks_of_card(plan)]
-    lies = f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)"
     return [
-        ("budget", format_bytes(plan.asked_bytes)),
-        *((what, f"{format_bytes(n)} ({percent(n, plan.asked_bytes)} of the budget)") for what, n in peaks),
-        *([(f"placed by {placed.placer}", lies)] if len(peaks) == 1 else []),
-        ("unmanaged peak, live tensors", format_bytes(plan.unmanaged_peak_bytes)),
-        *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
+        *memory_figures(plan, placed),
         (
             "offloaded each step",
             f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors",
@@ -137,13 +131,28 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
     ]
 
 
-def peaks_of_card(plan: Plan) -> list[tuple[str, int]]:
-    """What PyTorch's allocator takes from the card over the first steps, and with the context; nothing where no card is known."""
-    figures = (
-        ("planned peak, reserved by PyTorch", plan.reserved_bytes),
-        ("planned peak, card with context", plan.device_bytes),
-    )
-    return [(what, nbytes) for what, nbytes in figures if nbytes is not None]
+def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, str]]:
+    """The budget, and what the step takes of it, planned and unmanaged: live bytes, or of a GPU the card and what is in it."""
+    budget, share = format_bytes(plan.asked_bytes), percent(plan.needed_bytes, plan.asked_bytes)
+    planned = f"{format_bytes(plan.needed_bytes)} ({share} of the budget)"
+    if plan.device_bytes is None or plan.reserved_bytes is None or plan.unmanaged_device_bytes is None:
+        lies = "" if placed is None else f"{format_bytes(placed.peak_bytes)} ({100 * placed.fragmentation:.1f} % fragmentation)"  # fmt: skip
+        return [
+            ("budget, of live tensors", budget),
+            ("planned peak, live tensors", planned),
+            *([] if placed is None else [(f"  placed by {placed.placer}", lies)]),
+            ("unmanaged peak, live tensors", format_bytes(plan.unmanaged_peak_bytes)),
+        ]
+    return [
+        ("budget, size of the card", budget),
+        ("planned: the card that it needs", planned),
+        ("  of it live tensors", format_bytes(plan.peak_bytes)),
+        ("  reserved by PyTorch for them", format_bytes(plan.reserved_bytes)),
+        ("  context", format_bytes(plan.device_bytes - plan.reserved_bytes)),
+        ("unmanaged: the card that it needs", format_bytes(plan.unmanaged_device_bytes)),
+        ("  of it live tensors", format_bytes(plan.unmanaged_peak_bytes)),
+        *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
+    ]
 
 
 def unmanaged_notes(plan: Plan) -> list[tuple[str, int]]:
@@ -167,14 +176,14 @@ def _breakdown(plan: Plan, peak: Peak) -> Table:
 
 
 def _verdict(plan: Plan) -> str:
-    share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
-    return f"The step fits, in {share} of its unmanaged peak." if plan.fits_device else f"{too_small(plan)}."
+    if not plan.fits_device:
+        return f"{too_small(plan)}."
+    return f"The step fits, in {percent(plan.needed_bytes, plan.unmanaged_needed_bytes)} of what it takes unmanaged."
 
 
 def too_small(plan: Plan) -> str:
     """That the device has no room for `plan`, whose budget is a share of the step."""
-    needed = plan.device_bytes or plan.peak_bytes
-    return f"The step does not fit {plan.device.name}: it takes {format_bytes(needed)} of {format_bytes(plan.device.memory_bytes)}"
+    return f"The step does not fit {plan.device.name}: it takes {format_bytes(plan.needed_bytes)} of {format_bytes(plan.device.memory_bytes)}"
 
 
 def _spell(graph: Graph, instruction: Instruction) -> str:

@@ -25,7 +25,7 @@ def point_figures(sweep: Sweep, point: SweepPoint) -> dict[str, Any]:
     head = {
         "policy": point.policy,
         "budget_bytes": point.budget_bytes,
-        "budget_share": point.budget_bytes / sweep.unmanaged_peak_bytes if sweep.unmanaged_peak_bytes else 1.0,
+        "budget_share": point.budget_bytes / sweep.unmanaged_needed_bytes if sweep.unmanaged_needed_bytes else 1.0,
         "feasible": point.plan is not None,
         "lower_bound_seconds": point.lower_bound_seconds,
         "error": point.error,
@@ -56,7 +56,7 @@ def sweep_verdict(sweep: Sweep) -> str:
     frontier = sweep.frontier
     least = frontier[-1]
     assert least.plan is not None
-    unmanaged = sweep.unmanaged_peak_bytes
+    unmanaged = sweep.unmanaged_needed_bytes
     text = (
         f"from {format_bytes(unmanaged)} down to {format_bytes(least.budget_bytes)} "
         f"({share_up(least.budget_bytes / unmanaged)}), where a step takes {least.plan.slowdown:.3f} times as long"
@@ -74,10 +74,8 @@ def sweep_report(sweep: Sweep, title: str, note: str | None = None) -> Renderabl
         "Bound: no plan within the budget takes less; gap: how far the plan is above it."
     )
     if sweep.device.index is not None:
-        explanation += (
-            " Budgets are live bytes; card is what the GPU must have, its context and what libraries keep included."
-        )
-    explanation += " A share of the first column is a --budget of plan and train."
+        explanation += " Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of that."
+    explanation += " A share of the first column, as --budget, gives plan and train the plan of its row."
     parts: list[RenderableType] = [
         Text(title),
         "",
@@ -103,7 +101,7 @@ def _table(sweep: Sweep) -> Table:
         *(
             "share",
             "budget",
-            *(["card"] if has_card else []),
+            *(["live"] if has_card else []),
             *(["fits"] if shows_fit else []),
             "step",
             "slowdown",
@@ -123,13 +121,13 @@ def _table(sweep: Sweep) -> Table:
 
 
 def _cells(row: dict[str, Any], *, has_card: bool, shows_fit: bool, several: bool) -> Sequence[str]:
-    card = [format_bytes(row["device_bytes"])] if has_card else []
+    live = [format_bytes(row["peak_bytes"])] if has_card else []
     again = format_flops(row["recomputed_flops"]) if row["recomputed_flops"] else f"{row['recomputed_ops']} ops"
     return (
         *([row["policy"]] if several else []),
         share_up(row["budget_share"]),
         format_bytes(row["budget_bytes"]),
-        *card,
+        *live,
         *([yes(row["fits"]) or "no"] if shows_fit else []),
         format_seconds(row["step_seconds"]),
         f"{row['slowdown']:.3f}",

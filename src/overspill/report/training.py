@@ -103,22 +103,18 @@ def title_of(trained: Trained) -> str:
 
 def _peaks(trained: Trained) -> Table:
     run, plan = trained.managed, trained.plan
+    whole = plan.unmanaged_needed_bytes
     rows = [
         ("budget", plan.asked_bytes),
         ("planned peak", run.planned_peak_bytes),
         *_of_card(trained),
         ("measured peak", run.measured_peak_bytes),
         *([("measured peak, reserved", run.reserved_peak_bytes)] if run.reserved_peak_bytes is not None else []),
-        (
-            "unmanaged peak (planned)" if _parted_as_stock(run) else "unmanaged peak, so parted (planned)",
-            plan.unmanaged_peak_bytes,
-        ),
+        ("unmanaged peak (planned)" if _parted_as_stock(run) else "unmanaged peak, so parted (planned)", whole),
     ]
     if trained.reference is not None:
         rows.append(("unmanaged peak (measured)", trained.reference.measured_peak_bytes))
-    cells = [
-        (what, format_bytes(n), percent(n, plan.asked_bytes), percent(n, plan.unmanaged_peak_bytes)) for what, n in rows
-    ]
+    cells = [(what, format_bytes(n), percent(n, plan.asked_bytes), percent(n, whole)) for what, n in rows]
     return listing(("", "size", "of the budget", "of unmanaged"), cells, numbers=(1, 2, 3))
 
 

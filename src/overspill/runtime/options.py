@@ -15,6 +15,7 @@ from torch import Tensor
 from overspill.capture.compiled.graph import REST, UPDATE
 from overspill.core import Device, Graph, Verb
 from overspill.core.budget import Budget
+from overspill.core.device import ELSEWHERE
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import parse_bytes
 from overspill.costs import MeasuredTimes
@@ -45,7 +46,7 @@ SIMULATED_BY = {PLANNED: DEFAULT, TWO_ENDED: "gtbm", VIRTUAL: "chunked"}
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. `budget` is a size, a share of the unmanaged peak, `smallest`, or None for all
+    """What the user asked for. `budget` is a size, a share of what the step takes unmanaged, `smallest`, or None for all
     of the device's memory.
 
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
@@ -128,14 +129,24 @@ def budget_for(
     where: torch.device,
     plan: Callable[[int], Plan] | None = None,
 ) -> int:
-    """The budget in bytes: what was asked for, as a size, as a share of the unmanaged peak, as the floor, or the whole device."""
+    """The budget in bytes: what was asked for, as a size, as a share of what the step takes unmanaged, as the floor, or the whole device."""
     if not options.limit.is_relative:
         return fixed_budget(options, device, where)
-    return options.limit.bytes_of(
-        lambda: unmanaged_peak(graph, device),
+    budget_bytes = options.limit.bytes_of(
+        lambda: unmanaged_bytes(options, graph, device),
         0,
         lambda: smallest_budget(plan or (lambda nbytes: plan_graph(options, graph, device, nbytes))),
     )
+    # Of a GPU that is not here a share may be more than it has: then the plan says so.
+    is_here = device.index not in (None, ELSEWHERE)
+    return min(budget_bytes, card_bytes(device)) if is_here and is_of_card(options, device) else budget_bytes
+
+
+def unmanaged_bytes(options: Options, graph: Graph, device: Device) -> int:
+    """What the step takes with nothing moved or recomputed, counted as budgets are: live bytes, or the card that it needs."""
+    if is_of_card(options, device):
+        return card_for(options, device).unmanaged_bytes(graph, device)
+    return unmanaged_peak(graph, device)
 
 
 def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
@@ -146,14 +157,10 @@ def fixed_budget(options: Options, device: Device, where: torch.device) -> int:
 
 
 def is_of_card(options: Options, device: Device) -> bool:
-    """Whether a budget in bytes is the size of a card, with the context and what PyTorch's allocator takes: on CUDA.
+    """Whether a budget is the size of a card, with the context and what PyTorch's allocator takes: on CUDA.
 
-    With another allocator or solver it is what that takes. A share of the unmanaged peak is of live bytes.
+    With another allocator or solver it is what that takes.
     """
-    return _knows_card(options, device) and not options.limit.is_relative
-
-
-def _knows_card(options: Options, device: Device) -> bool:
     live = options.placement in LIVE_PLACEMENTS and options.backend == "eager"
     return device.index is not None and (options.placement is None or live)
 
@@ -166,19 +173,16 @@ def card_for(options: Options, device: Device) -> Card:
 def within_budget(
     options: Options, device: Device, budget_bytes: int, make: Callable[[int], tuple[T, Plan]]
 ) -> tuple[T, Plan]:
-    """What `make` gives for the live bytes that `budget_bytes` has room for. Raises InfeasibleBudget.
+    """What `make` gives for the live bytes that `budget_bytes` has room for; on CUDA the plan knows its card.
 
-    On CUDA the plan knows what card it needs, whatever the budget is of.
+    Raises InfeasibleBudget.
     """
-    if is_of_card(options, device):
-        return card_for(options, device).planned(budget_bytes, make)
-    found, plan = make(budget_bytes)
-    return found, card_for(options, device).measured(plan) if _knows_card(options, device) else plan
+    return card_for(options, device).planned(budget_bytes, make) if is_of_card(options, device) else make(budget_bytes)
 
 
 def measured_again(options: Options, plan: Plan) -> Plan | None:
     """`plan`, whose updates were gathered after it was made, with what it takes now; None where that is over its budget."""
-    if _knows_card(options, plan.device):
+    if is_of_card(options, plan.device):
         made = card_for(options, plan.device).measured(plan)
         assert made.device_bytes is not None
         most = made.device_budget_bytes
@@ -222,9 +226,8 @@ def compare_on(
 ) -> Comparison:
     """A row for each of `policies` on `graph` within the budget, of live bytes or of a card."""
     budget_bytes = budget_for(options, graph, device, torch.device("cpu"))
-    card = card_for(options, device) if _knows_card(options, device) else None
-    of_card = is_of_card(options, device)
-    rows = compare(graph, device, policies, budget_bytes, options.times, progress, card, of_card=of_card)
+    card = card_for(options, device) if is_of_card(options, device) else None
+    rows = compare(graph, device, policies, budget_bytes, options.times, progress, card)
     return Comparison(tuple(rows), device, budget_bytes)
 
 
@@ -236,8 +239,8 @@ def sweep_on(
     points: int,
     progress: Callable[[str], None] | None = None,
 ) -> Sweep:
-    """What a step of `graph` costs by each of `policies` at so many budgets of live bytes."""
-    card = card_for(options, device) if _knows_card(options, device) else None
+    """What a step of `graph` costs by each of `policies` at so many budgets, of live bytes or of a card."""
+    card = card_for(options, device) if is_of_card(options, device) else None
     return sweep(graph, device, policies, points, options.times, progress, card)
 
 

@@ -28,6 +28,7 @@ from overspill.policies import POLICIES
 from overspill.runtime.compiled.beside import Problem
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
+from overspill.runtime.compiled.session_budget import SessionBudget
 from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
@@ -59,13 +60,13 @@ ON_DISK = 3
 State = dict[str, torch.Tensor]
 
 
-class HalfwaySession(Session):
+class HalfwayBudget(SessionBudget):
     """A budget halfway between the policy's floor and what plain training needs, where the policy plans for one."""
 
-    def _budget(self, problem: Problem, *_: Any) -> int:
+    def bytes_for(self, problem: Problem, *_: Any, **__: Any) -> int:
         graph, device = problem.alone, problem.device
         unmanaged = unmanaged_peak(graph, device)
-        policy = POLICIES[self.options.policy]
+        policy = POLICIES[problem.options.policy]
         if not policy.plans_for_budget:
             return 2 * unmanaged
         try:
@@ -147,7 +148,8 @@ def train_as_plain(model: str, policy: str, tmp_path: Path, optimizers: Sequence
     """Every optimizer with every store, then the peak."""
     module, batch = fresh(model)
     start = {name: value.clone() for name, value in module.state_dict().items()}
-    session = HalfwaySession(Options(policy=policy, store="host"))
+    session = Session(Options(policy=policy, store="host"))
+    session._budget = HalfwayBudget(session.options)
     session.watch(module, optimizer_named("adamw")(module.parameters()))
     compiled = compile_in(session, module, fullgraph=True)
     for store in (HostStore(), DiskStore(tmp_path))[:stores]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -254,6 +255,45 @@ def refused() -> int:
     with pytest.raises(InfeasibleBudget, match=said) as error:
         trained(model, compiled, triplet)
     return error.value.floor_bytes
+
+
+@pytest.mark.filterwarnings(SAID, "ignore:this step keeps what several models")
+def test_the_errors_of_a_gan_lead_to_a_budget_that_works() -> None:
+    """The first call knows nothing of the others, the second step all of them: what it names does, or the next says what does."""
+
+    def attempt(budget: Any) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        ours, theirs = (
+            nn.Sequential(nn.Linear(a, 128), nn.LeakyReLU(), nn.Linear(128, 128), nn.LeakyReLU(), nn.Linear(128, b))
+            for a, b in ((16, 64), (64, 1))
+        )
+        session = overspill.Session(budget=budget, store="host")
+        generator, critic = (overspill.compile(model, session=session) for model in (ours, theirs))
+        steps = [torch.optim.Adam(model.parameters()) for model in (ours, theirs)]
+        for _ in range(3):
+            real, noise = torch.rand(256, 64), torch.randn(256, 16)
+            fake = generator(noise)
+            steps[1].zero_grad()
+            (F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+            steps[1].step()
+            steps[0].zero_grad()
+            F.softplus(-critic(fake)).mean().backward()
+            steps[0].step()
+        peak = session.peak_bytes
+        session.close()
+        return peak
+
+    least = attempt("smallest")
+    named: list[int] = []
+    for budget in itertools.chain([1 << 19], named):
+        try:
+            assert attempt(budget) <= budget
+        except InfeasibleBudget as error:
+            named.append(error.floor_bytes if 'budget="smallest" finds it' in str(error) else 0)
+    assert 1 <= len(named) <= 3
+    assert named == sorted({*named})
+    assert named[-1] <= 1.1 * least
 
 
 def test_calls_whose_outputs_were_dropped_do_not_count() -> None:

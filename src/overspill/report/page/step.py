@@ -31,7 +31,8 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
         run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups),
         run(plan.graph, plain, plan.unmanaged_timeline, "unmanaged", placer),
     )
-    return of_graph(plan.graph, runs, title, (Mark("budget", plan.budget_bytes),))
+    what = "budget" if plan.device_bytes is None else "budget less the context"
+    return of_graph(plan.graph, runs, title, (Mark(what, plan.most_live_bytes),))
 
 
 def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:

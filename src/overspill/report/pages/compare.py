@@ -8,12 +8,13 @@ from overspill.report.compare import explanation, remarks, row_figures
 from overspill.report.page import Axis, Column, Curve, Figure, Mark, Page, Point, Points, Table, Unit, Verdict
 from overspill.report.page.sections import Cell
 
-MEMORY, TIME = Axis("memory", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
+TIME = Axis("simulated step", Unit.SECONDS)
 COLUMNS = {
     "policy": Column("policy"),
     "fits": Column("fits"),
-    "max_bytes": Column("memory", Unit.BYTES, bar=True),
-    "device_bytes": Column("card", Unit.BYTES),
+    "device_bytes": Column("card", Unit.BYTES, bar=True),
+    "max_bytes": Column("live", Unit.BYTES, bar=True),
+    "floor_bytes": Column("the least that would do", Unit.BYTES),
     "step_seconds": Column("simulated step", Unit.SECONDS),
     "slowdown": Column("slowdown", Unit.RATIO),
     "average_bytes": Column("average", Unit.BYTES),
@@ -24,14 +25,20 @@ COLUMNS = {
     "fragmentation": Column("fragmentation", Unit.SHARE),
     "stall_cause": Column("longest wait for"),
 }
-SHORT = ("policy", "fits", "max_bytes", "step_seconds", "slowdown")
+SHORT = (
+    Column("policy"),
+    Column("fits"),
+    Column("memory", Unit.BYTES, bar=True),
+    COLUMNS["step_seconds"],
+    COLUMNS["slowdown"],
+)
 
 
 def compare_page(compared: Comparison, title: str | None = None) -> Page:
     """The report of `compared`."""
     name = title or f"policies within {format_bytes(compared.budget_bytes)} on {compared.device.name}"
     rows = [row_figures(row, compared.device) for row in compared]
-    keys = [key for key in COLUMNS if key != "device_bytes" or any(row[key] is not None for row in rows)]
+    keys = [key for key in COLUMNS if any(row[key] is not None for row in rows)]
     table = Table(
         "All figures", tuple(COLUMNS[key] for key in keys), tuple(tuple(row[key] for key in keys) for row in rows)
     )
@@ -51,7 +58,7 @@ def compare_verdict(compared: Comparison) -> Verdict:
     best, plan = fitting[0], fitting[0].plan
     figures = [
         Figure("policies that fit", f"{len(fitting)} of {len(compared)}"),
-        Figure("memory", format_bytes(plan.peak_bytes), f"of {budget}"),
+        Figure("card" if plan.device_bytes else "memory", format_bytes(plan.needed_bytes), f"of {budget}"),
         Figure("simulated step", format_seconds(plan.step_seconds), f"{best.slowdown:.3f} of {BASELINE}'s"),
         Figure("offloaded each step", format_bytes(plan.offloaded_bytes)),
     ]
@@ -63,24 +70,27 @@ def compare_verdict(compared: Comparison) -> Verdict:
 
 def compare_table(compared: Comparison) -> Table:
     """The policies in short."""
-    return Table("Policies", tuple(COLUMNS[key] for key in SHORT), tuple(map(_short, compared)))
+    return Table("Policies", SHORT, tuple(map(_short, compared)))
 
 
 def _short(row: Row) -> tuple[Cell, ...]:
     if row.plan is None:
         return row.policy, row.fits, None, None, None
-    return row.policy, row.fits, row.plan.peak_bytes, row.plan.step_seconds, row.slowdown
+    return row.policy, row.fits, row.plan.needed_bytes, row.plan.step_seconds, row.slowdown
 
 
 def _points(compared: Comparison) -> Points:
     planned = [(row, row.plan) for row in compared if row.plan is not None]
     points = tuple(
-        Point(row.policy, plan.peak_bytes, plan.step_seconds, row.fits, f"slowdown {row.slowdown:.3f}")
+        Point(row.policy, plan.needed_bytes, plan.step_seconds, row.fits, f"slowdown {row.slowdown:.3f}")
         for row, plan in planned
     )
-    live = next((plan.budget_bytes for _, plan in planned), compared.budget_bytes)
-    most = max((plan.peak_bytes for _, plan in planned), default=live)
-    marks = (Mark("budget", live, on_x=True),) if live <= 2 * most else ()
+    budget, of_card = compared.budget_bytes, any(plan.device_bytes for _, plan in planned)
+    most = max((plan.needed_bytes for _, plan in planned), default=budget)
+    marks = (Mark("budget", budget, on_x=True),) if budget <= 2 * most else ()
     bound = compared.lower_bound_seconds
-    curves = () if bound is None else (Curve("proven lower bound", (0, min(live, most)), (bound, bound), dashed=True),)
-    return Points("Memory against time", MEMORY, TIME, points, curves, marks, "Left is less memory, down is faster.")
+    curves = (
+        () if bound is None else (Curve("proven lower bound", (0, min(budget, most)), (bound, bound), dashed=True),)
+    )
+    memory = Axis("card" if of_card else "memory", Unit.BYTES)
+    return Points("Memory against time", memory, TIME, points, curves, marks, "Left is less memory, down is faster.")

@@ -8,7 +8,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import percent
 from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
-from overspill.report.plan import peak_of, peaks_of_card, too_small, whole_step_notes
+from overspill.report.plan import memory_figures, peak_of, too_small, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -35,13 +35,13 @@ def infeasible_page(error: InfeasibleBudget, title: str, message: str) -> Page:
 
 def plan_verdict(plan: Plan) -> Verdict:
     """What the plan takes, and what that costs."""
-    share = percent(plan.peak_bytes, plan.unmanaged_peak_bytes)
+    of = "" if plan.device_bytes is None else "of the card, "
     return Verdict(
         f"Fits in {format_bytes(plan.asked_bytes)}" if plan.fits_device else too_small(plan),
         good=plan.fits_device,
         figures=(
-            Figure("planned peak", format_bytes(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.asked_bytes)} of the budget"),
-            Figure("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes), f"the plan takes {share} of it"),
+            Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
+            Figure("unmanaged", format_bytes(plan.unmanaged_needed_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_needed_bytes)} of it"),
             Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
             Figure("offloaded each step", format_bytes(plan.offloaded_bytes), f"{plan.schedule.counts[Verb.OFFLOAD]} tensors"),
             Figure("recomputed each step", f"{plan.recomputed_ops} ops", format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
@@ -51,8 +51,7 @@ def plan_verdict(plan: Plan) -> Verdict:
 
 def _figures(plan: Plan) -> list[tuple[str, str]]:
     return [
-        ("budget", format_bytes(plan.asked_bytes)),
-        *((what, format_bytes(nbytes)) for what, nbytes in peaks_of_card(plan)),
+        *memory_figures(plan),
         ("waiting for transfers", format_seconds(plan.timeline.exposed_transfer_seconds)),
         ("lower bound of the step", f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)"),
         ("planning took", format_seconds(plan.plan_seconds)),

@@ -8,6 +8,7 @@ from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page
 from overspill.report.sweep import point_figures, share_up, sweep_verdict
 
 MEMORY, TIME = Axis("budget", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
+OF_CARD = "Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of that."
 
 
 def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
@@ -16,7 +17,8 @@ def sweep_page(sweep: Sweep, title: str | None = None) -> Page:
     notes = (
         f"Times are simulated for {sweep.device.name}, not measured. Slowdown is to the step without a budget.",
         "Below the bound lies no plan within that budget, by any policy that keeps the graph's order.",
-        "Budgets are live bytes. A plan within a budget is one within each larger budget too.",
+        "A share, as the budget of a plan or a run, gives the plan of its row. A larger budget whose plan is slower is left out.",
+        *(() if sweep.unmanaged_device_bytes is None else (OF_CARD,)),
         *(f"{name} works from {format_bytes(floor.nbytes)} on: {floor.cause}" for name, floor in sweep.floors.items()),
     )
     return Page(name, sweep_verdict_of(sweep), (_curves(sweep), sweep_table(sweep)), notes)
@@ -27,18 +29,17 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
     least = sweep.frontier[-1]
     assert least.plan is not None
     fitting = [point for point in sweep.points if sweep.fits(point)]
-    unmanaged = sweep.unmanaged_peak_bytes
+    unmanaged = sweep.unmanaged_needed_bytes
+    of_card = sweep.unmanaged_device_bytes is not None
     figures = [
-        Figure("unmanaged peak", format_bytes(unmanaged), "live bytes"),
+        Figure("unmanaged", format_bytes(unmanaged), "the card that it needs" if of_card else "live bytes"),
         Figure(
             "smallest budget", format_bytes(least.budget_bytes), f"{share_up(least.budget_bytes / unmanaged)} of that"
         ),
         Figure("slowdown there", f"{least.plan.slowdown:.3f}", f"simulated, by {least.policy}"),
     ]
-    if least.plan.device_bytes is not None:
-        cards = [point.plan.device_bytes for point in sweep.points if point.plan and point.plan.device_bytes]
-        memory = format_bytes(sweep.device.memory_bytes)
-        figures.append(Figure("smallest card", format_bytes(min(cards)), f"{sweep.device.name} has {memory}"))
+    if of_card:
+        figures.append(Figure(f"{sweep.device.name} has", format_bytes(sweep.device.memory_bytes)))
     text = sweep_verdict(sweep)
     return Verdict(text[0].upper() + text[1:], bool(fitting), tuple(figures))
 
@@ -50,7 +51,7 @@ def sweep_table(sweep: Sweep) -> Table:
         "policy": Column("policy"),
         "budget_share": Column("share", Unit.SHARE),
         "budget_bytes": Column("budget", Unit.BYTES, bar=True),
-        **({"device_bytes": Column("card", Unit.BYTES)} if any(row["device_bytes"] for row in rows) else {}),
+        **({"peak_bytes": Column("live", Unit.BYTES)} if any(row["device_bytes"] for row in rows) else {}),
         "step_seconds": Column("simulated step", Unit.SECONDS),
         "slowdown": Column("slowdown", Unit.RATIO),
         "lower_bound_seconds": Column("bound", Unit.SECONDS),
@@ -80,9 +81,11 @@ def _curves(sweep: Sweep) -> Lines | Points:
         for policy, own in found.items()
         if len(own) == 1 and own[0].plan is not None
     )
-    marks = [Mark("unmanaged", sweep.unmanaged_peak_bytes, on_x=True)]
-    if sweep.device.usable_bytes < sweep.unmanaged_peak_bytes:
-        marks.append(Mark(f"all of {sweep.device.name}", sweep.device.usable_bytes, on_x=True))
+    unmanaged = sweep.unmanaged_needed_bytes
+    whole = sweep.device.usable_bytes if sweep.unmanaged_device_bytes is None else sweep.device.memory_bytes
+    marks = [Mark("unmanaged", unmanaged, on_x=True)]
+    if whole < unmanaged:
+        marks.append(Mark(f"all of {sweep.device.name}", whole, on_x=True))
     title, note = "What less memory costs", "Left is less memory, down is faster."
     if single:
         return Points(title, MEMORY, TIME, single, tuple(curves), tuple(marks), note)

@@ -21,7 +21,7 @@ from overspill.planning.gaps import swappable_gaps
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import Plan, retained_bytes, smallest_budget, unmanaged_peak
 from overspill.policies.in_core import Liveness
-from overspill.runtime.options import Options
+from overspill.runtime.options import Options, unmanaged_bytes
 
 from .pending import Kind
 
@@ -184,7 +184,10 @@ class Settlement:
 
     def rooms(self, budget: int) -> dict[Kind, Room]:
         """The room that each kind of call leaves to others. Raises InfeasibleBudget, with a budget that would do."""
-        alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
+        try:
+            alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
+        except InfeasibleBudget:
+            raise self._too_small(budget, self.smallest()[0]) from None
         if (found := self._tried(alone, {}, budget)) is not None:
             return found
         most = self._fair(alone, budget)
@@ -195,8 +198,11 @@ class Settlement:
         least_budget, keeps = self.smallest()
         if least_budget <= budget and (found := self._tried(keeps, keeps, budget)) is not None:
             return found
+        raise self._too_small(budget, least_budget)
+
+    def _too_small(self, budget: int, least_budget: int) -> InfeasibleBudget:
         calls = max(sum(others.values()) for others in self.beside.values()) + 1
-        raise InfeasibleBudget(
+        return InfeasibleBudget(
             f"infeasible: {calls} calls wait for their backward at once, and what they keep does not fit beside one "
             f"another in {format_bytes(budget)}; {least_budget} bytes would do, or one call with the inputs stacked, or "
             "overspill.train_step",
@@ -225,16 +231,19 @@ class Settlement:
         """What each keeps at least, and a share of what it could keep beyond."""
         return {k: self.least[k] + int(share * max(0, most[k] - self.least[k])) for k in self.kinds}
 
-    def unmanaged_peak(self) -> int:
-        """The peak where nothing is moved."""
+    def unmanaged(self) -> tuple[int, int]:
+        """What the calls take where nothing is moved: live bytes, and these as budgets are counted."""
         keeps = {}
         for kind in self.kinds:
             problem = self.problems[kind]
             keeps[kind] = retained_bytes(problem.alone, Liveness().plan(problem.alone, problem.device))
-        return max(
-            unmanaged_peak(self.problems[k].captured(self._room(k, keeps, None), 0).graph, self.problems[k].device)
-            for k in self.kinds
-        )
+        live = counted = 0
+        for kind in self.kinds:
+            problem = self.problems[kind]
+            graph = problem.captured(self._room(kind, keeps, None), 0).graph
+            live = max(live, unmanaged_peak(graph, problem.device))
+            counted = max(counted, unmanaged_bytes(problem.options, graph, problem.device))
+        return live, counted
 
     def _room(self, kind: Kind, keeps: Mapping[Kind, int], keep: int | None) -> Room:
         others = self.beside.get(kind, Counter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from overspill.core import Device
+from overspill.core.errors import OverspillError
 from overspill.costs import MeasuredTimes
 from overspill.runtime import accelerator
 from overspill.runtime.optimizers import unwrapped
@@ -190,7 +192,10 @@ class _Call:
         before = watch.graphs_run
         evaluates = steps is not None and not torch.is_grad_enabled()
         with whole_models(), plans_needed(), steps.outside_a_step() if steps and evaluates else nullcontext():
-            result = self._call(*args, **kwargs)
+            try:
+                result = self._call(*args, **kwargs)
+            except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not
+                raise error if os.environ.get("OVERSPILL_DEBUG") else error.with_traceback(None) from None
         watch.check(self._recipe.name, before, self.overspill.room_bytes, args, kwargs, result)
         return result
 

@@ -21,9 +21,9 @@ from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_apart, format_bytes, parse_bytes
+from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.plans.plan import Plan, most_known, unmanaged_peak
+from overspill.plans.plan import Plan, most_known
 from overspill.runtime import batches
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
@@ -32,9 +32,7 @@ from overspill.runtime.live.steps import LiveSteps, PoolReport
 from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 from overspill.runtime.options import (
     Options,
-    budget_for,
     device_for,
-    fixed_budget,
     infeasible_for,
     open_engine,
     plan_live,
@@ -53,6 +51,7 @@ from .bystanders import Bystanders
 from .in_force import Watch
 from .pending import Kind, Part, PendingCalls
 from .planned import Frame, Planned, Step
+from .session_budget import SessionBudget
 
 MOST_ROUNDS = 4
 """How often plans are made anew because several parts keep more at once than was known."""
@@ -107,8 +106,7 @@ class Session:
         self.arenas = Arenas()
         self.outdated = False
         """Whether plans have to be made anew, for something has come to the device that they do not know of."""
-        self._fixed_budget: int | None = None
-        self._counted: set[Part] = set()  # the training graphs that the fixed budget is for: a part, and how many ops
+        self._budget = SessionBudget(self.options)
         self._keeps: Counter[Kind] = Counter()  # what a call of each kind keeps by its last plan
         self._rounds = 0
         self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
@@ -119,10 +117,10 @@ class Session:
         self._problems: dict[Kind, Problem[Any]] = {}
         self._rooms: dict[Kind, Room] = {}  # that calls leave to one another, of those that are pending at once
         self._settled: tuple[bool, dict[Kind, Counter[Kind]]] = False, {}
-        self._settled_budget = 0
         self.replans = False
         """Whether it is called before each call of a model, and so can plan anew."""
         self._calling = 0  # which model is called, where there are several
+        self._models = 0  # that were added
         _SESSIONS.add(self)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
@@ -139,6 +137,7 @@ class Session:
     def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
         """Another model of the job; without `optimizers` those that step on its parameters are found."""
         alone = not self._parameters
+        self._models += 1
         self.follow(parameters)
         if optimizers is None or (self._optimizers is None and not alone):
             self._optimizers = None
@@ -253,8 +252,7 @@ class Session:
         """Drop the plans, before the models are compiled anew."""
         self._planned.clear()
         self.arenas.give_back()
-        self._counted.clear()
-        self._fixed_budget = None
+        self._budget.forget()
         self.outdated = False
 
     def begin_call(self, model: int) -> None:
@@ -305,7 +303,8 @@ class Session:
         part = self._part(examples)
         kind = Kind(part, (trains, *(batches.kind(e) for e in examples if not isinstance(e, nn.Parameter))))
         beside = self._known_beside(kind)
-        others = self._retained_elsewhere(frame) + sum(
+        retained = self._retained_elsewhere(frame)
+        others = retained + sum(
             count * self._keeps[other] for other, count in beside.items() if other.part[0] != part[0]
         )
         surroundings = self._surroundings(
@@ -313,22 +312,13 @@ class Session:
         )
         problem = Problem(joint, inputs, surroundings, self.options, device, frame.broken, capture, make)
         room = self._rooms.get(kind, Room(pending_bytes=others))
-        budget = self._budget(problem, room, kind, where)
+        budget = self._budget.bytes_for(problem, room, kind, where, is_settled=kind in self._rooms, plans=self.plans)
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
-        with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
-            try:
-                captured, plan = self._within(problem, room if trains else ALONE, budget)
-            except InfeasibleBudget:
-                if self.options.limit.smallest:
-                    budget = self._grown(problem, room if trains else ALONE)
-                elif trains and kind not in self._rooms and beside:
-                    # The others were planned as if they were alone. From the next step on they leave room to one another.
-                    room = Room(pending_bytes=self._retained_elsewhere(frame))
-                    self.pending.learn(kind, beside)
-                    self._plan_anew(TOGETHER)
-                else:
-                    raise
-                captured, plan = self._within(problem, room if trains else ALONE, budget)
+        with (
+            infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)),
+            self._told_of_others(),
+        ):
+            captured, plan, room, budget = self._made(problem, kind, room, budget, retained)
         if where.type == "cpu":
             self.place_live(where, budget)
         if self.steps is not None:
@@ -346,6 +336,42 @@ class Session:
             self.outdated |= any(p.plan.peak_bytes > budget for p in self._planned)
         self._tell_of_other_sessions(where)
         return captured, planned
+
+    def _made(
+        self, problem: Problem[C], kind: Kind, room: Room, budget: int, retained: int
+    ) -> tuple[C, Plan, Room, int]:
+        """A graph and its plan; the room that it leaves to others, and the budget, which are not those given where these do not do.
+
+        The model's other frames keep `retained` bytes. Raises InfeasibleBudget.
+        """
+        trains = bool(problem.joint.tangents)
+        try:
+            return *self._within(problem, room if trains else ALONE, budget), room, budget
+        except InfeasibleBudget as error:
+            if self.options.limit.smallest:
+                budget = self._budget.grow(problem, room if trains else ALONE, error)
+            elif trains and kind in self._rooms:
+                room = self._settled_again(problem, kind)
+            elif trains and (beside := self._known_beside(kind)):
+                # The others were planned as if they were alone. From the next step on they leave room to one another.
+                room = Room(pending_bytes=retained)
+                self.pending.learn(kind, beside)
+                self._plan_anew(TOGETHER)
+            else:
+                raise
+        return *self._within(problem, room if trains else ALONE, budget), room, budget
+
+    @contextmanager
+    def _told_of_others(self) -> Iterator[None]:
+        """Where several calls are beside one another, an InfeasibleBudget of one of them says how to find what is enough for all."""
+        try:
+            yield
+        except InfeasibleBudget as error:
+            if self._models <= 1 and not self._rooms:
+                raise
+            raise error.told(
+                '; for all calls beside one another more may be needed: budget="smallest" finds it'
+            ) from None
 
     def _within(self, problem: Problem[C], room: Room, budget: int) -> tuple[C, Plan]:
         """A graph and its plan within the budget, which on CUDA is that of a card. Raises InfeasibleBudget."""
@@ -407,23 +433,27 @@ class Session:
         if (self.accumulates, known) == self._settled:
             return False
         self._settled = self.accumulates, dict(known)
-        self._problems = {
-            kind: replace(
-                p, late=kind in self._late, surroundings=replace(p.surroundings, accumulates=self.accumulates)
-            )
-            for kind, p in self._problems.items()
-        }
+        self._problems = {kind: self._as_known(kind, problem) for kind, problem in self._problems.items()}
+        with self._told_of_others():
+            self._make_room(known)
+        return True
+
+    def _settled_again(self, problem: Problem[Any], kind: Kind) -> Room:
+        """The room of a call around which there is more than when the calls were settled. Raises InfeasibleBudget as `settle` does."""
+        self._problems[kind] = self._as_known(kind, problem)
+        self._make_room({kind: others for kind, others in self.pending.beside.items() if others})
+        self.outdated = True  # the plans of the others are by the rooms before
+        return self._rooms.get(kind, ALONE)
+
+    def _make_room(self, known: dict[Kind, Counter[Kind]]) -> None:
         settlement = Settlement(self._problems, known)
         if settlement.kinds:
-            device_bytes = max(planned.plan.budget_bytes for planned in self._planned)
-            limit = self.options.limit  # of live bytes, as the plans' budgets are; a size may be that of a card
-            self._settled_budget = (
-                limit.bytes_of(settlement.unmanaged_peak, device_bytes, lambda: settlement.smallest()[0])
-                if limit.is_relative
-                else device_bytes
-            )
-            self._rooms = settlement.rooms(self._settled_budget)
-        return True
+            self._rooms = settlement.rooms(self._budget.settle(settlement, self.plans))
+
+    def _as_known(self, kind: Kind, problem: Problem[Any]) -> Problem[Any]:
+        """A problem with what has been seen of its calls since."""
+        around = replace(problem.surroundings, accumulates=self.accumulates)
+        return replace(problem, late=kind in self._late, surroundings=around)
 
     def _retained_elsewhere(self, frame: Frame) -> int:
         """What the model's other frames leave between their forward and their backward: of each, the most of any plan."""
@@ -474,39 +504,6 @@ class Session:
             joint, here, parameters, self._optimizers, self.options.reserve,
             retained_bytes=retained_bytes, accumulates=self.accumulates, beside=beside,
         )  # fmt: skip
-
-    def _budget(self, problem: Problem[Any], room: Room, kind: Kind, where: torch.device) -> int:
-        """The budget in bytes. One that follows from a step is fixed by the first that trains, and holds for all graphs."""
-        if not self.options.limit.is_relative:
-            return fixed_budget(self.options, problem.device, where)
-        captured = problem.captured(replace(room, keep_bytes=None), 0)
-        graph = captured.graph
-        counted = (*kind.part, len(graph.ops))
-        if counted not in self._counted and kind.inputs[0]:
-            # Of several parts of the first step (several models, graph breaks), the one that needs the most counts.
-            of_part = (
-                self._settled_budget
-                if kind in self._rooms
-                else budget_for(
-                    self.options,
-                    graph,
-                    problem.device,
-                    where,
-                    lambda n: problem.plan(self.options, captured, problem.device, n),
-                )
-            )
-            self._fixed_budget = max(self._fixed_budget or 0, of_part)
-            self._counted.add(counted)
-        if self._fixed_budget is None:
-            # Evaluation before training: nothing is known of the step yet. It may have what it needs.
-            return max(unmanaged_peak(graph, problem.device), self.peak_bytes)
-        return self._fixed_budget
-
-    def _grown(self, problem: Problem[Any], room: Room) -> int:
-        """The smallest budget, where a graph needs more than those before it: that of a further model, say, or of a larger batch."""
-        before, self._fixed_budget = self._fixed_budget or 0, problem.floor_bytes(replace(room, keep_bytes=None))
-        _LOG.info("the smallest budget is %s now, not %s", *format_apart(self._fixed_budget, before))
-        return self._fixed_budget
 
     def _part(self, examples: Sequence[Any]) -> Part:
         return self._calling, *(id(e) for e in examples if isinstance(e, nn.Parameter))

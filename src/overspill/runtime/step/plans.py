@@ -270,7 +270,7 @@ class StepPlans:
         state = [f"{name}.{key}" for name, owned in self.state.owned.items() for key in owned.shaped]
         stored = frozenset(name for name in state if name in last.stored)
         staying = sum(self.state.residency[name].spec.nbytes for name in state if name not in stored)
-        budget = last.plan.budget_bytes
+        budget = last.plan.asked_bytes
         # By one partition all of them, as a loop with `torch.compile` has it.
         partition = self.options.partition if last.partition is None else last.partition
         try:
