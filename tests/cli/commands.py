@@ -42,6 +42,10 @@ def raises():
     raise KeyError("nothing\\nhere")
 
 
+def forward_alone():
+    return nn.Linear(8, 8)
+
+
 def forward_raises():
     return Raising(8, 8)
 

@@ -238,3 +238,11 @@ def test_help_names_the_options(overspill: Overspill) -> None:
     done = overspill("pack --help")
     for option in ("--capacity", "--solver", "--time-limit", "--seed", "--device", "--out", "--plot", "--json"):
         assert option in done.out
+
+
+def test_blocks_that_never_live_are_told(overspill: Overspill) -> None:
+    Path("some.csv").write_text(f"{BLOCKS}n,3,3,4096\n", encoding="utf-8")
+    assert "1 block ends where it begins, and takes no room" in overspill("pack some.csv").out
+    Path("some.csv").write_text(f"{BLOCKS}n,3,3,4096\nm,5,5,1\n", encoding="utf-8")
+    assert "2 blocks end where they begin, and take no room" in overspill("pack some.csv").out
+    assert "takes no room" not in overspill("pack blocks.csv").out

@@ -53,3 +53,16 @@ def test_a_package_that_cannot_be_loaded_leaves_the_other_policies(
     assert done.code == 0
     assert "auto" in done.out
     assert "policy 'theirs' of the package no_such_package:Policy cannot be loaded" in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_what_a_module_alone_is_taken_to_read_is_said_once(command: str, overspill: Overspill) -> None:
+    asked = f"{command} nets:forward_alone --batch 4"
+    done = overspill(asked)
+    assert done.code == 0
+    said = "nets:forward_alone returns a module alone: a sample is taken to be 8 of float32, as its first layer reads"
+    assert done.err.count(said) == 1
+    assert "the mean of its squared outputs" in done.err
+    assert "return (module, make_batch, loss)" in done.err
+    assert not overspill(f"{asked} --quiet").err
+    assert "is taken to be" not in overspill(f"{command} nets:deep --batch 4").err

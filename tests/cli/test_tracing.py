@@ -34,11 +34,23 @@ def test_a_run_is_saved_where_asked(more: str, overspill: Overspill) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-@pytest.mark.parametrize("option", ["--trace", "--snapshot"])
-def test_what_cannot_be_written_is_said_before_work_begins(command: str, option: str, overspill: Overspill) -> None:
-    done = overspill(f"{command} nets:shallow --batch 4 {option} absent/file")
+@pytest.mark.parametrize(("option", "file"), [("--trace", "absent/file.json"), ("--snapshot", "absent/file.pickle")])
+def test_what_cannot_be_written_is_said_before_work_begins(
+    command: str, option: str, file: str, overspill: Overspill
+) -> None:
+    done = overspill(f"{command} nets:shallow --batch 4 {option} {file}")
     assert done.code == 2
-    assert done.err.startswith("error: cannot write absent/file: there is no directory absent")
+    assert done.err.startswith(f"error: cannot write {file}: there is no directory absent")
+
+
+@pytest.mark.parametrize(("option", "ending"), [("--trace plan.txt", ".json"), ("--snapshot plan.json", ".pickle")])
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_file_that_what_opens_it_would_not_know_is_refused(
+    command: str, option: str, ending: str, overspill: Overspill
+) -> None:
+    done = overspill(f"{command} alexnet --small --batch 2 {option}")
+    assert done.code == 2
+    assert f"must end in {ending}" in done.err
 
 
 def test_what_inductor_does_is_not_recorded(overspill: Overspill) -> None:

@@ -19,6 +19,7 @@ from overspill.core.errors import RequestError
 from . import complete
 from .narrator import Narrator as Narrator  # noqa: PLC0414 - commands take all that they share from here
 from .narrator import narrate as narrate  # noqa: PLC0414
+from .narrator import tell_once
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import RenderableType
@@ -171,7 +172,9 @@ class ModelChoice:
 
     def build(self) -> Job:
         """The job, made anew."""
-        return models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
+        job = models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
+        tell_once(job.assumed)
+        return job
 
 
 def check_request(model: str, budget: str | None, policy: str, out: Path | None) -> Limit:
@@ -194,10 +197,12 @@ def check_report(report: Path | None) -> None:
         check_writable(report)
 
 
-def check_writable(out: Path | None) -> None:
-    """Raise RequestError where `out` can not become a file, before work is done for it."""
+def check_writable(out: Path | None, ending: str = "") -> None:
+    """Raise RequestError where `out` can not become a file, or has not the `ending` by which others know it."""
     if out is None:
         return
+    if not out.name.lower().endswith(ending):
+        raise RequestError(f"cannot write {out}: the file must end in {ending}, by which what opens it knows it")
     try:
         is_directory = stat.S_ISDIR(out.stat().st_mode)
         writable = os.access(out, os.W_OK)

@@ -168,7 +168,7 @@ def estimate(
     json: AsJson = False,
 ) -> Outcome:
     """Estimate the memory of training a model, or of a script: does it fit, what takes the space, what would fit."""
-    check_writable(snapshot)
+    check_writable(snapshot, ".pickle")
     check_report(report)
     limit = _budget(budget, recipe, compiled=compiled)
     source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,15 @@ if TYPE_CHECKING:  # rich is imported when there is something to print
 
 QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 """Whether `--quiet` was given: a command then says nothing on standard error but what is wrong."""
+
+
+_CURRENT: ContextVar[Narrator | None] = ContextVar("current", default=None)
+
+
+def tell_once(text: str) -> None:
+    """Say `text`, which is not empty and was not said yet, where a command is at work."""
+    if (narrator := _CURRENT.get()) is not None:
+        narrator.once(text)
 
 
 class Narrator:
@@ -30,6 +39,7 @@ class Narrator:
         self._task: TaskID | None = None
         self._text = ""
         self._open = False
+        self._told: set[str] = {""}
         self._begin(None)
 
     def now(self, text: str, *, lasting: bool = True) -> None:
@@ -73,6 +83,12 @@ class Narrator:
         """What has been done."""
         self._console.print(shown(text), markup=False, soft_wrap=True)
 
+    def once(self, text: str) -> None:
+        """What is to be said a single time, however often it comes up."""
+        if text not in self._told:
+            self._told.add(text)
+            self.line(text)
+
     def be_still(self) -> None:
         """Leave the terminal to somebody else: from here on all is lines."""
         if self._progress is not None:
@@ -86,13 +102,16 @@ def narrate(first: str = "starting PyTorch") -> Iterator[Narrator]:
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, quiet=QUIET.get())
-    if not console.is_terminal or QUIET.get():
-        yield Narrator(console, None)
-        return
-    with progress_on(console) as progress:
+    shows = console.is_terminal and not QUIET.get()
+    with progress_on(console) if shows else nullcontext() as progress:
         narrator = Narrator(console, progress)
-        narrator.now(first)
-        yield narrator
+        if shows:
+            narrator.now(first)
+        token = _CURRENT.set(narrator)
+        try:
+            yield narrator
+        finally:
+            _CURRENT.reset(token)
 
 
 def progress_on(console: Console) -> Progress:

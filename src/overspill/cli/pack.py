@@ -135,14 +135,24 @@ def pack(
             title = f"{read.path.name}: {len(read.columns)} blocks, {chosen.name}"
             write_page(report, pack_page(solution, read.trace, title, capacity_bytes))
             notes.append(f"report saved to {report}")
-    if unused := read.table.without_effect if read.table is not None else ():
-        notes.append(f"columns without effect: {', '.join(unused)}")
+    notes += _remarks(read)
     complaint = "" if found.fits else refusal(read, solution, found, capacity_bytes)
     answer = {"file": str(read.path), "solver": chosen.name, **_answer(read, solution, found, capacity_bytes)}
     human = pack_report(read, chosen, solution, found, capacity_bytes, tuple(notes))
     if found.fits:
         return Outcome(answer, human)
     return Outcome(answer | {"error": complaint, "exit_code": 1}, human, 1, complaint)
+
+
+def _remarks(read: TraceFile) -> list[str]:
+    """What of the file has no effect."""
+    found = []
+    if never := int((read.columns.start == read.columns.end).sum()):
+        one = "1 block ends where it begins, and takes no room"
+        found.append(one if never == 1 else f"{never} blocks end where they begin, and take no room")
+    if unused := read.table.without_effect if read.table is not None else ():
+        found.append(f"columns without effect: {', '.join(unused)}")
+    return found
 
 
 def _answer(read: TraceFile, solution: Solution, found: Verdict, capacity_bytes: int | None) -> dict[str, Any]:

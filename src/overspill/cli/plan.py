@@ -92,8 +92,9 @@ def plan(
     from overspill.report.plot import check_plot
 
     limit = check_request(model, budget, policy, out)
-    for file in (plot, trace, snapshot):
-        check_writable(file)
+    check_writable(plot)
+    check_writable(trace, ".json")
+    check_writable(snapshot, ".pickle")
     check_report(report)
     if plot is not None:
         check_plot(plot)

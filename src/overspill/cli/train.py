@@ -133,8 +133,8 @@ def train(
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
     limit = check_request(model, budget, policy, out)
-    for file in (trace, snapshot):
-        check_writable(file)
+    check_writable(trace, ".json")
+    check_writable(snapshot, ".pickle")
     check_report(report)
     choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:

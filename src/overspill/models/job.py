@@ -17,6 +17,7 @@ class Job:
     """One training job: `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
 
     `make_batch` draws CPU tensors from torch's global generator, so a seed fixes the data. `varied`: of other sizes each time.
+    `assumed` says in words what nobody gave and was invented.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Job:
     make_batch: Callable[[int], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
     varied: bool = False
+    assumed: str = ""
 
 
 def checked_size(

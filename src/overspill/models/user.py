@@ -36,13 +36,18 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
     """
     made = _guarded(f"{spec} raised", _resolve(spec))
     module, make_batch, loss = _parts(spec, made)
+    assumed = ""
     if make_batch is None:
-        make_batch = _derived_batches(spec, module, image_size, seq_len)
+        make_batch, reads = _derived_batches(spec, module, image_size, seq_len)
+        assumed = f"{spec} returns a module alone: a sample is taken to be {reads}, as its first layer reads"
+        if loss is None:
+            assumed += ", and the mean of its squared outputs to be the loss where it returns none"
+        assumed += "; return (module, make_batch, loss) to say what they are"
     elif image_size is not None or seq_len is not None:
         option = "seq_len" if image_size is None else "image_size"
         raise RequestError(f"{option}= does not apply to {spec}: its own make_batch decides the sizes; leave it out")
     adapter = _Adapter(spec, module, make_batch, loss)
-    return Job(spec, module, adapter.make_batch, adapter.loss)
+    return Job(spec, module, adapter.make_batch, adapter.loss, assumed=assumed)
 
 
 def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
@@ -108,8 +113,8 @@ def _parts(spec: str, made: object) -> tuple[nn.Module, Callable[[int], Any] | N
 
 def _derived_batches(
     spec: str, module: nn.Module, image_size: int | None, seq_len: int | None
-) -> Callable[[int], Tensor]:
-    """A make_batch for a module whose first layer tells what it reads."""
+) -> tuple[Callable[[int], Tensor], str]:
+    """A make_batch for a module whose first layer tells what it reads, and what that is in words."""
     first = next((layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None), None)
     given = {option for option, size in (("image_size", image_size), ("seq_len", seq_len)) if size is not None}
     size = 0
@@ -133,9 +138,11 @@ def _derived_batches(
             f"{given.pop()}= does not apply to {spec}, whose first layer is {type(first).__name__}; leave it out"
         )
     if isinstance(first, nn.Embedding):
-        return lambda batch_size: torch.randint(first.num_embeddings, (batch_size, *shape), device="cpu")
+        tokens = f"{shape[0]} numbers below {first.num_embeddings}"
+        return lambda batch_size: torch.randint(first.num_embeddings, (batch_size, *shape), device="cpu"), tokens
     dtype = first.weight.dtype
-    return lambda batch_size: torch.randn(batch_size, *shape, dtype=dtype, device="cpu")
+    text = f"{'x'.join(map(str, shape))} of {str(dtype).removeprefix('torch.')}"
+    return lambda batch_size: torch.randn(batch_size, *shape, dtype=dtype, device="cpu"), text
 
 
 class _Adapter:
