@@ -1,10 +1,15 @@
-"""Models of any size: the built-in decoder by its sizes, and causal language models of transformers by configuration."""
+"""Models of any size: the built-in decoder by its sizes, and models of transformers by their configuration."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -118,3 +123,106 @@ def test_what_transformers_cannot_make_is_one_line(name: str, options: dict[str,
     with pytest.raises(RequestError, match=said) as caught:
         load(name, **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+SMALL_BERT = {
+    "vocab_size": 97,
+    "max_position_embeddings": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+KINDS = {
+    "hf:bert,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,vocab_size=97": "ForMaskedLM",
+    "hf:t5,d_model=32,d_kv=16,d_ff=64,num_layers=1,num_heads=2,vocab_size=97": "ForConditionalGeneration",
+    "hf:vit,hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,image_size=16,patch_size=8": (
+        "ForImageClassification"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_causal_language_model_is_made_and_trained_as_what_it_is(name: str) -> None:
+    pytest.importorskip("transformers")
+    job = load(name)
+    assert type(job.module).__name__.endswith(KINDS[name])
+    training = Training(lambda: load(name), 2, "adamw", 2, whole_step=True)
+    options = Options(0.9, store="host")
+    assert train(training, options).identical_to(train_plain(training, options))
+
+
+def test_a_configuration_says_of_which_kind_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for architecture in ("BertForMaskedLM", "BertLMHeadModel"):
+        text = json.dumps(
+            {"model_type": "bert", "architectures": [architecture], **SMALL_BERT, "intermediate_size": 32}
+        )
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        for name in (f"hf:{tmp_path}", f"hf:{tmp_path}/config.json", f"hf:{tmp_path},num_hidden_layers=2"):
+            module = load(name).module
+            assert type(module).__name__ == architecture
+            assert module.config.num_hidden_layers == 1 + name.endswith("=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("hf:whisper", {}, "no language model that reads text alone, and no image classifier"),
+        ("hf:vit", {"seq_len": 4}, "does not apply to hf:vit, which reads images"),
+        ("hf:./absent", {}, "its configuration cannot be had: "),
+    ],
+)
+def test_what_is_of_no_kind_that_can_be_trained_is_one_line(name: str, options: dict[str, int], said: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(RequestError, match=said) as caught:
+        load(name, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One model: its configuration alone, and with code of its own in another."""
+
+    config = json.dumps(
+        {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 3, "vocab_size": 31, "n_positions": 8}
+    )
+    coded = json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}})
+    files: ClassVar = {"/owner/tiny/resolve/main/config.json": config, "/owner/coded/resolve/main/config.json": coded}
+
+    def do_HEAD(self) -> None:
+        text = self.files.get(self.path)
+        self.send_response(404 if text is None else 200)
+        self.send_header("ETag", '"1"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", str(len(text or "")))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(self.files.get(self.path, "").encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.long
+def test_of_a_name_on_the_hub_the_configuration_alone_is_read(tmp_path: Path) -> None:
+    """A hub on this machine, in a process of its own that knows no other."""
+    pytest.importorskip("transformers")
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=hub.serve_forever, daemon=True).start()
+    where = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+
+    def estimate(name: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "overspill", "estimate", name, "--batch", "2", "--json"]
+        done = subprocess.run(command, env=os.environ | where, capture_output=True, text=True, check=False)
+        return cast("dict[str, Any]", json.loads(done.stdout))
+
+    try:
+        assert (
+            estimate("hf:owner/tiny")["peak_requested_bytes"]
+            > estimate("hf:owner/tiny,n_layer=1")["peak_requested_bytes"]
+        )
+        assert "its configuration cannot be had" in estimate("hf:owner/absent")["error"]
+        assert "hf:owner/coded: its configuration cannot be had" in estimate("hf:owner/coded")["error"]
+    finally:
+        hub.shutdown()

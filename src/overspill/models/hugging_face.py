@@ -1,0 +1,209 @@
+"""Models of transformers by their configuration, with random weights: `hf:gpt2,n_layer=6`, `hf:config.json`, `hf:owner/name`.
+
+Weights are never downloaded. Of a name on the Hub the configuration is read, from the local cache or from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from overspill.core.errors import RequestError
+from overspill.core.registry import did_you_mean
+
+from .configured import parsed_fields
+from .job import Job, checked_size
+
+_SEQ_LEN = 128
+_IMAGE_SIZE = 224
+
+
+class _Kind(NamedTuple):
+    """What transformers makes of a configuration: by which class, and how an architecture of that kind is called."""
+
+    what: str
+    auto: str
+    mapping: str
+    endings: tuple[str, ...]
+
+
+CAUSAL = _Kind(
+    "a causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING", ("ForCausalLM", "LMHeadModel")
+)
+MASKED = _Kind("a masked language model", "AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING", ("ForMaskedLM",))
+TEXT_TO_TEXT = _Kind(
+    "a model from text to text",
+    "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    ("ForConditionalGeneration",),
+)
+IMAGES = _Kind(
+    "an image classifier",
+    "AutoModelForImageClassification",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    ("ForImageClassification",),
+)
+
+
+def load_hugging_face(name: str, seq_len: int | None) -> Job:
+    """The job of the model that `name` configures, on `seq_len` tokens if it reads text. Raises RequestError."""
+    try:
+        import transformers  # noqa: PLC0415  # an optional package
+    except ImportError as error:
+        raise RequestError(f"{name} needs the transformers package: pip install transformers") from error
+    config = _config(name, transformers.AutoConfig, list(transformers.CONFIG_MAPPING))
+    kind = _kind(name, config, transformers)
+    if kind is IMAGES:
+        if seq_len is not None:
+            raise RequestError(f"seq_len= does not apply to {name}, which reads images; leave it out")
+        return Job(name, _made(name, config, "sdpa", kind, transformers), _image_batches(config), _loss_on_images)
+    config.use_cache = False  # of keys and values, which is for generation
+    if kind is TEXT_TO_TEXT and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # a type's defaults have none
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    length = checked_size(name, "seq_len", seq_len, default=min(_SEQ_LEN, positions or _SEQ_LEN), maximum=positions)
+    window = getattr(text, "sliding_window", None)
+    is_plain = kind is CAUSAL and not (window is not None and window < length)
+    module = _made(name, config, _causal_attention(transformers) if is_plain else "sdpa", kind, transformers)
+    if getattr(module, "loss_type", "") is None:
+        # What transformers takes then, with a warning that Dynamo cannot trace.
+        module.loss_type = "ForCausalLM"
+    return Job(name, module, _token_batches(text.vocab_size, length), _loss_on_text)
+
+
+def _kind(name: str, config: Any, transformers: Any) -> _Kind:
+    """What the configuration says that it is of, or else what models of its type are for."""
+    kinds = (TEXT_TO_TEXT, IMAGES) if getattr(config, "is_encoder_decoder", False) else (MASKED, CAUSAL, IMAGES)
+    known = [kind for kind in kinds if type(config) in getattr(transformers, kind.mapping)]
+    for architecture in getattr(config, "architectures", None) or ():
+        for kind in known:
+            if architecture.endswith(kind.endings):
+                return kind
+    if known:
+        return known[0]
+    raise RequestError(
+        f"{name}: of {config.model_type} transformers makes no language model that reads text alone, and no image classifier; "
+        "name a function of yours that makes the model: package.module:callable"
+    )
+
+
+def _made(name: str, config: Any, attention: str, kind: _Kind, transformers: Any) -> nn.Module:
+    """The model, with transformers' own attention where it knows no other for this one."""
+    auto = getattr(transformers, kind.auto)
+    try:
+        try:
+            module = auto.from_config(config, attn_implementation=attention)
+        except KeyError:  # a model with a class of its own for each attention that it has
+            module = auto.from_config(config, attn_implementation="sdpa")
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            module = auto.from_config(config, attn_implementation="eager")
+    except Exception as error:  # a configuration can be wrong in any way
+        raise RequestError(f"{name}: transformers cannot make {kind.what} of it: {_line(error)}") from error
+    made: nn.Module = module.train()
+    return made
+
+
+def _causal_attention(transformers: Any) -> str:
+    """The name of torch's attention without any mask but the causal one, for batches that are neither padded nor packed.
+
+    Under "sdpa" transformers looks into the batch for padding and packing, but not while it is traced; it then makes a
+    mask, with other kernels and other bits. It makes none for an attention that no mask function is registered for.
+    """
+    transformers.AttentionInterface.register("causal_sdpa", transformers.AttentionInterface()["sdpa"])
+    return "causal_sdpa"
+
+
+# -- configurations
+
+
+def _config(name: str, auto: Any, known: list[str]) -> Any:
+    """The configuration that `name` gives: a file, a name on the Hub, or a model type, with fields that differ."""
+    rest = name.partition(":")[2]
+    if rest.endswith(".json"):
+        return _in_file(name, Path(rest).expanduser(), auto)
+    source, *parts = rest.split(",")
+    fields = parsed_fields(name, parts)
+    if "/" in source or os.path.isdir(source):  # noqa: PTH112 - which raises nothing for a name that cannot be one
+        config = _on_hub(name, source, auto)
+        _check_fields(name, source, config, fields)
+        config.update(fields)
+        return config
+    if source not in known:
+        guess = did_you_mean(source, known, most=3)
+        raise RequestError(f"{name}: transformers has no model type {source!r}{guess}")
+    _check_fields(name, source, auto.for_model(source), fields)
+    try:
+        return auto.for_model(source, **fields)
+    except Exception as error:
+        raise RequestError(f"{name}: {_line(error)}") from error
+
+
+def _in_file(name: str, path: Path, auto: Any) -> Any:
+    if not os.path.isfile(path):  # noqa: PTH113 - which raises nothing for a name that cannot be one
+        raise RequestError(f"{name}: there is no file {path}; name a config.json that is there")
+    try:
+        return auto.from_pretrained(path)
+    except Exception as error:  # whatever transformers makes of a file that is not its own
+        raise RequestError(f"{name}: not a configuration of transformers, as config.json is: {_line(error)}") from error
+
+
+def _on_hub(name: str, source: str, auto: Any) -> Any:
+    """The configuration of a model on the Hub, or in a directory. Code that comes with a model is not run."""
+    try:
+        return auto.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # no network, no such model, one that wants a login, code of its own
+        raise RequestError(
+            f"{name}: its configuration cannot be had: {_line(error)}; download its config.json, and name that: hf:config.json"
+        ) from error
+
+
+def _check_fields(name: str, source: str, config: Any, fields: dict[str, Any]) -> None:
+    if unknown := [key for key in fields if not hasattr(config, key)]:
+        raise RequestError(f"{name}: the configuration of {source} has no {' and no '.join(unknown)}; leave that out")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")
+
+
+# -- batches and losses
+
+
+def _loss_on_text(module: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Returns the loss that the model itself gives: the mean cross entropy of the tokens that it predicts."""
+    loss: Tensor = module(input_ids=input_ids, labels=labels).loss
+    return loss
+
+
+def _loss_on_images(module: nn.Module, pixel_values: Tensor, labels: Tensor) -> Tensor:
+    """Returns the loss that the model itself gives."""
+    loss: Tensor = module(pixel_values=pixel_values, labels=labels).loss
+    return loss
+
+
+def _token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        text = torch.randint(vocabulary, (batch_size, seq_len), device="cpu")
+        return text, text.clone()  # two storages of their own, or the inputs of a captured graph would alias
+
+    return make_batch
+
+
+def _image_batches(config: Any) -> Callable[[int], tuple[Tensor, Tensor]]:
+    size = getattr(config, "image_size", _IMAGE_SIZE)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+
+    def make_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        images = torch.randn(batch_size, channels, height, width, device="cpu")
+        return images, torch.randint(config.num_labels, (batch_size,), device="cpu")
+
+    return make_batch
