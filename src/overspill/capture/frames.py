@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import site
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
 from overspill.core import Frame
+from overspill.core.frames import FrameTable
 
 TORCH = tuple(str(Path(torch.__file__).parents[1] / name) + os.sep for name in ("torch", "functorch"))
 STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -56,8 +58,7 @@ class Frames:
     """Lines of the user's Python by number, each once for each stack that led to it."""
 
     def __init__(self) -> None:
-        self._frames: list[Frame] = []
-        self._numbers: dict[Frame, int] = {}
+        self._table = FrameTable()
         self._of_stack: dict[tuple[int, ...], int] = {}
         self._of_lines: dict[Stack, int] = {}
         self._of_backward = {-1: -1}
@@ -67,7 +68,7 @@ class Frames:
 
     def found(self) -> tuple[Frame, ...]:
         """All of them, by number."""
-        return tuple(self._frames)
+        return self._table.found()
 
     def enter(self, frame: FrameType | None) -> None:
         """`frame` is of a hook that a module calls before its forward: until `leave` no stack is followed beyond that call."""
@@ -126,8 +127,7 @@ class Frames:
         """The number of the line whose backward runs; -1 for none."""
         found = self._of_backward.get(number)
         if found is None:
-            of = self._frames[number]
-            found = self._add(Frame(of.file, of.line, of.function, of.caller, backward=True))
+            found = self._table.number(replace(self._table[number], backward=True))
             self._of_backward[number] = found
         return found
 
@@ -147,13 +147,7 @@ class Frames:
     def _number(self, file: str, line: int, function: str, caller: int) -> int:
         if file not in self._shown:
             self._shown[file] = shown_path(file)
-        return self._add(Frame(self._shown[file], line, function, caller))
-
-    def _add(self, frame: Frame) -> int:
-        number = self._numbers.setdefault(frame, len(self._frames))
-        if number == len(self._frames):
-            self._frames.append(frame)
-        return number
+        return self._table.number(Frame(self._shown[file], line, function, caller))
 
 
 def stack_within(frame: FrameType | None) -> Stack:

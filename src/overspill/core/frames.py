@@ -26,6 +26,29 @@ class Frame:
         return f"{of}{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line} {self.function}"
 
 
+class FrameTable:
+    """Frames by number, each once."""
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._numbers: dict[Frame, int] = {}
+
+    def number(self, frame: Frame) -> int:
+        """The number of a frame, whose caller has one."""
+        number = self._numbers.setdefault(frame, len(self._frames))
+        if number == len(self._frames):
+            self._frames.append(frame)
+        return number
+
+    def found(self) -> tuple[Frame, ...]:
+        """All of them, by number."""
+        return tuple(self._frames)
+
+    def __getitem__(self, number: int) -> Frame:
+        """The frame of a number."""
+        return self._frames[number]
+
+
 def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
     """The frame at `innermost` and its callers, the outermost first; none for -1."""
     found: list[Frame] = []

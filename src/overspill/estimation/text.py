@@ -96,7 +96,8 @@ def moment(estimate: Figures) -> Iterator[str]:
     peak = estimate.peak
     if peak.op:
         where = f" of {peak.layer}" if peak.layer else ""
-        yield f"  the peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}"
+        line = f" ({peak.source.removeprefix('backward of ')})" if peak.source else ""  # the phase is said
+        yield f"  the peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}{line}"
     heaviest = [f"{layer} {format_bytes(nbytes)}" for layer, nbytes in list(peak.by_layer.items())[:_LAYERS]]
     if heaviest:
         yield f"  most of it in layers: {', '.join(heaviest)}"
