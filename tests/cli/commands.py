@@ -17,6 +17,12 @@ class Raising(nn.Linear):
         raise ValueError("no such luck\\nand more")
 
 
+class Lined(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.tanh(x)
+
+
 class Broken(nn.Linear):
     def forward(self, x):
         print("a graph break")
@@ -26,6 +32,10 @@ class Broken(nn.Linear):
 def deep():
     layers = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())]
     return nn.Sequential(*layers), lambda batch: torch.randn(batch, 64)
+
+
+def lined():
+    return Lined(64, 64), lambda batch: torch.randn(batch, 64)
 
 
 def shallow():
