@@ -17,12 +17,6 @@ class Raising(nn.Linear):
         raise ValueError("no such luck\\nand more")
 
 
-class Lined(nn.Linear):
-    def forward(self, x):
-        x = super().forward(x)
-        return torch.tanh(x)
-
-
 class Broken(nn.Linear):
     def forward(self, x):
         print("a graph break")
@@ -32,10 +26,6 @@ class Broken(nn.Linear):
 def deep():
     layers = [m for _ in range(8) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh())]
     return nn.Sequential(*layers), lambda batch: torch.randn(batch, 64)
-
-
-def lined():
-    return Lined(64, 64), lambda batch: torch.randn(batch, 64)
 
 
 def shallow():
@@ -70,6 +60,16 @@ def runs_out_of_memory():
 
 def diverges():
     return nn.Linear(4, 4), lambda batch: torch.full((batch, 4), float("nan"))
+
+
+class Lined(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.tanh(x)
+
+
+def lined():
+    return Lined(64, 64), lambda batch: torch.randn(batch, 64)
 """
 
 
