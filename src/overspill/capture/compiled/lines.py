@@ -47,6 +47,7 @@ class NodeLines(Frames):
     def __init__(self) -> None:
         super().__init__()
         self._by_sequence: dict[int, int] = {}
+        self._by_text: dict[str, int] = {}
 
     def forward(self, node: fx.Node) -> tuple[int, ...]:
         """The line of a forward node; none where none is known."""
@@ -81,7 +82,10 @@ class NodeLines(Frames):
     def _own(self, node: fx.Node) -> int:
         if stack := node.meta.get(LINES):
             return self.of_stack(stack)
-        return self.of_stack(_stack_of(node.meta.get("stack_trace") or ""))
+        text = node.meta.get("stack_trace") or ""
+        if text not in self._by_text:
+            self._by_text[text] = self.of_stack(_stack_of(text))
+        return self._by_text[text]
 
 
 def _stack_of(text: str) -> Stack:

@@ -53,7 +53,7 @@ class Recorder:
 
     A storage is on the device when it was made from one that is, or asked for there; `placing` decides for the
     ops inside it. Everything else belongs to the host and is not counted. Without `lines` nobody asks which line of Python
-    an op comes from, which takes a twentieth of the time.
+    an op comes from, which takes up to a twelfth of the time.
     """
 
     def __init__(self, *, lines: bool = True) -> None:
