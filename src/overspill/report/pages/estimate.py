@@ -9,7 +9,7 @@ import numpy as np
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
-from overspill.estimation.text import trained, verdict
+from overspill.estimation.text import line_of, trained, verdict
 from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict
 from overspill.report.page.step import columns_of, frames_of, shape_of
 
@@ -68,7 +68,9 @@ def estimate_table(made: Figures) -> Table:
 def _moment(made: Figures) -> str:
     peak = made.peak
     where = f" of {peak.layer}" if peak.layer else ""
-    return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}." if peak.op else ""
+    if not peak.op:
+        return ""
+    return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}{line_of(peak)}."
 
 
 def _changes(made: Estimate) -> Table:
@@ -91,12 +93,12 @@ def _largest(made: Figures) -> Table:
         it = recording.allocations[position]
         maker = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else ""
         rows.append((
-            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), it.layer, maker,
-            recording.source(it.frame), int(made.demand.nbytes[position]),
+            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), recording.source(it.frame),
+            int(made.demand.nbytes[position]), it.layer, maker,
         ))  # fmt: skip
     columns = (
-        Column("tensor"), Column("kind"), Column("shape"), Column("layer"), Column("made by"), Column("line"),
-        Column("bytes", Unit.BYTES, bar=True),
+        Column("tensor"), Column("kind"), Column("shape"), Column("line"), Column("bytes", Unit.BYTES, bar=True),
+        Column("layer"), Column("made by"),
     )  # fmt: skip
     return Table("The largest tensors at the peak", columns, tuple(rows))
 
