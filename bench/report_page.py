@@ -19,9 +19,10 @@ import numpy as np
 
 from overspill.core import Block, Layout, Trace
 from overspill.placement.replay import layout_of
-from overspill.report.page import Mark, Ops, Page, Run, Step, Tensors, Verdict, write_page
+from overspill.report.page import Frames, Mark, Ops, Page, Run, Step, Tensors, Verdict, write_page
 
 KINDS = ("parameter", "gradient", "activation", "temporary", "optimizer_state")
+STACKS, DEPTH = 2000, 8
 FRAMES = {"report": 30, "plotly": 2}
 """So few of plotly, for it takes seconds for each."""
 MOST_SECONDS = 600
@@ -106,8 +107,20 @@ def made_up_step(ops: int, blocks: int) -> tuple[Step, Trace, Layout]:
     names = Ops(
         [f"op_{i}" for i in range(ops)], ["forward"] * (ops // 2) + ["backward"] * (ops - ops // 2), layer,
         np.zeros(ops, np.int64), np.zeros(ops + 1, np.int64), nothing, counts, np.arange(blocks),
+        np.arange(ops + 1), np.arange(ops) * STACKS // ops * DEPTH + DEPTH - 1,
     )  # fmt: skip
-    return Step("made up", layers, tensors, names, (run,), (Mark("budget", trace.lower_bound_bytes),)), trace, layout
+    marks = (Mark("budget", trace.lower_bound_bytes),)
+    return Step("made up", layers, tensors, names, (run,), marks, frames=made_up_lines()), trace, layout
+
+
+def made_up_lines() -> Frames:
+    """The lines of as many stacks, none of which has a line of another."""
+    count = STACKS * DEPTH
+    number = np.arange(count)
+    files = [f"a_library/models/of_{i}/modeling.py" for i in range(50)]
+    return Frames(
+        files, number % 50, number % 3000, ["forward"] * count, np.where(number % DEPTH, number - 1, -1), number % 2
+    )
 
 
 def timed(driver: Any, path: Path, frames: str, count: int, is_there: str) -> tuple[float, list[float]]:

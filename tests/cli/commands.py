@@ -64,6 +64,16 @@ def runs_out_of_memory():
 
 def diverges():
     return nn.Linear(4, 4), lambda batch: torch.full((batch, 4), float("nan"))
+
+
+class Lined(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.tanh(x)
+
+
+def lined():
+    return Lined(64, 64), lambda batch: torch.randn(batch, 64)
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.cli.commands import Overspill
+from tests.cli.commands import MODELS, Overspill
 
 from overspill.devices import load_device
 from overspill.estimation.peak import CATEGORIES
@@ -29,6 +29,18 @@ def test_it_gives_the_keys_of_the_contract(overspill: Overspill) -> None:
     assert all(isinstance(value, int) for name, value in answer.items() if name.endswith("_bytes"))
     assert isinstance(answer["seconds"], float)
     assert answer["largest_batch"] >= 8
+
+
+def test_the_peak_and_its_largest_tensors_have_lines(overspill: Overspill) -> None:
+    tanh = 1 + MODELS.splitlines().index("        return torch.tanh(x)")
+    answer = overspill("estimate nets:lined --batch 4096 --json --report page.html").answer
+    rows = answer["peak_tensors"]
+    assert [row["size_bytes"] for row in rows] == sorted((row["size_bytes"] for row in rows), reverse=True)
+    (made,) = (row for row in rows if row["op"] == "tanh" and row["shape"] == [4096, 64])
+    assert (made["source"], made["kind"], made["dtype"]) == (f"nets.py:{tanh} forward", "activation", "float32")
+    assert answer["peak"]["source"] is None or answer["peak"]["source"].startswith(("nets.py:", "backward of nets.py:"))
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert f'"4096x64 float32","nets.py:{tanh} forward",{4096 * 64 * 4},"","tanh"' in page
 
 
 def test_without_a_gpu_there_is_no_verdict_but_a_list_of_those_it_fits(overspill: Overspill) -> None:

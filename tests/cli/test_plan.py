@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from tests.cli.commands import Overspill
+from tests.cli.commands import MODELS, Overspill
 
 from overspill.devices import load_device
 from overspill.policies import POLICIES
@@ -24,6 +24,18 @@ def test_a_page_is_written_where_the_plan_fits_and_where_none_does(overspill: Ov
     text = Path("none.html").read_text(encoding="utf-8")
     assert '"text":"Does not fit in 1.0 KiB"' in text
     assert '"label":"the least that works"' in text
+
+
+def test_the_largest_tensors_have_the_lines_that_made_them(overspill: Overspill) -> None:
+    tanh = 1 + MODELS.splitlines().index("        return torch.tanh(x)")
+    done = overspill("plan nets:lined --batch 4096 --json")
+    sources = {row["name"]: row["source"] for row in done.answer["peak_tensors"]}
+    assert sources["tanh"] == f"nets.py:{tanh} forward"
+    (given,) = (row["source"] for row in done.answer["peak_tensors"] if row["kind"] == "input")
+    assert given is None, "what is there before the step is made by no line of it"
+    assert f"nets.py:{tanh} forward" in overspill("plan nets:lined --batch 4096").out
+    done = overspill("compare nets:lined --batch 4096 --policies in-core --json")
+    assert f"nets.py:{tanh} forward" in {row["source"] for row in done.answer["rows"][0]["peak_tensors"]}
 
 
 def test_a_report_that_can_be_no_page_is_refused_before_work_begins(overspill: Overspill) -> None:

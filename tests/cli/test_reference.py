@@ -63,7 +63,7 @@ def test_the_keys_are_those_of_the_answer(command: str, overspill: Overspill) ->
     Path("blocks.csv").write_text("id,lower,upper,size\na,0,4,100\nb,2,6,50\n", encoding="utf-8")
     answer = overspill(f"{command} {ASKED[command]} --json").answer
     found = set(answer)
-    for inner in ("rows", "floors", "placements", "models", "policies"):
+    for inner in ("rows", "floors", "placements", "models", "policies", "peak_tensors"):
         if answer.get(inner):
             found |= set(answer[inner][0])
     told = keys(command)

@@ -11,6 +11,7 @@ from overspill.core import (
     Block,
     Device,
     Event,
+    Frame,
     Graph,
     Instruction,
     LayerType,
@@ -60,13 +61,16 @@ ops = st.builds(
     recomputable=st.booleans(),
     recompute_reads=ids,
     recompute_writes=ids,
+    frames=ids,
 )
+frames = st.builds(Frame, file=words, line=counts, function=words, caller=st.integers(-1, 1000), backward=st.booleans())
 graphs = st.builds(
     Graph,
     name=words,
     tensors=st.lists(tensors, max_size=4).map(tuple),
     ops=st.lists(ops, max_size=4).map(tuple),
     outputs=ids,
+    frames=st.lists(frames, max_size=4).map(tuple),
 )
 devices = st.builds(
     Device,

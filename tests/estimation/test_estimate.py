@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
@@ -170,7 +171,17 @@ def test_a_criterion_gets_the_output_and_the_last_input() -> None:
     by_module = estimate(mlp, inputs, nn.CrossEntropyLoss(), "sgd")
     by_function = estimate(mlp, inputs, nn.functional.cross_entropy, "sgd")
     spelled = estimate(mlp, inputs, lambda model, x, y: nn.functional.cross_entropy(model(x), y), "sgd")
-    assert by_module.recording == spelled.recording == by_function.recording
+    assert by_module.recording == by_function.recording
+    said = {spelled.recording.source(a.frame) for a in spelled.recording.allocations}
+    assert any(line.endswith(" <lambda>") for line in said), "all that it has and the others have not"
+    assert without_lines(spelled.recording) == by_module.recording
+
+
+def without_lines(recording: Recording) -> Recording:
+    allocations = tuple(replace(a, frame=-1) for a in recording.allocations)
+    return replace(
+        recording, allocations=allocations, ops=tuple(replace(op, frame=-1) for op in recording.ops), frames=()
+    )
 
 
 class OwnLoss(nn.Linear):

@@ -274,6 +274,25 @@ def test_a_folder_with_a_main_is_run(write: Callable[..., str]) -> None:
     assert record_script("job").iterations == 3
 
 
+@pytest.mark.parametrize("named", ["train.py", "train"])
+def test_each_op_has_its_line_of_the_script_and_none_of_what_runs_it(write: Callable[..., str], named: str) -> None:
+    write(TRAINING)
+    recording = record_script(named).recording
+    lines = TRAINING.splitlines()
+    said = {
+        phase: {
+            (recording.source(op.frame), len(recording.stack(op.frame))) for op in recording.ops if op.phase is phase
+        }
+        for phase in Phase
+    }
+    of = {text: number for number, text in enumerate(lines, 1)}
+    loss, backward = of["    loss = model(x).square().mean()"], of["    loss.backward()"]
+    assert (f"train.py:{loss} <module>", 1) in said[Phase.FORWARD]
+    assert said[Phase.BACKWARD] == {(f"backward of train.py:{loss} <module>", 1), (f"train.py:{backward} <module>", 1)}
+    assert said[Phase.UPDATE] == {(f"train.py:{of['    optimizer.step()']} <module>", 1)}
+    assert {frame.file for frame in recording.frames} == {"train.py"}
+
+
 def test_the_peak_of_a_few_iterations_is_that_of_many(write: Callable[..., str]) -> None:
     peaks = {record_script(write(TRAINING), iterations=n).recording.peak_requested_bytes for n in (2, 3, 8)}
     assert len(peaks) == 1

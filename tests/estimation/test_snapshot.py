@@ -47,21 +47,29 @@ def test_it_replays_equal_with_the_estimated_peaks(job: Estimate, path: Path) ->
     assert told == [(e.action, e.address, e.nbytes) for e in job.replayed.segment_events]
 
 
-def test_every_allocation_names_its_tensor_layer_op_and_phase(job: Estimate, path: Path) -> None:
+def test_every_allocation_names_its_tensor_layer_op_lines_and_phase(job: Estimate, path: Path) -> None:
     allocations = [entry for entry in content(path)["device_traces"][0] if entry["action"] == "alloc"]
     assert len(allocations) == sum(job.demand.nbytes > 0)
     layers = {allocation.layer for allocation in job.recording.allocations if allocation.layer}
     ops = {op.name for op in job.recording.ops}
     for entry in allocations:
-        tensor, op, step = entry["frames"]
+        tensor, op, *python, step = entry["frames"]
         original = job.recording.allocations[tensor["line"]]
         assert tensor["name"] in (original.name, "(unnamed)")
         assert op["filename"] in layers | {"(outside layers)"}
         assert op["name"] in ops | {"(no op)"}
+        stack = job.recording.stack(original.frame)
+        assert [(f["filename"], f["line"]) for f in python] == [(f.file, f.line) for f in reversed(stack)]
         assert step["filename"] == "iteration"
         assert step["name"] in ("construction", "forward", "backward", "update")
         assert entry["category"] in CATEGORIES
-    names = {entry["frames"][2]["name"] for entry in allocations}
+    lines = {
+        (f["filename"], f["name"]) for entry in allocations for f in entry["frames"] if f["filename"].endswith(".py")
+    }
+    forward = {(file, name) for file, name in lines if name == "forward"}
+    assert {file for file, _ in forward} <= {"overspill/models/resnet.py", "overspill/models/gpt2.py"}
+    assert {(file, f"backward of {name}") for file, name in forward} <= lines
+    names = {entry["frames"][-1]["name"] for entry in allocations}
     assert names >= {"construction", "forward", "backward", "update"}
     steps = [note["name"] for note in content(path)["external_annotations"] if note["stage"] == "START"]
     assert steps == [f"iteration {i + 1}" for i in range(job.recording.iterations)]

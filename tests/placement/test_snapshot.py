@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from overspill.core.errors import RequestError
 from overspill.placement import ALLOCATE, FREE, TRY, CachingConfig, Events, replay
 from overspill.placement.snapshot import (
+    Entry,
     Snapshot,
     SnapshotReplay,
     events_of,
@@ -325,3 +326,16 @@ def test_long_traces_are_replayed_in_seconds(tmp_path: Path) -> None:
     content["device_traces"] = [trace_of(content)[20000:]]
     found = replay_snapshot(reread(content, tmp_path))
     assert found.equal or any("may be up to 1 MiB larger" in note for note in found.notes)
+
+
+def test_the_stack_of_an_entry_is_its_python_the_outermost_first_whatever_else_the_file_claims() -> None:
+    def frame(file: object, line: object, name: str = "f") -> dict[str, object]:
+        return {"filename": file, "line": line, "name": name}
+
+    recorded = [frame("??", 0, "CUDACachingAllocator"), frame("model.py", 42, "forward"), frame("train.py", 7, "main")]
+    assert Entry("alloc", frames=recorded).stack == (("train.py", 7, "main"), ("model.py", 42, "forward"))
+    assert Entry("alloc", frames=recorded[:1]).stack == (("??", 0, "CUDACachingAllocator"),)
+    claimed = [frame("a.py", -5), frame("b.py", "many"), frame("c.py", 1 << 40), frame(3, 4), None, "text"]
+    assert Entry("alloc", frames=claimed).stack == (("c.py", 0, "f"), ("b.py", 0, "f"), ("a.py", 0, "f"))
+    assert len(Entry("alloc", frames=[frame("a.py", 1)] * 5000).stack) == 256
+    assert Entry("alloc", frames=None).stack == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console, RenderableType
-from tests.simulate.graphs import DEVICE, Build
+from tests.simulate.graphs import DEVICE, Build, with_lines
 
 from overspill.core import Graph, Phase, TensorKind
 from overspill.placement.place import place
@@ -12,9 +12,9 @@ from overspill.report.plan import peak_of, plan_report
 from overspill.simulate import trace_of
 
 
-def shown(what: RenderableType) -> str:
-    """What a terminal of 120 columns would show."""
-    console = Console(width=120, force_terminal=False)
+def shown(what: RenderableType, width: int = 120) -> str:
+    """What a terminal of so many columns would show."""
+    console = Console(width=width, force_terminal=False)
     with console.capture() as captured:
         console.print(what)
     return captured.get()
@@ -49,6 +49,19 @@ def test_the_peak_names_its_op_and_its_largest_tensors_first() -> None:
     assert peak.at == "op2 (head, backward)"
     assert [tensor.name for tensor in peak.largest] == ["far [red]", "near", "gradient", "blocks[0].weight"]
     assert list(peak.by_kind) == [TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.PARAMETER]
+
+
+def test_the_largest_tensors_are_told_with_their_lines_in_any_width() -> None:
+    made = make_plan(with_lines(step(), "networks/a_long_name_for_a_model.py"), DEVICE, "liveness", 1 << 20)
+    placed = place(trace_of(made.graph, made.schedule), "pytorch")
+    source = made.graph.source(0)
+    assert source == "a_long_name_for_a_model.py:100 forward"
+    for width in (120, 80, 50):
+        told = shown(plan_report(made, peak_of(made), placed, "a plan"), width)
+        assert max(map(len, told.splitlines())) <= width
+        assert "".join(source.split()) in "".join(told.split()) or "a_long_name_for_a_model.py:100" in told
+    plain = shown(plan_report(plan(), peak_of(plan()), placed, "a plan"))
+    assert " line" not in next(line for line in plain.splitlines() if line.startswith("largest at the peak"))
 
 
 def test_scratch_space_counts_as_workspace() -> None:

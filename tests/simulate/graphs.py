@@ -8,7 +8,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from overspill.core import Device, Graph, Instruction, LayerType, Op, Phase, Schedule, Tensor, TensorKind, Verb
+from overspill.core import Device, Frame, Graph, Instruction, LayerType, Op, Phase, Schedule, Tensor, TensorKind, Verb
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
 
 DEVICE = Device(
@@ -84,6 +84,13 @@ class Build:
 
     def graph(self, outputs: Sequence[int] = (), name: str = "made by hand") -> Graph:
         return Graph(name, tuple(self.tensors), tuple(self.ops), tuple(outputs))
+
+
+def with_lines(graph: Graph, file: str = "nets/model.py", function: str = "forward") -> Graph:
+    """`graph` as if line 100 + i of `file`, called by line 7 of train.py, had run op i, or the op that it is the backward of."""
+    lines = (Frame(file, 100 + op.id, function, 0, backward=op.phase is Phase.BACKWARD) for op in graph.ops)
+    ops = tuple(replace(op, frames=(op.id + 1,)) for op in graph.ops)
+    return replace(graph, ops=ops, frames=(Frame("train.py", 7, "main"), *lines))
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _feasible(
     request: dict[str, Any], made: Plan, placer: str | None, manner: str, files: dict[str, Path | None]
 ) -> Outcome:
     from overspill.placement.place import place_plan
-    from overspill.report.plan import peak_of, plan_report, stored_by_kind, too_small
+    from overspill.report.plan import peak_of, peak_rows, plan_report, stored_by_kind, too_small
 
     peak = peak_of(made)
     placed = place_plan(made, placer)
@@ -167,7 +167,7 @@ def _feasible(
         "fragmentation": placed.fragmentation,
         "peak_op": peak.at,
         "breakdown": {kind.value: nbytes for kind, nbytes in peak.by_kind.items()},
-        "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
+        "peak_tensors": peak_rows(made.graph, peak),
     }
     title = _title(request, manner)
     saved = {what: path for what, path in files.items() if path is not None}

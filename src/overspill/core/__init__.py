@@ -1,6 +1,7 @@
 """The nouns that every stage shares: Graph, Device, Schedule, Trace, Layout, Timeline. They import nothing else of ours."""
 
 from .device import Device as Device
+from .frames import Frame as Frame
 from .graph import Algorithm as Algorithm
 from .graph import Graph as Graph
 from .graph import LayerType as LayerType

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
+from .frames import Frame, source_of, stack_of
 from .saved import Saved
 
 
@@ -89,6 +90,9 @@ class Op:
     A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` say what a
     recomputation needs and makes; they are narrower than `reads` and `writes` where the op also updates a state, as
     batch norm does with its running statistics, and empty when the op is not `recomputable`.
+
+    `frames` are the lines of Python that ran it, the innermost ones, by their positions in the graph's `frames`: one, of a
+    kernel that does the work of several ops those of all, and none where they are not known.
     """
 
     id: int
@@ -105,6 +109,7 @@ class Op:
     recompute_reads: tuple[int, ...] = ()
     recompute_writes: tuple[int, ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
+    frames: tuple[int, ...] = ()
 
     def workspace_of(self, algorithm: int) -> int:
         """Workspace in bytes under algorithm number `algorithm`. Raises IndexError where there is none."""
@@ -121,7 +126,7 @@ class Graph(Saved):
 
     `outputs` must be on the device when the step ends, beside the persistent tensors. `whole_step`: one graph runs it
     all, so that ops of different phases may interleave where none can tell; else forward and backward are two graphs,
-    and the update follows them.
+    and the update follows them. `frames` are the lines of Python that ops were run by, each once for each stack.
     """
 
     name: str
@@ -129,6 +134,7 @@ class Graph(Saved):
     ops: tuple[Op, ...]
     outputs: tuple[int, ...] = ()
     whole_step: bool = False
+    frames: tuple[Frame, ...] = ()
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -187,6 +193,18 @@ class Graph(Saved):
         for op in self.ops:
             found.setdefault(op.layer, []).append(op.id)
         return {layer: tuple(ops) for layer, ops in found.items()}
+
+    def source(self, op: int | None) -> str:
+        """The line that ran an op, as `model.py:42 forward`; empty where it is not known, and for None."""
+        return "" if op is None else source_of(self.frames, self.ops[op].frames)
+
+    def stacks(self, op: int | None) -> tuple[tuple[Frame, ...], ...]:
+        """The stacks that ran an op, each with the outermost line first; none where they are not known, and for None."""
+        return () if op is None else tuple(stack_of(self.frames, at) for at in self.ops[op].frames)
+
+    def without_frames(self) -> Graph:
+        """The same step from whatever lines of Python."""
+        return replace(self, ops=tuple(replace(op, frames=()) for op in self.ops), frames=())
 
     @cached_property
     def persistent_bytes(self) -> int:

@@ -185,7 +185,10 @@ def measured(
     stages: dict[int | None, dict[int, int]] = {}
 
     def trace(size: int | None, iterations: int | None = None) -> Recording:
-        found, peaks = _needing_most(program, size, recipe, setting, iterations or programs.ITERATIONS)
+        # Of other batch sizes only bytes are asked.
+        found, peaks = _needing_most(
+            program, size, recipe, setting, iterations or programs.ITERATIONS, lines=size == batch
+        )
         stages.setdefault(size, peaks)
         return found
 
@@ -195,7 +198,7 @@ def measured(
         return record(program(batch, recipe, compiled=True), capability=setting.capability)
 
     def trace_otherwise(size: int | None, recipe: Recipe) -> Recording:
-        return _needing_most(program, size, recipe, setting)[0]
+        return _needing_most(program, size, recipe, setting, lines=False)[0]
 
     made = traced(
         trace, name, batch, setting, retrace=Retrace(recipe, trace_otherwise), parallel=recipe.parallel,
@@ -207,12 +210,18 @@ def measured(
 
 
 def _needing_most(
-    program: MakeProgram, batch: int | None, recipe: Recipe, setting: Setting, iterations: int = programs.ITERATIONS
+    program: MakeProgram,
+    batch: int | None,
+    recipe: Recipe,
+    setting: Setting,
+    iterations: int = programs.ITERATIONS,
+    *,
+    lines: bool,
 ) -> tuple[Recording, dict[int, int]]:
     """What the GPU records that needs most; of the stages of a pipeline that may, also the peaks of requested bytes."""
     recordings = {
         0 if one.parallel is None else one.parallel.stage: record(
-            program(batch, one, iterations), capability=setting.capability
+            program(batch, one, iterations), capability=setting.capability, lines=lines
         )
         for one in recipe.stages()
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from overspill.capture.recording.recording import Allocation, Recording
-from overspill.placement.snapshot import Origin, Span, write_snapshot
+from overspill.placement.snapshot import Origin, Span, frames_of, write_snapshot
 
 from .demand import Demand
 from .figures import Figures
@@ -17,8 +17,8 @@ from .peak import category
 def write_estimate(path: str | Path, estimate: Figures, *, capacity_bytes: int | None = None) -> None:
     """Write the run that `estimate` simulates to `path`, or that on a device of `capacity_bytes` for its allocator.
 
-    An allocation's frames name the tensor, the layer with the op, and the phase with the iteration. Raises RequestError
-    when the file cannot be written.
+    An allocation's frames name the tensor, the layer with the op, the lines of Python, and the phase with the iteration.
+    Raises RequestError when the file cannot be written.
     """
     write_snapshot(
         path,
@@ -38,14 +38,16 @@ def _origin(recording: Recording, at: int) -> Origin:
     layer = allocation.layer or "(outside layers)"
     name = op.name if op is not None else "(no op)"
     during = allocation.phase.value if iteration else "construction"
+    source = recording.source(allocation.frame)
     return Origin(
         frames=(
             (allocation.kind.value, at, allocation.name or "(unnamed)"),
             (layer, max(allocation.op, 0), name),
+            *frames_of(recording.stack(allocation.frame)),
             ("iteration", iteration, during),
         ),
         category=category(allocation.kind),
-        metadata=f"{during} | {layer} | {name}",
+        metadata=f"{during} | {layer} | {name}" + (f" | {source}" if source else ""),
     )
 
 

@@ -29,6 +29,8 @@ _CATEGORY_OF = {
     TensorKind.TEMPORARY: "temporaries",
     TensorKind.COMMUNICATION: "communication",
 }
+MOST_TENSORS = 30
+"""So many of the largest tensors at the peak are named."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Peak:
 
     `by_category` has the requested bytes by category of DNNMem, `by_layer` those of feature maps, gradients of
     outputs and temporaries by the layer that made them, largest first. `ops` are the ops around the moment, the one
-    that reached it marked by `at`, its position in the step.
+    that reached it marked by `at`, its position in the step. `source` is the line of Python of `op`, empty where none is
+    known; `largest` are the allocations of most bytes, by position.
     """
 
     iteration: int
@@ -49,6 +52,8 @@ class Peak:
     ops: tuple[str, ...]
     at: int
     requested_bytes: int
+    source: str
+    largest: tuple[int, ...]
 
 
 def category(kind: TensorKind) -> str:
@@ -83,4 +88,6 @@ def peak_of(recording: Recording, demand: Demand, replayed: Replay) -> Peak:
         ops=tuple(f"{other.phase.value} {other.layer or '-'} {other.name}" for other in around),
         at=min(at, 3) if op is not None else -1,
         requested_bytes=sum(by_category.values()),
+        source="" if op is None else recording.source(op.frame),
+        largest=tuple(live[np.argsort(-demand.nbytes[live], kind="stable")][:MOST_TENSORS].tolist()),
     )

@@ -8,6 +8,7 @@ from overspill.core.units import format_bytes
 
 from .advice import Advice
 from .figures import Figures
+from .peak import Peak
 
 _BAR = 32
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -96,10 +97,15 @@ def moment(estimate: Figures) -> Iterator[str]:
     peak = estimate.peak
     if peak.op:
         where = f" of {peak.layer}" if peak.layer else ""
-        yield f"  the peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}"
+        yield f"  the peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}{line_of(peak)}"
     heaviest = [f"{layer} {format_bytes(nbytes)}" for layer, nbytes in list(peak.by_layer.items())[:_LAYERS]]
     if heaviest:
         yield f"  most of it in layers: {', '.join(heaviest)}"
+
+
+def line_of(peak: Peak) -> str:
+    """The line of Python of the op at the peak, to be put behind it; the phase has been said."""
+    return f" ({peak.source.removeprefix('backward of ')})" if peak.source else ""
 
 
 def figures(estimate: Figures) -> Iterator[str]:

@@ -19,7 +19,7 @@ from overspill.policies.in_core import InCore
 from overspill.simulate import trace_of
 
 from .listing import format_flops, percent, whole_columns, yes
-from .plan import peak_of
+from .plan import peak_of, peak_rows
 
 FIGURES = (
     "max_bytes", "average_bytes", "offloaded_bytes", "prefetched_bytes", "recomputed_flops", "recomputed_ops",
@@ -94,7 +94,7 @@ def row_figures(row: Row, device: Device) -> dict[str, Any]:
         "allocator_fits": place.fits,
         "expandable_fits": place.expandable_fits,
         "peak_op": peak.at,
-        "peak_tensors": [{"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes} for t in peak.largest],
+        "peak_tensors": peak_rows(plan.graph, peak),
         "plan_seconds": plan.plan_seconds,
     }
     return head | {name: figures[name] for name in FIGURES}

@@ -36,8 +36,9 @@ def estimate_answer(
         "by_layer": dict(list(made.by_layer.items())[:20]),
         "peak": {
             "step": peak.iteration, "phase": peak.phase.value, "layer": peak.layer, "op": peak.op,
-            "around": list(peak.ops),
+            "around": list(peak.ops), "source": peak.source or None,
         },
+        "peak_tensors": [_tensor_answer(made, position) for position in peak.largest],
         "largest_batch": made.largest_batch if asked else None,
         "stages": [{"stage": stage + 1, "peak_requested_bytes": nbytes} for stage, nbytes in made.stages.items()],
         "fitting_gpus": list(made.gpus),
@@ -46,6 +47,17 @@ def estimate_answer(
         ],
         "compiled": None if made.compiled is None else _compiled_answer(made.compiled, within, asked=asked),
         "seconds": made.seconds,
+    }  # fmt: skip
+
+
+def _tensor_answer(made: Figures, position: int) -> dict[str, Any]:
+    """What `--json` prints of an allocation at the peak."""
+    recording = made.recording
+    it = recording.allocations[position]
+    op = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else None
+    return {
+        "name": it.name, "kind": it.kind.value, "layer": it.layer, "op": op, "shape": list(it.shape), "dtype": it.dtype,
+        "size_bytes": int(made.demand.nbytes[position]), "source": recording.source(it.frame) or None,
     }  # fmt: skip
 
 

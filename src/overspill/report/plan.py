@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -54,6 +55,14 @@ def peak_of(plan: Plan) -> Peak:
     )
 
 
+def peak_rows(graph: Graph, peak: Peak) -> list[dict[str, Any]]:
+    """What `--json` prints of the largest tensors at the peak."""
+    return [
+        {"name": t.name, "kind": t.kind.value, "size_bytes": t.nbytes, "source": graph.source(graph.producer.get(t.id)) or None}
+        for t in peak.largest
+    ]  # fmt: skip
+
+
 def made_by(graph: Graph, instruction: Instruction | None) -> tuple[int, ...]:
     """What the op of `instruction`, if it has one, puts on the device."""
     if instruction is None or instruction.verb not in (Verb.RUN, Verb.RECOMPUTE):
@@ -93,7 +102,6 @@ def _plural(kind: TensorKind) -> str:
 
 def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | None = None) -> RenderableType:
     """Everything that a reader wants to know of `plan`; times are simulated and say so."""
-    tensors = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
     parts: list[RenderableType] = [
         Text(title),
         "",
@@ -101,7 +109,7 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
         "",
         _breakdown(plan, peak),
         "",
-        listing(("largest at the peak", "kind", "shape", "size"), tensors, numbers=(3,)),
+        _largest(plan.graph, peak),
         "",
         Text(f"Times are simulated, not measured. {_verdict(plan)}"),
         *map(Text, whole_step_notes(plan)),
@@ -173,6 +181,16 @@ def _breakdown(plan: Plan, peak: Peak) -> Table:
         for kind, nbytes in peak.by_kind.items()
     ]
     return listing((f"the peak, at {peak.at}", "size", "share"), rows, numbers=(1, 2))
+
+
+def _largest(graph: Graph, peak: Peak) -> Table:
+    """The largest tensors; with the lines that made them where any is known."""
+    columns = ("largest at the peak", "kind", "shape", "size")
+    rows = [(_name(t), t.kind.value, "x".join(map(str, t.shape)), format_bytes(t.nbytes)) for t in peak.largest]
+    lines = [graph.source(graph.producer.get(t.id)) for t in peak.largest]
+    if not any(lines):
+        return listing(columns, rows, numbers=(3,))
+    return listing((*columns, "line"), [(*row, line) for row, line in zip(rows, lines, strict=True)], numbers=(3,))
 
 
 def _verdict(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.simulate.graphs import DEVICE, Layer, network
+from tests.simulate.graphs import DEVICE, Layer, network, with_lines
 
 from overspill.plans.plan import Plan, make_plan
 
@@ -19,12 +19,12 @@ WIDE, NARROW = (1280, 1400), (390, 1600)
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    """A step of eight layers, some of them random, under a budget that makes tensors leave."""
+    """A step of eight layers, some of them random and all of known lines, under a budget that makes tensors leave."""
     layers = [
         Layer(3 * 2**20, weight_bytes=2**19, flops=10**8, workspace_bytes=2**18, random=i % 2 == 0) for i in range(8)
     ]
     device = replace(DEVICE, offload_bytes_per_second=1e7, prefetch_bytes_per_second=1e7)
-    return make_plan(network(layers), device, "auto", 17 * 2**20)
+    return make_plan(with_lines(network(layers)), device, "auto", 17 * 2**20)
 
 
 class Browser:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.simulate.graphs import with_lines
 
 from overspill.core import Block, Layout, Trace
 from overspill.plans.plan import Plan
@@ -127,6 +128,35 @@ def test_a_tensor_is_found_by_its_name(opened: Browser) -> None:
     assert marked(opened) == [True, True, True]
 
 
+def test_a_selected_tensor_shows_its_line_and_the_whole_stack_and_is_found_by_it(opened: Browser, plan: Plan) -> None:
+    graph = plan.graph
+    tensor = next(t for t in graph.tensors if t.name == "y3")
+    opened.find(".search").send_keys(str(graph.stacks(graph.producer[tensor.id])[0][-1].line))
+    found = [button.text for button in opened.all(".instant .link")]
+    assert found == ["y3", f"workspace of {graph.ops[graph.producer[tensor.id]].name}"]
+    opened.find(".instant .link").click()
+    source = graph.source(graph.producer[tensor.id])
+    assert source.startswith("model.py:10")
+    assert source in opened.find(".card dl").text
+    assert [line.text for line in opened.all(".card .stack li")] == ["train.py:7 main", f"nets/{source}"]
+    opened.shot("stack")
+    assert opened.complaints() == []
+
+
+@pytest.mark.long
+def test_pointing_at_an_op_and_at_a_tensor_names_the_line(opened: Browser, plan: Plan) -> None:
+    compute = opened.all(".view")[1]
+    seen = set()
+    for x in range(-300, 300, 60):
+        opened.actions.move_to_element_with_offset(compute, x, round(10 - compute.size["height"] / 2)).perform()
+        seen.add(opened.find(".tooltip").text)
+    assert {line for told in seen for line in told.splitlines() if line.startswith("line ")} <= {
+        f"line {plan.graph.source(op.id)}" for op in plan.graph.ops
+    }
+    assert any("line model.py:" in told for told in seen)
+    assert any("line backward of model.py:" in told for told in seen)
+
+
 @pytest.mark.long
 def test_what_compute_waits_for_is_red_and_named(opened: Browser, plan: Plan) -> None:
     stall = max(plan.timeline.stalls, key=lambda found: found.end_seconds - found.start_seconds)
@@ -204,7 +234,8 @@ def test_the_keyboard_moves_zooms_steps_and_clears(opened: Browser) -> None:
 def test_names_are_shown_and_never_obeyed(browser: Browser, plan: Plan, tmp_path: Path) -> None:
     tensors = tuple(replace(t, name=HOSTILE + t.name) for t in plan.graph.tensors)
     ops = tuple(replace(op, name=HOSTILE, layer=f"{HOSTILE}.{op.layer}") for op in plan.graph.ops)
-    hostile = replace(plan, graph=replace(plan.graph, tensors=tensors, ops=ops))
+    graph = with_lines(replace(plan.graph, tensors=tensors, ops=ops), f"folder/{HOSTILE}.py", HOSTILE)
+    hostile = replace(plan, graph=graph)
     write_page(tmp_path / "hostile.html", plan_page(hostile, HOSTILE))
     browser.open(tmp_path / "hostile.html")
     assert browser.complaints() == []
@@ -212,6 +243,12 @@ def test_names_are_shown_and_never_obeyed(browser: Browser, plan: Plan, tmp_path
     shown = HOSTILE.replace("\u202e", "\\u202e").replace("\u2028", "\\u2028")
     assert browser.find("h1").text == browser.driver.title == shown
     assert browser.find(".instant .link").text.startswith(shown)
+    browser.find(".instant .link").click()
+    *_, line = browser.all(".card .stack li")
+    assert line.text.startswith(f"folder/{shown}.py:1")
+    assert line.text.endswith(f" {shown}")
+    browser.find(".search").send_keys("</script>")
+    assert browser.run("return [window.harmed, document.images.length]") == [None, 0]
 
 
 @pytest.mark.long

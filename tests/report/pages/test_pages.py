@@ -144,6 +144,8 @@ def test_the_memory_of_an_estimate_over_its_step_peaks_where_the_estimate_does(e
     assert {"parameter", "activation", "optimizer_state"} <= set(step.tensors.kind)
     assert step.tensors.maker.max() < len(step.ops.name)
     assert step.ops.first_read[-1] == len(step.ops.read)
+    assert len(step.tensors.frame) == len(step.tensors.name)
+    assert max(step.tensors.frame.max(), step.ops.frame.max(initial=-1)) < len(step.frames.function)
 
 
 def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate) -> None:

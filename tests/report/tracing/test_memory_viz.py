@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.simulate.graphs import DEVICE, Layer, network
+from tests.simulate.graphs import DEVICE, Layer, network, with_lines
 from torch.cuda import _memory_viz
 
 from overspill.core import Verb
-from overspill.placement.snapshot import read_snapshot, replay_snapshot
+from overspill.core.frames import stack_of
+from overspill.placement.snapshot import read_snapshot, recorded_blocks, replay_snapshot
 from overspill.plans.plan import Plan, make_plan
 from overspill.report.tracing.memory_viz import write_plan_snapshot
 
@@ -53,6 +54,25 @@ def test_each_stay_of_a_tensor_is_an_allocation_that_says_whose(plan: Plan, file
     assert again
     assert {e["frames"][1]["filename"] for e in made if len(e["frames"]) == 3} <= set(plan.graph.layers)
     assert all(e["category"] for e in made)
+
+
+def test_the_lines_of_python_stand_between_the_op_and_the_schedule_the_innermost_first(tmp_path: Path) -> None:
+    made = make_plan(with_lines(STEP), DEVICE, "vdnn-all", 64 * 2**20)
+    write_plan_snapshot(made, tmp_path / "plan.pickle")
+    read = read_snapshot(tmp_path / "plan.pickle")
+    assert replay_snapshot(read).equal
+    y0 = next(t for t in made.graph.tensors if t.name == "y0")
+    entries = content_of(tmp_path / "plan.pickle")["device_traces"][0]
+    entry = next(e for e in entries if e["action"] == "alloc" and e["frames"][0]["name"] == "y0")
+    op = made.graph.ops[made.graph.producer[y0.id]]
+    assert [(f["filename"], f["line"], f["name"]) for f in entry["frames"][1:-1]] == [
+        (op.layer, op.id, op.name), ("nets/model.py", 100 + op.id, "forward"), ("train.py", 7, "main"),
+    ]  # fmt: skip
+    assert entry["user_metadata"].endswith(f" | model.py:{100 + op.id} forward")
+    blocks = recorded_blocks(read)
+    number = next(i for i, b in enumerate(blocks.trace.blocks) if b.name == f"model.py:{100 + op.id} forward")
+    lines = [(f.file, f.line) for f in stack_of(blocks.frames, blocks.made_by[number])]
+    assert lines == [("train.py", 7), ("nets/model.py", 100 + op.id)], "as the report of the replay shows it"
 
 
 def test_the_phases_are_annotated(file: Path) -> None:

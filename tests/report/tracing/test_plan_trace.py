@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.report.tracing.format import Event, counted, named, nanoseconds, of_process, read_trace
-from tests.simulate.graphs import DEVICE, Layer, network
+from tests.simulate.graphs import DEVICE, Layer, network, with_lines
 
 from overspill.core import Device, Stream, TensorKind, Verb
 from overspill.core.errors import RequestError
@@ -48,6 +48,23 @@ def test_every_event_of_the_timeline_is_a_slice(plan: Plan, events: list[Event])
     assert all(e["args"]["phase"] in ("forward", "backward", "update") for e in ops)
     moved = [e["args"]["bytes"] for e in events if e.get("cat") == Verb.OFFLOAD]
     assert sum(moved) == plan.offloaded_bytes
+
+
+def test_ops_and_the_tensors_that_move_have_their_line_and_its_stack(tmp_path: Path) -> None:
+    made = make_plan(with_lines(STEP), CPU, "vdnn-all", 64 * 2**20)
+    write_plan_trace(made, tmp_path / "trace.json")
+    events = of_process(read_trace(tmp_path / "trace.json"), PLANNED)
+    ran = [e["args"] for e in events if e.get("cat") == Verb.RUN]
+    assert [args["source"] for args in ran] == [made.graph.source(t) for t in made.schedule.targets(Verb.RUN)]
+    assert ran[0]["stack"] == ["train.py:7 main", "nets/model.py:100 forward"]
+    assert any(args["source"].startswith("backward of ") for args in ran)
+    (left, *_) = (e for e in events if e.get("cat") == Verb.OFFLOAD)
+    tensor = next(t for t in made.graph.tensors if t.name == left["name"])
+    assert left["args"]["source"] == made.graph.source(made.graph.producer[tensor.id])
+
+
+def test_what_has_no_line_says_nothing_of_one(events: list[Event]) -> None:
+    assert not [e for e in events if {"source", "stack"} & e.get("args", {}).keys()]
 
 
 def test_the_counters_are_the_live_bytes_of_every_instruction(plan: Plan, events: list[Event]) -> None:

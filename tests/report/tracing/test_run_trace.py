@@ -38,6 +38,10 @@ def build() -> Job:
     )
 
 
+HERE = Path(__file__).name, build.__code__.co_firstlineno + 6
+"""The line of the loss, which is the only one of ours that runs while a step is captured."""
+
+
 def recorded(*, whole_step: bool, record: RunRecord | None) -> Run:
     options = Options(0.7 if whole_step else 0.9, "auto" if whole_step else "vdnn-all", store="host", record=record)
     return train(Training(build, 2048, steps=STEPS, whole_step=whole_step), options)
@@ -71,6 +75,8 @@ def test_the_trace_has_what_the_schedule_does_in_each_step(run: Recorded, tmp_pa
     ran = {e["name"] for e in measured if e.get("cat") == Verb.RUN}
     assert ran
     assert ran <= {op.name for op in plan.graph.ops}
+    said = {e["args"]["source"] for e in measured if e.get("cat") == Verb.RUN and "source" in e["args"]}
+    assert said == {f"{HERE[0]}:{HERE[1]} <lambda>", f"backward of {HERE[0]}:{HERE[1]} <lambda>"}
     assert max(counted(measured, LIVE)) == done.measured_peak_bytes
     assert max(counted(of_process(events, PLANNED), LIVE)) == plan.peak_bytes
 
@@ -83,9 +89,11 @@ def test_the_snapshot_has_the_peak_that_was_measured(run: Recorded, tmp_path: Pa
     assert replayed.equal
     assert replayed.peak_requested_bytes == done.measured_peak_bytes
     entries = pickle.loads(path.read_bytes())["device_traces"][0]
-    layers = {e["frames"][1]["filename"] for e in entries if e["action"] == "alloc" and len(e["frames"]) == 4}
+    layers = {e["frames"][1]["filename"] for e in entries if e["action"] == "alloc" and len(e["frames"]) >= 4}
     assert layers <= {op.layer or "(outside layers)" for op in plan.graph.ops}
     assert layers
+    lines = {(f["filename"], f["line"]) for e in entries for f in e["frames"] if f["filename"].endswith(".py")}
+    assert {(Path(file).name, line) for file, line in lines} == {HERE}
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

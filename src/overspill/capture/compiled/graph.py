@@ -17,6 +17,7 @@ from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
 from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_bytes, storages
+from .lines import NodeLines
 from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
 
 PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
@@ -96,6 +97,7 @@ class CaptureOfStep:
         self.nodes: dict[int, fx.Node] = {}
         self.tensor_of: dict[StorageKey, int] = {}
         self.layers = LayerNames()
+        self.lines = NodeLines()
         self.in_backward = self._touched(joint.backward) | self._output_storages(joint.backward_outputs)
         self.grads = self._output_storages(joint.backward_outputs)
         self.returned = self._output_storages(joint.forward_outputs)
@@ -123,7 +125,7 @@ class CaptureOfStep:
             )
         )
         return Captured(
-            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs, self.whole_step),
+            Graph(self.name, tuple(self.tensors), tuple(self.ops), outputs, self.whole_step, self.lines.found()),
             self.joint, self.nodes, self.tensor_of,
         )  # fmt: skip
 
@@ -202,8 +204,9 @@ class CaptureOfStep:
     # -- ops
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
-        named = self.layers.forward if phase is Phase.FORWARD else self.layers.backward
-        layer, layer_type = named(node)
+        in_forward = phase is Phase.FORWARD
+        layer, layer_type = (self.layers.forward if in_forward else self.layers.backward)(node)
+        frames = (self.lines.forward if in_forward else self.lines.backward)(node)
         if not self.joint.is_op(node):
             return
         reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
@@ -231,6 +234,7 @@ class CaptureOfStep:
             op_name(node), layer, layer_type, phase, reads, writes,
             flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=scratch_bytes(node),
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
+            frames=frames,
         )  # fmt: skip
 
     def _add_op(

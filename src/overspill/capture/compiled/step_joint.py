@@ -33,6 +33,7 @@ from .causal_masks import causal_masks_known
 from .effects import without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
+from .lines import lines_noted
 
 
 def joint_of_step(
@@ -42,7 +43,10 @@ def joint_of_step(
 
     Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
     """
-    with ExitStack() as stack, _layers_noted(module), _explained(), causal_masks_known(), eager_kernels() as casts:
+    with (
+        ExitStack() as stack, _layers_noted(module), lines_noted(), _explained(), causal_masks_known(),
+        eager_kernels() as casts,
+    ):  # fmt: skip
         exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
     without_tokens(graph_module.graph)

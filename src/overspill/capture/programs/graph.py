@@ -50,10 +50,11 @@ class CallsOfPrograms(CaptureOfStep):
     programs: Storages
     calls: dict[int, Call]
 
-    def take(self, programs: Storages) -> None:
-        """Whose calls these will be."""
+    def take(self, programs: Storages, traced: JointGraph) -> None:
+        """Whose calls these will be, and what Inductor made them from."""
         self.programs = programs
         self.calls = {}
+        self.origins = self.lines.by_name(traced.forward, traced.backward)
         self.updated = {k for part in programs.calls for call in part for k in call.updated}
 
     def _is_random(self) -> bool:
@@ -78,11 +79,15 @@ class CallsOfPrograms(CaptureOfStep):
         again = again and self.updated.isdisjoint((*call.reads, *call.writes)) and not call.updated
         again = again and all(len(self.programs.roots[k]) == 1 for k in call.writes)
         name = call.name.rsplit(".", 1)[-1]
+        origins = self.origins[phase is Phase.BACKWARD]
+        # What a fused kernel ends with says most of what it makes.
+        frames = dict.fromkeys(at for name in reversed(call.origins) for at in origins.get(name, ()))
         self.calls[len(self.ops)] = call
         self._add_op(
             name, name, layer_type_of(name), phase, reads, writes,
             flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace_bytes + self._dropped_bytes(call),
             recomputable=again, recompute_reads=reads if again else (), recompute_writes=writes if again else (),
+            frames=tuple(frames),
         )  # fmt: skip
 
     def _dropped_bytes(self, call: Call) -> int:
@@ -108,7 +113,7 @@ class _CaptureOfPrograms(CallsOfPrograms):
         self, programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str
     ) -> None:
         super().__init__(joint, inputs, surroundings, name)
-        self.take(programs)
+        self.take(programs, joint)
         forward, backward = programs.outputs
         self.grads = _keys(backward) - programs.unwritten
         self.returned = _keys(forward[: programs.num_forward_outputs]) - programs.unwritten

@@ -7,7 +7,8 @@ because that is what PyTorch's compile caches keep: a program that comes from a 
 
 Relies on the text that Inductor writes (2.11 to 2.13): the statements above, `async_compile.cpp_pybinding(types, source)`
 and `async_compile.triton(name, source)`, `current_callable` of what is compiled, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
-statement of any other kind is refused by name.
+statement of any other kind is refused by name. Comments `Source Nodes: [a, b]` above calls are read where they are: C++
+kernels have none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from overspill.core.errors import UnsupportedError
 ALLOCATES = re.compile(r"^empty_strided_(cpu|cuda|xpu)$")
 _CHECKS = ("assert_size_stride", "assert_alignment")
 _PARAMETER = re.compile(r"\b(in_out_ptr|in_ptr|out_ptr)\d*\b")
+_ORIGINS = re.compile(r"^\s*#.*\bSource Nodes: \[(.*?)\]")
 
 
 class Kind(StrEnum):
@@ -48,12 +50,16 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement; `target` is the variable that it binds, `uses` the variables that it reads."""
+    """One statement; `target` is the variable that it binds, `uses` the variables that it reads.
+
+    `origins` are the names of the nodes that a call was made from, in their order, as far as a comment says so.
+    """
 
     node: ast.stmt
     kind: Kind
     target: str | None
     uses: tuple[str, ...]
+    origins: tuple[str, ...] = ()
 
     @property
     def value(self) -> ast.expr:
@@ -99,11 +105,12 @@ class Program:
             namespace={names.get(name, name): value for name, value in namespace.items()},
             variables={names[name] for name in variables},
         )  # fmt: skip
+        lines = source.splitlines()
         for statement in body:
-            program._take(statement)
+            program._take(statement, _origins(lines, statement.lineno))
         return program
 
-    def _take(self, node: ast.stmt) -> None:
+    def _take(self, node: ast.stmt, origins: tuple[str, ...]) -> None:
         text = ast.unparse(node)
         if isinstance(node, (ast.Delete, ast.Pass)) or text == "args.clear()":
             return
@@ -118,12 +125,13 @@ class Program:
                 self.inputs = [e.id for e in target.elts if isinstance(e, ast.Name)] if hasattr(target, "elts") else []
                 return
             if isinstance(target, ast.Name):
-                self.statements.append(Statement(node, self._kind(node.value, node), target.id, self._uses(node.value)))
+                kind, uses = self._kind(node.value, node), self._uses(node.value)
+                self.statements.append(Statement(node, kind, target.id, uses, origins))
                 return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = ast.unparse(node.value.func)
             kind = Kind.CHECK if function in _CHECKS else Kind.CALL
-            self.statements.append(Statement(node, kind, None, self._uses(node.value)))
+            self.statements.append(Statement(node, kind, None, self._uses(node.value), origins))
             return
         raise not_understood(node)
 
@@ -186,6 +194,16 @@ def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
         else:
             found.append(statement)
     return found
+
+
+def _origins(lines: list[str], line: int) -> tuple[str, ...]:
+    """The names in the comments above the line with this number."""
+    for text in reversed(lines[: line - 1]):
+        if not text.lstrip().startswith("#"):
+            break
+        if named := _ORIGINS.match(text):
+            return tuple(name for name in named.group(1).split(", ") if name)
+    return ()
 
 
 def _kernel_texts(module: ast.Module) -> dict[str, tuple[tuple[Access, ...], str]]:

@@ -34,7 +34,7 @@ class Call:
     """One kernel or library call, with the picks of its results and the checks of them.
 
     `uses` are the variables among its arguments, `reads` the storages behind those that it reads. It makes the variables
-    `made`, and writes the storages `writes`; what was written before is `updated`.
+    `made`, and writes the storages `writes`; what was written before is `updated`. `origins` are as of its Statement.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Call:
     container: str | None = None
     """The variable of all its results, where it returns several."""
     made: list[str] = field(default_factory=list)
+    origins: tuple[str, ...] = ()
 
 
 class Effects(NamedTuple):
@@ -232,6 +233,8 @@ class _Follower:
             reads=tuple(k for k in reads if k not in fresh), writes=tuple(writes),
             updated=tuple(k for k in writes if k in self.written),
             random=random, repeatable=repeatable, flops=0, moved_bytes=0,
+            # A library call is one op, the last; those before made what it reads.
+            origins=statement.origins if is_kernel else statement.origins[-1:],
         )  # fmt: skip
         self.written.update(writes)
         result = None

@@ -103,7 +103,9 @@ def _load(
     module = ModuleType(f"overspill.unrun.{key}")
     module.__file__ = path
     module.__dict__.update(attrs or {}, UnrunKernel=UnrunKernel, key=key)
-    exec(compile(ast.fix_missing_locations(text), path, "exec"), module.__dict__)  # noqa: S102 - what Inductor wrote
+    # No line of it is the user's.
+    code = compile(ast.fix_missing_locations(text), "<Inductor's program>", "exec")
+    exec(code, module.__dict__)  # noqa: S102 - what Inductor wrote
     return module
 
 

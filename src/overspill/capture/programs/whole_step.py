@@ -45,7 +45,8 @@ def capture_step_of_programs(
     `capture_step`. Raises UnsupportedError.
     """
     joint = _Nodes(programs, traced, share).joint()
-    return _CaptureOfStep(programs, joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
+    around = Surroundings(elsewhere=elsewhere)
+    return _CaptureOfStep(programs, traced, joint, list(inputs), ops, name, around).build()
 
 
 class JointOfPrograms(JointGraph):
@@ -158,6 +159,7 @@ class _CaptureOfStep(CallsOfPrograms, CaptureOfWholeStep):
     def __init__(
         self,
         programs: Storages,
+        traced: JointGraph,
         joint: JointGraph,
         inputs: list[InputInfo],
         ops: GradientOps,
@@ -165,7 +167,7 @@ class _CaptureOfStep(CallsOfPrograms, CaptureOfWholeStep):
         surroundings: Surroundings,
     ) -> None:
         CaptureOfWholeStep.__init__(self, joint, inputs, ops, name, surroundings)
-        self.take(programs)
+        self.take(programs, traced)
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
         call = node.target.call if isinstance(node.target, Function) else None

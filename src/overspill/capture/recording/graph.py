@@ -42,8 +42,9 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
             i, op.name, op.layer, LayerType.UPDATE if op.phase is Phase.UPDATE else layer_type_of(op.name), op.phase,
             tuple(ids[p] for p in op.reads), tuple(ids[p] for p in op.writes),
             moved_bytes=sum(recording.allocations[p].nbytes for p in (*op.reads, *op.writes)),
+            frames=(op.frame,) if op.frame >= 0 else (),
         )
         for i, op in enumerate(steps)
     )  # fmt: skip
     left = tuple(ids[p] for p in touched if not tensors[ids[p]].persistent and recording.allocations[p].end >= end)
-    return Graph(name, tuple(tensors), ops, left)
+    return Graph(name, tuple(tensors), ops, left, frames=recording.frames)

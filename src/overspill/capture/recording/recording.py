@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from overspill.core import Phase, TensorKind
+from overspill.core import Frame, Phase, TensorKind
+from overspill.core.frames import source_of, stack_of
 from overspill.core.saved import Saved
 from overspill.costs.scratch import Scratch
 
@@ -16,7 +17,8 @@ class Allocation:
 
     `end` is the number of events where the storage outlives the recording. `op` is the position of the op that made
     it, -1 for none (a copy from the host is an op too). `stream` is the CUDA stream that it was asked for on, 0 the
-    default one: an allocator reuses memory within a stream only.
+    default one: an allocator reuses memory within a stream only. `frame` is the line of Python that asked for it, by its
+    position among the recording's `frames`, -1 for none. `shape` and `dtype` are those of the tensor that it was made for.
     """
 
     start: int
@@ -29,11 +31,14 @@ class Allocation:
     op: int
     scratch: Scratch | None = None
     stream: int = 0
+    frame: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One op that ran on the device: what it read and wrote, by position among the allocations."""
+    """One op that ran on the device: what it read and wrote, by position among the allocations, and the line that ran it."""
 
     name: str
     layer: str
@@ -41,13 +46,15 @@ class RecordedOp:
     iteration: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    frame: int = -1
 
 
 @dataclass(frozen=True)
 class Recording(Saved):
     """A whole run on the device: construction, then `iterations` training (or inference) steps.
 
-    `starts[i]` is the event at which iteration `i` begins, `parameters` counts the elements of all parameters.
+    `starts[i]` is the event at which iteration `i` begins, `parameters` counts the elements of all parameters. `frames` are
+    the lines of Python, each once for each stack that led to it.
     """
 
     allocations: tuple[Allocation, ...]
@@ -55,6 +62,15 @@ class Recording(Saved):
     starts: tuple[int, ...]
     events: int
     parameters: int = 0
+    frames: tuple[Frame, ...] = ()
+
+    def source(self, frame: int) -> str:
+        """The line at `frame`, as `model.py:42 forward`; empty for -1."""
+        return source_of(self.frames, (frame,))
+
+    def stack(self, frame: int) -> tuple[Frame, ...]:
+        """The line at `frame` and its callers, the outermost first; none for -1."""
+        return stack_of(self.frames, frame)
 
     @property
     def iterations(self) -> int:

@@ -49,15 +49,15 @@ class VirtualGpu:
     The host works for real (it reads files, shuffles and counts), except that parameters are always fake, and
     everything inside `recorder.fabricating()`. `capability` is the GPU's. With `invented`, a program that asks for values
     gets invented ones; without, it ends with an error where it decides by them. With `saves`, `torch.save` writes files
-    of tensors without values too. What is replaced of torch is replaced for the whole process, so there is one at a
+    of tensors without values too. `lines`: as of the recorder. What is replaced of torch is replaced for the whole process, so there is one at a
     time; its program runs in one thread, and others keep to the host meanwhile.
     """
 
     def __init__(
         self, *, capability: tuple[int, int] = (8, 0), memory_bytes: int = 1 << 40, invented: Invented | None = None,
-        saves: bool = False,
+        saves: bool = False, lines: bool = True,
     ) -> None:  # fmt: skip
-        self.recorder, self._invented, self._saves = Recorder(), invented, saves
+        self.recorder, self._invented, self._saves = Recorder(lines=lines), invented, saves
         observe = self.recorder.observe if invented is None else inventing(self.recorder.observe, self._fakes, invented)
         with no_compiler():
             self._mode: FastFakeMode = FastFakeMode(finite(observe, self._fakes))

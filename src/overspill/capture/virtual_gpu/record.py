@@ -19,13 +19,15 @@ from .gpu import VirtualGpu
 from .values.frames import user_line
 
 
-def record(program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0)) -> Recording:
+def record(
+    program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0), lines: bool = True
+) -> Recording:
     """The recording of `program`, which runs on `cuda` and tells the recorder where its iterations start.
 
-    Nothing is computed. Raises UnsupportedError, naming the line, where the program cannot go on without values, and
+    Nothing is computed. `lines`: whether it has the lines of Python that ran each op. Raises UnsupportedError, naming the line, where the program cannot go on without values, and
     RequestError where it fails by itself.
     """
-    with VirtualGpu(capability=capability) as gpu:
+    with VirtualGpu(capability=capability, lines=lines) as gpu:
         try:
             program(gpu.recorder)
         except OverspillError:

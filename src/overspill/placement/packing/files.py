@@ -115,9 +115,10 @@ def _standard_input() -> bytes:
 def _recorded(content: bytes, path: Path, device: int | None) -> tuple[Trace, tuple[int, ...]]:
     snapshot = snapshot_in(content, path)
     try:
-        return recorded_blocks(snapshot, device)
+        recorded = recorded_blocks(snapshot, device)
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
+    return recorded.trace, recorded.addresses
 
 
 def _saved_trace(content: bytes, path: Path) -> Trace:

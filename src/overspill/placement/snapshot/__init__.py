@@ -17,5 +17,6 @@ from .trace import recorded_blocks as recorded_blocks
 from .trace import trace_of as trace_of
 from .write import Origin as Origin
 from .write import Span as Span
+from .write import frames_of as frames_of
 from .write import snapshot_of as snapshot_of
 from .write import write_snapshot as write_snapshot

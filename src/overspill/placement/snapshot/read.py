@@ -23,6 +23,8 @@ Size = Annotated[int, msgspec.Meta(ge=1)]
 PoolId = tuple[int, int]
 DEFAULT_POOL: PoolId = (0, 0)
 """The pool of all that is not in a graph's private pool or in a MemPool."""
+_MOST_FRAMES = 256
+"""Those of a stack that are kept, the innermost."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -75,12 +77,20 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def place(self) -> str:
         """The line of Python that caused the event, as far as it was recorded, for a message."""
-        known = [f for f in self.frames if _is_frame(f)] if isinstance(self.frames, list | tuple) else []
-        python = [f for f in known if f["filename"].endswith(".py")]
-        for frame in python or known:
+        for frame in self._known():
             text = f"{frame['filename'].rpartition('/')[2]}:{frame.get('line')} {frame['name']}"
             return "".join(c if c.isprintable() else "?" for c in text)[:MOST_SHOWN]
         return ""
+
+    @property
+    def stack(self) -> tuple[tuple[str, int, str], ...]:
+        """The stack that caused the event as (file, line, function), the outermost first: its Python, or all where there is none."""
+        innermost = self._known()[:_MOST_FRAMES]
+        return tuple((f["filename"], _line(f.get("line")), f["name"]) for f in reversed(innermost))
+
+    def _known(self) -> list[dict[str, Any]]:
+        known = [f for f in self.frames if _is_frame(f)] if isinstance(self.frames, list | tuple) else []
+        return [f for f in known if f["filename"].endswith(".py")] or known
 
 
 class AllocatorSettings(msgspec.Struct, frozen=True):
@@ -152,6 +162,11 @@ def snapshot_in(pickled: bytes, path: str | Path) -> Snapshot:
         raise RequestError(f"{path} is a pickle but not a memory snapshot: {error}") from None
     _check_segments(found.segments, path)
     return Snapshot(found.segments, found.device_traces, found.allocator_settings)
+
+
+def _line(number: object) -> int:
+    """The line that a file claims; 0 for what can be none."""
+    return number if isinstance(number, int) and 0 < number < 1 << 31 else 0
 
 
 def _is_frame(frame: object) -> bool:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from overspill.core import Block, Trace
+from typing import NamedTuple
+
+from overspill.core import Block, Frame, Trace
+from overspill.core.frames import FrameTable
 from overspill.placement.allocators.caching import MIN_BLOCK_BYTES
 
 from .device_trace import device_trace, stream_numbers
-from .read import Snapshot
+from .read import Entry, Snapshot
 from .settings import config_of
 from .start import live_at, start_of
 
-Open = tuple[int, int, int, str, int]
-"""A block that is not yet freed: where it starts, the bytes that were asked for, its stream, who asked, its address."""
+Open = tuple[int, int, int, str, int, int]
+"""A block that is not yet freed: where it starts, the bytes that were asked for, its stream, who asked, its address, its line."""
+
+
+class Recorded(NamedTuple):
+    """The blocks of `trace_of`, the address at which each lay, and the line that asked for it, among `frames`; -1: unknown."""
+
+    trace: Trace
+    addresses: tuple[int, ...]
+    made_by: tuple[int, ...]
+    frames: tuple[Frame, ...]
 
 
 def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
@@ -22,29 +34,50 @@ def trace_of(snapshot: Snapshot, device: int | None = None) -> Trace:
     asked for it. Allocations that ran out of memory are left out. Raises RequestError where the snapshot has no events
     of the device, or where they do not belong to its segments.
     """
-    return recorded_blocks(snapshot, device)[0]
+    return recorded_blocks(snapshot, device).trace
 
 
-def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> tuple[Trace, tuple[int, ...]]:
-    """The blocks of `trace_of`, and the address at which each lay. Raises RequestError as that does."""
+def recorded_blocks(snapshot: Snapshot, device: int | None = None) -> Recorded:
+    """The blocks of `trace_of`, with what else is known of them. Raises RequestError as that does."""
     device = next(iter(snapshot.devices), 0) if device is None else device
     recording = device_trace(snapshot, device)
     numbers = stream_numbers(recording)
     events = recording.trace[recording.first :]
     start, _ = start_of(recording, config_of(snapshot)[0])
-    live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "", at) for at, nbytes, stream in live_at(start)}
+    live: dict[int, Open] = {at: (0, nbytes, numbers[stream], "", at, -1) for at, nbytes, stream in live_at(start)}
     closed: list[tuple[Open, int]] = []
+    lines = _Lines()
     for position, entry in enumerate(events, start=1):
         if entry.action == "alloc":
-            live[entry.address] = (position, entry.nbytes, numbers[entry.stream], entry.place, entry.address)
+            at = entry.address
+            live[at] = (position, entry.nbytes, numbers[entry.stream], entry.place, at, lines.of(entry))
         elif entry.action == "free_completed":
             closed.append((live.pop(entry.address), position))
     closed += ((block, len(events) + 1) for block in live.values())
     closed.sort()
-    return Trace(tuple(_block(i, *lived) for i, lived in enumerate(closed))), tuple(block[4] for block, _ in closed)
+    trace = Trace(tuple(_block(i, *lived) for i, lived in enumerate(closed)))
+    return Recorded(trace, tuple(b[4] for b, _ in closed), tuple(b[5] for b, _ in closed), lines.table.found())
+
+
+class _Lines:
+    """The lines of Python that asked for blocks, each once for each stack."""
+
+    def __init__(self) -> None:
+        self.table = FrameTable()
+        self._of: dict[int, int] = {}  # by the list of frames, which many entries share
+
+    def of(self, entry: Entry) -> int:
+        """The innermost line; -1 where none was recorded."""
+        found = self._of.get(id(entry.frames))
+        if found is None:
+            found = -1
+            for file, line, function in entry.stack:
+                found = self.table.number(Frame(file, line, function, found))
+            self._of[id(entry.frames)] = found
+        return found
 
 
 def _block(number: int, block: Open, end: int) -> Block:
-    start, nbytes, stream, name, _ = block
+    start, nbytes, stream, name, _, _ = block
     size = max(-(-nbytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
     return Block(number, start, end, size, name, stream, alignment=MIN_BLOCK_BYTES)

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from overspill.core import Frame
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.core.files import write_whole
 from overspill.placement.allocators.base import NOWHERE, Allocator, SegmentEvent, SegmentView
@@ -42,6 +43,11 @@ class Origin:
 
 
 NO_ORIGIN = Origin()
+
+
+def frames_of(stack: Sequence[Frame]) -> tuple[tuple[str, int, str], ...]:
+    """The frames of an Origin for a stack whose outermost line is first."""
+    return tuple((f.file, f.line, f"backward of {f.function}" if f.backward else f.function) for f in reversed(stack))
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,7 @@ class _Trace:
         self.entries: list[dict[str, Any]] = []
         self._run, self._events, self._origins, self._settings = run, events, origins, settings
         self._frames: dict[int, list[dict[str, Any]]] = {}
+        self._frame: dict[tuple[str, int, str], dict[str, Any]] = {}
         self._times: list[int] = []
         self._sizes: dict[int, tuple[int, int]] = {}
         self._reserved = 0
@@ -177,10 +184,11 @@ class _Trace:
         return self._origins[block] if block < len(self._origins) else NO_ORIGIN
 
     def frames(self, block: int) -> list[dict[str, Any]]:
-        """The frames of `block`: always the same list, which the pickle then holds once."""
+        """The frames of `block`: always the same list of the same frames, which the pickle then holds once."""
         if block not in self._frames:
-            frames = self.origin(block).frames
-            self._frames[block] = [{"filename": file, "line": line, "name": name} for file, line, name in frames]
+            for file, line, name in (frames := self.origin(block).frames):
+                self._frame.setdefault((file, line, name), {"filename": file, "line": line, "name": name})
+            self._frames[block] = [self._frame[frame] for frame in frames]
         return self._frames[block]
 
     def annotations(self, spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from .sections import Axis as Axis
 from .sections import Column as Column
 from .sections import Curve as Curve
 from .sections import Figure as Figure
+from .sections import Frames as Frames
 from .sections import Lines as Lines
 from .sections import Mark as Mark
 from .sections import Ops as Ops

@@ -132,9 +132,31 @@ class Points:
     note: str = ""
 
 
+def _none() -> Integers:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """The lines of Python that ops were run by: `file` is an index of `files`, `caller` the line that called this one, or -1.
+
+    `backward` is 1 where what ran is the backward of what the line ran.
+    """
+
+    files: Sequence[str] = ()
+    file: Integers = field(default_factory=_none)
+    line: Integers = field(default_factory=_none)
+    function: Sequence[str] = ()
+    caller: Integers = field(default_factory=_none)
+    backward: Integers = field(default_factory=_none)
+
+
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """The tensors of a step by number. `maker` is the op that first writes one, or -1; `layer` is an index of `Step.layers`."""
+    """The tensors of a step by number. `maker` is the op that first writes one, or -1; `layer` is an index of `Step.layers`.
+
+    `frame` is the line of Python that made one, or -1; empty where all were made by the lines of their makers.
+    """
 
     name: Sequence[str]
     kind: Sequence[str]
@@ -142,11 +164,15 @@ class Tensors:
     nbytes: Integers
     maker: Integers
     layer: Integers
+    frame: Integers = field(default_factory=_none)
 
 
 @dataclass(frozen=True, eq=False)
 class Ops:
-    """The ops of a step by number. Op i reads `read[first_read[i]:first_read[i + 1]]`, and so for what it writes."""
+    """The ops of a step by number. Op i reads `read[first_read[i]:first_read[i + 1]]`, and so for what it writes.
+
+    The lines of Python that ran it are `frame[first_frame[i]:first_frame[i + 1]]`; both are empty where none is known.
+    """
 
     name: Sequence[str]
     phase: Sequence[str]
@@ -156,6 +182,8 @@ class Ops:
     read: Integers
     first_written: Integers
     written: Integers
+    first_frame: Integers = field(default_factory=_none)
+    frame: Integers = field(default_factory=_none)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,12 +209,12 @@ class Run:
     offset: Integers
     streams: tuple[str, ...] = ()
     verbs: tuple[str, ...] = ()
-    stream: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    verb: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    target: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    stream: Integers = field(default_factory=_none)
+    verb: Integers = field(default_factory=_none)
+    target: Integers = field(default_factory=_none)
     begun: Floats = field(default_factory=lambda: np.zeros(0))
     ended: Floats = field(default_factory=lambda: np.zeros(0))
-    event_at: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    event_at: Integers = field(default_factory=_none)
     stall_begun: Floats = field(default_factory=lambda: np.zeros(0))
     stall_ended: Floats = field(default_factory=lambda: np.zeros(0))
     stall_cause: Sequence[str] = ()
@@ -209,6 +237,7 @@ class Step:
     runs: tuple[Run, ...]
     marks: tuple[Mark, ...] = ()
     note: str = ""
+    frames: Frames = field(default_factory=Frames)
 
 
 Section = Table | Lines | Points | Step

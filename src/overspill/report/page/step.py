@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from overspill.core import Graph, Layout, Schedule, Stream, Tensor, Timeline, Trace, Verb
+from overspill.core import Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
 from overspill.core.units import format_bytes
 from overspill.placement.packing import SOLVERS, solver_named
 from overspill.placement.place import SEARCH, check_placer
@@ -15,7 +15,7 @@ from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
 from overspill.simulate import owned_trace
 
-from .sections import Integers, Mark, Ops, Run, Step, Tensors
+from .sections import Frames, Integers, Mark, Ops, Run, Step, Tensors
 
 STREAMS = tuple(Stream)
 VERBS = tuple(Verb)
@@ -43,13 +43,14 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
     tensors = Tensors(
         name=[t.name or f"tensor {t.id}" for t in graph.tensors],
         kind=[t.kind.value for t in graph.tensors],
-        shape=[_shape(t) for t in graph.tensors],
+        shape=[shape_of(t.shape, t.dtype) for t in graph.tensors],
         nbytes=_integers(t.nbytes for t in graph.tensors),
         maker=_integers(maker),
         layer=_integers(layers[graph.ops[op].layer] if op >= 0 else -1 for op in home),
     )
     first_read, read = columns_of([op.reads for op in graph.ops])
     first_written, written = columns_of([op.writes for op in graph.ops])
+    first_frame, frame = columns_of([op.frames for op in graph.ops] if graph.frames else ())
     ops = Ops(
         name=[op.name for op in graph.ops],
         phase=[op.phase.value for op in graph.ops],
@@ -59,8 +60,10 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
         read=read,
         first_written=first_written,
         written=written,
+        first_frame=first_frame,
+        frame=frame,
     )
-    return Step(title, tuple(layers), tensors, ops, runs, marks)
+    return Step(title, tuple(layers), tensors, ops, runs, marks, frames=frames_of(graph.frames))
 
 
 def run(
@@ -100,8 +103,18 @@ def run(
     )
 
 
-def addresses(trace: Trace, layout: Layout, title: str, capacity_bytes: int | None = None) -> Step:
-    """The views of a layout alone: its blocks by their size, positions in place of time, each space above the one before."""
+def addresses(
+    trace: Trace,
+    layout: Layout,
+    title: str,
+    capacity_bytes: int | None = None,
+    frames: Sequence[Frame] = (),
+    made_by: Sequence[int] = (),
+) -> Step:
+    """The views of a layout alone: its blocks by their size, positions in place of time, each space above the one before.
+
+    `made_by` has for each block the line that asked for it, by its position among `frames`.
+    """
     blocks = trace.blocks
     base, bases = 0, {}
     for space in trace.spaces:
@@ -130,10 +143,24 @@ def addresses(trace: Trace, layout: Layout, title: str, capacity_bytes: int | No
         nbytes=_integers(b.nbytes for b in blocks),
         maker=np.full(len(blocks), -1),
         layer=np.full(len(blocks), -1),
+        frame=_integers(made_by),
     )
     ops = Ops((), (), nothing, nothing, _integers((0,)), nothing, _integers((0,)), nothing)
     marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes),)
-    return Step(title, (), tensors, ops, (found,), marks)
+    return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames))
+
+
+def frames_of(frames: Sequence[Frame]) -> Frames:
+    """Lines of Python as columns."""
+    files = {file: number for number, file in enumerate(dict.fromkeys(frame.file for frame in frames))}
+    return Frames(
+        files=tuple(files),
+        file=_integers(files[frame.file] for frame in frames),
+        line=_integers(frame.line for frame in frames),
+        function=[frame.function for frame in frames],
+        caller=_integers(frame.caller for frame in frames),
+        backward=_integers(frame.backward for frame in frames),
+    )
 
 
 def _layout(trace: Trace, placer: str) -> Layout | None:
@@ -144,8 +171,9 @@ def _layout(trace: Trace, placer: str) -> Layout | None:
     return layout_of(trace, placer)
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
+def shape_of(shape: Sequence[int], dtype: str) -> str:
+    """A tensor's shape for a reader, as `32x64 float32`; empty where it is not known."""
+    return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}" if dtype else ""
 
 
 def _size_class(nbytes: int) -> str:

@@ -14,7 +14,7 @@ from .encode import encode, visible
 from .sections import Page
 
 SCRIPTS = (
-    "base.js", "charts.js", "step_model.js", "sheet.js", "memory_view.js", "stream_view.js", "address_view.js",
+    "base.js", "charts.js", "lines.js", "step_model.js", "sheet.js", "memory_view.js", "stream_view.js", "address_view.js",
     "tree.js", "step.js", "main.js",
 )  # fmt: skip
 """In the order in which they build on one another; joined, they are one function."""

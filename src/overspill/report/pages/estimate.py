@@ -9,11 +9,11 @@ import numpy as np
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
-from overspill.estimation.text import trained, verdict
+from overspill.estimation.text import line_of, trained, verdict
 from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict
-from overspill.report.page.step import columns_of
+from overspill.report.page.step import columns_of, frames_of, shape_of
 
-MOST_TENSORS = 30
+MOST_LAYERS = 30
 FAR = 3
 """A limit so many times above the peak is no line in the picture: it would press all else flat."""
 
@@ -68,7 +68,9 @@ def estimate_table(made: Figures) -> Table:
 def _moment(made: Figures) -> str:
     peak = made.peak
     where = f" of {peak.layer}" if peak.layer else ""
-    return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}." if peak.op else ""
+    if not peak.op:
+        return ""
+    return f"The peak is in step {peak.iteration + 1}, {peak.phase.value}{where}, in {peak.op}{line_of(peak)}."
 
 
 def _changes(made: Estimate) -> Table:
@@ -78,27 +80,26 @@ def _changes(made: Estimate) -> Table:
 
 
 def _layers(made: Figures) -> Table:
-    rows = tuple(list(made.by_layer.items())[:MOST_TENSORS])
+    rows = tuple(list(made.by_layer.items())[:MOST_LAYERS])
     columns = (Column("layer"), Column("bytes", Unit.BYTES, bar=True))
     return Table("Layers that hold most at the peak", columns, rows, "Weights and optimizer state left out.")
 
 
-def _peak_event(made: Figures) -> int:
-    demand = made.demand
-    return int(demand.rows[made.replayed.peak_allocated_at]) if len(demand.rows) else 0
-
-
 def _largest(made: Figures) -> Table:
     """The largest things that are there at the peak, and who made them."""
-    demand, recording, moment = made.demand, made.recording, _peak_event(made)
-    live = np.flatnonzero((demand.start <= moment) & (demand.end > moment) & (demand.nbytes > 0))
-    largest = live[np.argsort(-demand.nbytes[live], kind="stable")][:MOST_TENSORS]
+    recording = made.recording
     rows = []
-    for position in largest.tolist():
+    for position in made.peak.largest:
         it = recording.allocations[position]
         maker = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else ""
-        rows.append((it.name or maker, it.kind.value.replace("_", " "), it.layer, maker, int(demand.nbytes[position])))
-    columns = (Column("tensor"), Column("kind"), Column("layer"), Column("made by"), Column("bytes", Unit.BYTES, bar=True))  # fmt: skip
+        rows.append((
+            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), recording.source(it.frame),
+            int(made.demand.nbytes[position]), it.layer, maker,
+        ))  # fmt: skip
+    columns = (
+        Column("tensor"), Column("kind"), Column("shape"), Column("line"), Column("bytes", Unit.BYTES, bar=True),
+        Column("layer"), Column("made by"),
+    )  # fmt: skip
     return Table("The largest tensors at the peak", columns, tuple(rows))
 
 
@@ -122,10 +123,11 @@ def _step(made: Figures) -> Step:
     tensors = Tensors(
         name=[a.name or f"allocation {position}" for a, position in zip(allocations, shown.tolist(), strict=True)],
         kind=[a.kind.value for a in allocations],
-        shape=["" for _ in allocations],
+        shape=[shape_of(a.shape, a.dtype) for a in allocations],
         nbytes=nbytes,
         maker=np.array([op_numbers.get(a.op, -1) for a in allocations], dtype=np.int64),
         layer=np.array([layers[a.layer] for a in allocations], dtype=np.int64),
+        frame=np.array([a.frame for a in allocations], dtype=np.int64),
     )
     run = Run(
         name="as estimated",
@@ -139,7 +141,9 @@ def _step(made: Figures) -> Step:
     )
     names, phases = [op.name for op in ops], [op.phase.value for op in ops]
     home, flops = np.array([layers[op.layer] for op in ops], dtype=np.int64), np.zeros(len(ops), dtype=np.int64)
-    recorded = Ops(names, phases, home, flops, first_read, read, first_written, written)
+    first_frame, frame = columns_of([[op.frame] if op.frame >= 0 else [] for op in ops])
+    recorded = Ops(names, phases, home, flops, first_read, read, first_written, written, first_frame, frame)
     room = made.device.memory_bytes - made.outside_bytes
     marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
-    return Step(f"Memory over step {step + 1}", tuple(layers), tensors, recorded, (run,), marks)
+    title, lines = f"Memory over step {step + 1}", frames_of(recording.frames)
+    return Step(title, tuple(layers), tensors, recorded, (run,), marks, frames=lines)

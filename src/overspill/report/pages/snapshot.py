@@ -14,16 +14,17 @@ LEAST_HOLE_BYTES = 64 << 20
 
 def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page:
     """The report of `found`, the replay of `snapshot`."""
-    trace, addressed = recorded_blocks(snapshot, found.device)
+    trace, addressed, made_by, frames = recorded_blocks(snapshot, found.device)
     offsets = _closed_up(trace, addressed)
     peak = max((offset + block.nbytes for offset, block in zip(offsets, trace.blocks, strict=True)), default=0)
     layout = Layout("recorded", offsets, peak, trace.lower_bound_bytes)
+    views = addresses(trace, layout, "Recorded addresses over time", frames=frames, made_by=made_by)
     notes = (
         "Blocks lie where the recording says. Positions are its events; holes of 64 MiB and more are left out of the addresses.",
         "Peaks are simulated.",
         *found.notes,
     )
-    return Page(title, _verdict(found), (addresses(trace, layout, "Recorded addresses over time"),), notes)
+    return Page(title, _verdict(found), (views,), notes)
 
 
 def _verdict(found: SnapshotReplay) -> Verdict:

@@ -15,14 +15,15 @@ import numpy as np
 from overspill.core import Graph, Schedule, TensorKind, Verb
 from overspill.estimation.peak import category
 from overspill.placement.events import ALLOCATE, FREE, Events
-from overspill.placement.snapshot import Origin, Span, write_snapshot
+from overspill.placement.snapshot import Origin, Span, frames_of, write_snapshot
 from overspill.placement.snapshot.write import UNKNOWN_CATEGORY
 from overspill.plans.plan import Plan
 from overspill.runtime.record import Change, RunRecord
 
 from .changes import changes_of, present_first
 
-Frames = tuple[tuple[str, int, str], ...]
+Frame = tuple[str, int, str]
+Frames = tuple[Frame, ...]
 """Those of an Origin."""
 
 
@@ -60,24 +61,27 @@ def _origin_of(change: Change) -> Origin:
     if change.label is None:
         return Origin((("outside planned ops", 0, "seen first there"), step))
     graph, verb, target = change.label
-    frames: Frames
     if verb in (Verb.RUN, Verb.RECOMPUTE):
         op = graph.ops[target]
         made = [graph.tensors[t] for t in op.writes if graph.tensors[t].nbytes == change.nbytes]
         kind = made[0].kind if len({tensor.kind for tensor in made}) == 1 else None
         names = " or ".join(tensor.name for tensor in made[:3]) or f"of {op.name}"
         first = (kind.value if kind else "storage", op.id, names)
-        frames = (
-            first,
-            (op.layer or "(outside layers)", op.id, op.name),
-            ("schedule", target, f"{verb.value}, {op.phase.value}"),
-        )
-    else:
-        tensor = graph.tensors[target]
-        kind = tensor.kind
-        frames = ((kind.value, target, tensor.name), ("schedule", target, verb.value))
-    frames = (*frames, step)
-    return Origin(frames, category(kind) if kind else UNKNOWN_CATEGORY, " | ".join(name for _, _, name in frames))
+        return _origin(graph, first, op.id, (("schedule", target, f"{verb.value}, {op.phase.value}"), step), kind)
+    tensor = graph.tensors[target]
+    first = (tensor.kind.value, target, tensor.name)
+    return _origin(graph, first, graph.producer.get(target), (("schedule", target, verb.value), step), tensor.kind)
+
+
+def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: TensorKind | None) -> Origin:
+    """Frames that name the tensor, then the op that made it and its lines of Python, then why it is there."""
+    made = () if op is None else ((graph.ops[op].layer or "(outside layers)", op, graph.ops[op].name),)
+    said = [name for _, _, name in (first, *made, *last)]
+    if source := graph.source(op):
+        said.append(source)
+    python = frames_of(next(iter(graph.stacks(op)), ()))  # of a kernel of several ops that of the last
+    frames = (first, *made, *python, *last)
+    return Origin(frames, category(kind) if kind else UNKNOWN_CATEGORY, " | ".join(said))
 
 
 def _events(rows: Sequence[tuple[int, int, int]]) -> Events:
@@ -115,27 +119,30 @@ class _Step:
                 at[tensor] = self._allocate(tensor, verb, index)
             if scratch_bytes:
                 op = self.graph.ops[target]
-                frames = (("workspace", op.id, f"workspace of {op.name}"), *self._op_frames(op.id, verb, index))
-                scratch = self._block(scratch_bytes, frames, TensorKind.WORKSPACE)
-                self._free(scratch)
+                why = _instruction(f"{verb}, {op.phase.value}", index)
+                first = ("workspace", op.id, f"workspace of {op.name}")
+                self._free(self._block(scratch_bytes, first, op.id, why, TensorKind.WORKSPACE))
             for tensor in leaving:
                 self._free(at.pop(tensor))
 
     def _allocate(self, tensor: int, why: str, index: int) -> int:
         made = self.graph.tensors[tensor]
         producer = self.graph.producer.get(tensor)
-        by = self._op_frames(producer, why, index) if producer is not None else (("schedule", index, why),)
-        return self._block(made.nbytes, ((made.kind.value, tensor, made.name), *by), made.kind)
+        if producer is not None:
+            why = f"{why}, {self.graph.ops[producer].phase.value}"
+        return self._block(
+            made.nbytes, (made.kind.value, tensor, made.name), producer, _instruction(why, index), made.kind
+        )
 
-    def _op_frames(self, op: int, why: str, index: int) -> Frames:
-        made = self.graph.ops[op]
-        return (made.layer or "(outside layers)", op, made.name), ("schedule", index, f"{why}, {made.phase.value}")
-
-    def _block(self, nbytes: int, frames: Frames, kind: TensorKind) -> int:
+    def _block(self, nbytes: int, first: Frame, op: int | None, last: Frames, kind: TensorKind) -> int:
         block = len(self.origins)
-        self.origins.append(Origin(frames, category(kind), " | ".join(name for _, _, name in frames)))
+        self.origins.append(_origin(self.graph, first, op, last, kind))
         self.rows.append((ALLOCATE, block, nbytes))
         return block
 
     def _free(self, block: int) -> None:
         self.rows.append((FREE, block, 0))
+
+
+def _instruction(why: str, index: int) -> Frames:
+    return (("schedule", index, why),)

@@ -168,13 +168,22 @@ def op_facts(graph: Graph, op: Op, algorithm: int = 0) -> dict[str, Any]:
     }
     if op.algorithms:
         facts["algorithm"] = op.algorithms[algorithm].name
-    return facts
+    return facts | _lines(graph, op.id)
 
 
 def tensor_facts(graph: Graph, tensor: int) -> dict[str, Any]:
     """What is known of a tensor that moves, as arguments of its slice."""
     made = graph.tensors[tensor]
     facts = {"tensor": made.name, "kind": made.kind, "shape": "x".join(map(str, made.shape)), "dtype": made.dtype}
-    if (producer := graph.producer.get(tensor)) is not None:
+    producer = graph.producer.get(tensor)
+    if producer is not None:
         facts |= {"made_by": graph.ops[producer].name, "layer": graph.ops[producer].layer}
-    return {**facts, "bytes": made.nbytes, "size": format_bytes(made.nbytes)}
+    return {**facts, "bytes": made.nbytes, "size": format_bytes(made.nbytes), **_lines(graph, producer)}
+
+
+def _lines(graph: Graph, op: int | None) -> dict[str, Any]:
+    """The line of Python that ran an op, and the stack that led to it, the outermost line first; nothing where none is known."""
+    stacks = graph.stacks(op)
+    if not stacks:
+        return {}
+    return {"source": graph.source(op), "stack": [f"{f.file}:{f.line} {f.function}" for f in stacks[0]]}

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import linecache
-import os
-import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
 
-import torch
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_OURS = str(Path(__file__).parents[3]) + os.sep
+from overspill.capture.frames import OURS, STANDARD, TORCH
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
     """The innermost frame outside Overspill, from `frame` on outwards."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     return frame
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame outside torch and Overspill, from `frame` on outwards."""
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS, "<")):
+    while frame is not None and frame.f_code.co_filename.startswith((*TORCH, OURS, "<")):
         frame = frame.f_back
     return frame
 
@@ -33,7 +26,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def noted_frame(frame: FrameType | None) -> FrameType | None:
     """As `user_frame`, but not one of Python's own library either."""
     frame = user_frame(frame)
-    while frame is not None and frame.f_code.co_filename.startswith(_STANDARD):
+    while frame is not None and frame.f_code.co_filename.startswith(STANDARD):
         if "site-packages" in frame.f_code.co_filename:
             break
         frame = user_frame(frame.f_back)

@@ -93,7 +93,7 @@ class StepViews {
       choice("Colours", modes, this.mode, (mode) => this.choose({ mode })),
       choice("Axis", axes, this.axis, (axis) => this.choose({ axis })),
       el("div", { class: "choice", role: "group", "aria-label": "Zoom" }, zoom("−", "Zoom out", () => this.zoom(2)), zoom("+", "Zoom in", () => this.zoom(0.5)), zoom("All", "Show all", () => this.show(0, this.longest))),
-      el("input", { type: "search", class: "search", placeholder: "Find a tensor", "aria-label": "Find a tensor by its name", value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
+      el("input", { type: "search", class: "search", placeholder: "Find a tensor", "aria-label": "Find a tensor by its name or its line of Python", value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
       this.crumb = el("button", { type: "button", class: "crumb", hidden: true, title: "Clear the filter", onclick: () => this.pick(null) }),
     ].filter(Boolean));
   }
@@ -304,7 +304,8 @@ class StepViews {
     if (found.event !== undefined && run.stream[found.event] === 0) {
       const op = run.target[found.event];
       const flops = step.ops.flops[op];
-      return [`${run.verbs[run.verb[found.event]]} ${step.ops.name[op]}`, ["layer", step.layers[step.ops.layer[op]] || "none"], ["phase", step.ops.phase[op]],
+      const line = step.lines.source(step.linesOfOp(op));
+      return [`${run.verbs[run.verb[found.event]]} ${step.ops.name[op]}`, ["layer", step.layers[step.ops.layer[op]] || "none"], ["phase", step.ops.phase[op]], line ? ["line", line] : null,
         ["takes", `${FORMATS.seconds(run.ended[found.event] - run.begun[found.event])} from ${FORMATS.seconds(run.begun[found.event])}`],
         flops ? ["computes", FORMATS.flops(flops)] : null, found.tensor === null ? null : ["makes", this.size(found.tensor)]];
     }
@@ -313,6 +314,8 @@ class StepViews {
     if (found.tensor >= 0 && step.tensors.shape[found.tensor]) lines.push(["shape", step.tensors.shape[found.tensor]]);
     const layer = step.layers[step.layerOf(found.tensor)];
     if (layer) lines.push(["layer", layer]);
+    const line = step.lines.source(step.linesOf(found.tensor));
+    if (line) lines.push(["line", line]);
     if (found.event !== undefined) lines.push([run.verbs[run.verb[found.event]], `${FORMATS.seconds(run.begun[found.event])} to ${FORMATS.seconds(run.ended[found.event])}`]);
     const history = run.history(found.tensor).filter(([, what]) => !what.startsWith("read by"));
     lines.push(...history.slice(0, 7).map(([when, what]) => [when, what]));
@@ -371,13 +374,13 @@ class StepViews {
     if (tree) tree.show(position);
     this.parts.below.replaceChildren(...[tree?.element, el("div", {}, this.instantTable(position), this.card())].filter(Boolean));
   }
-  // The largest tensors at an instant, or of all that are named as is searched for.
+  // The largest tensors at an instant, or of all whose name or line is searched for.
   instantTable(position) {
     const { run, step } = this;
     const sought = this.sought.toLowerCase();
-    const spans = [...run.start.keys()].filter((i) =>
-      sought ? step.nameOf(run.tensor[i]).toLowerCase().includes(sought) : run.start[i] <= position && position < run.end[i],
-    );
+    const lines = sought ? step.lines.matching(sought) : null;
+    const isSought = (tensor) => step.nameOf(tensor).toLowerCase().includes(sought) || step.linesOf(tensor).some((frame) => lines.has(frame));
+    const spans = [...run.start.keys()].filter((i) => (sought ? isSought(run.tensor[i]) : run.start[i] <= position && position < run.end[i]));
     const sizes = new Map(spans.map((i) => [run.tensor[i], run.nbytes[i]]));
     const found = [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
     const rows = found.slice(0, TENSORS_LISTED).map((tensor) => {
@@ -389,7 +392,7 @@ class StepViews {
     const rest = found.slice(TENSORS_LISTED).reduce((sum, tensor) => sum + sizes.get(tensor), 0);
     if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
     const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
-    const heading = sought ? `${found.length} tensors whose name has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
+    const heading = sought ? `${found.length} tensors whose name or line has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
     const head = el("tr", {}, ["largest tensors", "kind", "shape", "size"].map((name, at) => el("th", { scope: "col", class: at === 3 ? "number" : null }, name)));
     return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }
@@ -397,11 +400,12 @@ class StepViews {
     if (this.selected === null) return el("p", { class: "note" }, "Click a tensor in any view to follow it through all of them. Drag to zoom in, double-click to see all; ctrl and wheel zooms, shift and drag moves.");
     const { run, step } = this;
     const tensor = this.selected;
-    const facts = [["size", this.size(tensor, true)], ["kind", spelled(step.kindOf(tensor))], ["shape", tensor >= 0 ? step.tensors.shape[tensor] : ""], ["layer", step.layers[step.layerOf(tensor)] || ""]];
+    const facts = [["size", this.size(tensor, true)], ["kind", spelled(step.kindOf(tensor))], ["shape", tensor >= 0 ? step.tensors.shape[tensor] : ""], ["layer", step.layers[step.layerOf(tensor)] || ""], ["line", step.lines.source(step.linesOf(tensor))]];
     const history = run.history(tensor);
     const shown = history.length > 14 ? [...history.slice(0, 7), ["…", `${history.length - 14} more`], ...history.slice(-7)] : history;
     return el("div", { class: "card" }, el("h3", {}, step.nameOf(tensor)),
       el("dl", {}, facts.filter(([, value]) => value).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+      step.lines.lists(step.linesOf(tensor)),
       el("ol", { class: "history" }, shown.map(([when, what]) => el("li", {}, el("span", {}, when), what))));
   }
 }

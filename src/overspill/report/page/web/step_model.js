@@ -26,9 +26,10 @@ class StepModel {
   constructor(section) {
     this.layers = section.layers;
     this.tensors = section.tensors;
-    for (const name of ["nbytes", "maker", "layer"]) this.tensors[name] = column(this.tensors[name]);
+    for (const name of ["nbytes", "maker", "layer", "frame"]) this.tensors[name] = column(this.tensors[name]);
     this.ops = section.ops;
-    for (const name of ["layer", "flops", "first_read", "read", "first_written", "written"]) this.ops[name] = column(this.ops[name]);
+    for (const name of ["layer", "flops", "first_read", "read", "first_written", "written", "first_frame", "frame"]) this.ops[name] = column(this.ops[name]);
+    this.lines = new SourceLines(section.frames);
     this.marks = section.marks;
     this.runs = section.runs.map((run) => new RunModel(this, run));
     this.root = this.tree();
@@ -51,6 +52,16 @@ class StepModel {
   }
   writes(op) {
     return this.ops.written.subarray(this.ops.first_written[op], this.ops.first_written[op + 1]);
+  }
+  // The lines of Python that ran an op, and those that made a tensor.
+  linesOfOp(op) {
+    return this.ops.frame.subarray(this.ops.first_frame[op], this.ops.first_frame[op + 1]);
+  }
+  linesOf(tensor) {
+    const maker = tensor < 0 ? -1 - tensor : this.tensors.maker[tensor];
+    const made = maker < 0 ? [] : this.linesOfOp(maker);
+    const own = tensor < 0 || !this.tensors.frame.length ? -1 : this.tensors.frame[tensor];
+    return own < 0 || made.includes(own) ? made : [own];
   }
   opText(op) {
     const layer = this.layers[this.ops.layer[op]];

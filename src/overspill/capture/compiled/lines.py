@@ -1,0 +1,92 @@
+"""Which line of the user's Python each node of a traced graph comes from.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): the node metadata `stack_trace`, which of Dynamo's nodes
+AOTAutograd hands on to those of forward and to those of their backward, `from_node`, `seq_nr` and `partitioner_tag`; that
+tracers make nodes by `fx.Graph.create_node`; the names of functions that Dynamo makes of the rest of one behind a break.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import fx
+
+from overspill.capture.frames import Frames, Stack, stack_within
+
+LINES = "overspill_lines"
+"""Key in a node's meta: the `Stack` that ran when it was made."""
+_FRAME = re.compile(r'^ {0,2}File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
+"""As the traceback module writes a frame; what it quotes of the source is indented further."""
+_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.+)_at_\d+$")
+_BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
+
+
+@contextmanager
+def lines_noted() -> Iterator[None]:
+    """While this lasts nodes that are made keep the lines that run, where a tracer runs the user's Python itself."""
+    create = fx.Graph.create_node
+
+    def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create(graph, *args, **kwargs)
+        if stack := stack_within(sys._getframe(1)):
+            node.meta[LINES] = stack
+        return node
+
+    with patch.object(fx.Graph, "create_node", noting):
+        yield
+
+
+class NodeLines(Frames):
+    """The lines of nodes, as their tracer left them; a backward node that has none has that of its forward node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_sequence: dict[int, int] = {}
+        self._by_text: dict[str, int] = {}
+
+    def forward(self, node: fx.Node) -> tuple[int, ...]:
+        """The line of a forward node; none where none is known."""
+        number, sequence = self._own(node), node.meta.get("seq_nr")
+        # An op that saves nothing repeats the number of the one before it; the first one owns it.
+        if sequence is not None and number >= 0:
+            self._by_sequence.setdefault(sequence, number)
+        return () if number < 0 else (number,)
+
+    def backward(self, node: fx.Node) -> tuple[int, ...]:
+        """The line of a backward node, whose forward node was asked for before; none where none is known."""
+        number = self._own(node)
+        if number < 0:
+            number = self.backward_of(self._by_sequence.get(node.meta.get("seq_nr", -1), -1))
+        elif LINES not in node.meta and node.meta.get("partitioner_tag") in _BACKWARD_TAGS:
+            number = self.backward_of(number)  # else the user's own Python is the backward
+        return () if number < 0 else (number,)
+
+    def by_name(
+        self, forward: Iterable[fx.Node], backward: Iterable[fx.Node]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """The lines of nodes by the names that Inductor's comments have for them, in its forward and in its backward.
+
+        Those are the names of Dynamo's nodes for what is forward's, also where backward computes it again.
+        """
+        in_forward: dict[str, tuple[int, ...]] = {}
+        for node in forward:
+            of = node.meta.get("from_node") or [node]
+            in_forward.setdefault(of[0].name, self.forward(node))
+        return in_forward, in_forward | {node.name: self.backward(node) for node in backward}
+
+    def _own(self, node: fx.Node) -> int:
+        if stack := node.meta.get(LINES):
+            return self.of_stack(stack)
+        text = node.meta.get("stack_trace") or ""
+        if text not in self._by_text:
+            self._by_text[text] = self.of_stack(_stack_of(text))
+        return self._by_text[text]
+
+
+def _stack_of(text: str) -> Stack:
+    return tuple((file, int(line), _RESUMED.sub(r"\1", function)) for file, line, function in _FRAME.findall(text))

@@ -1,0 +1,211 @@
+"""Which lines of the user's Python an op comes from: those that run it now, or those of a stack that a tracer wrote down.
+
+The user's is what he wrote and the packages that he uses. Frames of torch, of Overspill but for its networks, and of
+Python's own library are left out, and all that lies outside of what is captured.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `torch.autograd.graph._engine_run_backward`, from which
+Python goes into autograd's engine; and that a module's hooks and its forward are called from the file of `nn.Module`.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+from torch.autograd.graph import _engine_run_backward
+
+from overspill.core import Frame
+from overspill.core.frames import FrameTable
+
+TORCH = tuple(str(Path(torch.__file__).parents[1] / name) + os.sep for name in ("torch", "functorch"))
+STANDARD = sysconfig.get_path("stdlib") + os.sep
+OURS = str(Path(__file__).parents[1]) + os.sep
+_PACKAGES = ("site-packages", "dist-packages")
+_NETWORKS = f"{OURS}models{os.sep}"
+_NO_NETWORKS = frozenset(
+    {
+        "__init__.py",
+        "configured.py",
+        "hugging_face.py",
+        "inputs.py",
+        "job.py",
+        "optimizers.py",
+        "registry.py",
+        "step.py",
+        "user.py",
+    }
+)
+_OUTERMOST = tuple(
+    OURS + name.replace("/", os.sep)
+    for name in ("capture/virtual_gpu/record.py", "capture/compiled/step_joint.py", "estimation/script_process/run.py")
+)
+"""Files of ours from which the user's program is called; what called them is no part of it."""
+_ENGINE = _engine_run_backward.__code__
+_CALLS_MODULES = nn.Module.__call__.__code__.co_filename
+_MOST_UPWARDS = 2
+"""A path relative to the working directory that climbs further is no shorter than the absolute one."""
+Stack = tuple[tuple[str, int, str], ...]
+"""File, line and function of each frame, the outermost first."""
+NOBODYS = -2
+"""In place of a line's number: autograd's engine runs, and no line of Python in it."""
+_LEFT_OUT, _USERS, _OUTSIDE, _AUTOGRAD, _MODULE = range(5)
+"""What a frame's file is."""
+
+
+class _Files(dict[str, int]):
+    """What the files of frames are."""
+
+    def __missing__(self, file: str) -> int:
+        self[file] = found = _what(file)
+        return found
+
+
+_FILES = _Files()
+
+
+class Frames:
+    """Lines of the user's Python by number, each once for each stack that led to it."""
+
+    def __init__(self) -> None:
+        self._table = FrameTable()
+        self._of_stack: dict[tuple[int, ...], int] = {}
+        self._of_lines: dict[Stack, int] = {}
+        self._of_backward = {-1: -1}
+        self._codes: dict[int, CodeType] = {}  # so that no other code gets the id of one that a stack is known by
+        self._shown: dict[str, str] = {}
+        self._modules: list[tuple[int, int]] = [(0, -1)]
+
+    def found(self) -> tuple[Frame, ...]:
+        """All of them, by number."""
+        return self._table.found()
+
+    def enter(self, frame: FrameType | None) -> None:
+        """`frame` is of a hook that a module calls before its forward: until `leave` no stack is followed beyond that call."""
+        while frame is not None and _FILES[frame.f_code.co_filename] != _MODULE:
+            frame = frame.f_back
+        if frame is None:
+            self._modules.append(self._modules[-1])
+        else:  # only its id: a frame that is held would hold its tensors
+            self._modules.append((id(frame), self.running(frame)))
+
+    def leave(self) -> None:
+        """The forward of the module that was entered last ends."""
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    def running(self, frame: FrameType | None, *, in_backward: bool = False) -> int:
+        """The number of the innermost line that runs, from `frame` on outwards; -1 for none.
+
+        `in_backward`: NOBODYS where autograd's engine is reached before any line.
+        """
+        stack: list[int] = []
+        files, start, (module, caller) = _FILES, frame, self._modules[-1]
+        while frame is not None:
+            code = frame.f_code
+            what = files[code.co_filename]
+            if what:
+                if what == _USERS:
+                    stack += (id(code), frame.f_lasti)
+                elif what == _MODULE:
+                    if id(frame) == module:
+                        stack.append(caller)
+                        break
+                elif what == _OUTSIDE:
+                    break
+                elif in_backward and code is _ENGINE and not stack:
+                    return NOBODYS
+            frame = frame.f_back
+        key = tuple(stack)
+        found = self._of_stack.get(key)
+        if found is None:
+            found = self._of_stack[key] = self._new(start, frame, caller if len(stack) % 2 else -1)
+        return found
+
+    def of_stack(self, stack: Stack) -> int:
+        """The number of the innermost line of a stack that was written down; -1 for none."""
+        found = self._of_lines.get(stack)
+        if found is None:
+            found = -1
+            for file, line, function in stack:
+                if _FILES[file] == _USERS:
+                    found = self._number(file, line, function, found)
+            self._of_lines[stack] = found
+        return found
+
+    def backward_of(self, number: int) -> int:
+        """The number of the line whose backward runs; -1 for none."""
+        found = self._of_backward.get(number)
+        if found is None:
+            found = self._table.number(replace(self._table[number], backward=True))
+            self._of_backward[number] = found
+        return found
+
+    def _new(self, frame: FrameType | None, end: FrameType | None, number: int) -> int:
+        """The number of the innermost line from `frame` to before `end`, of which the line with this number called the outermost."""
+        users: list[FrameType] = []
+        while frame is not None and frame is not end:
+            if _FILES[frame.f_code.co_filename] == _USERS:
+                users.append(frame)
+            frame = frame.f_back
+        for caller in reversed(users):
+            code = caller.f_code
+            self._codes[id(code)] = code
+            number = self._number(code.co_filename, caller.f_lineno or code.co_firstlineno, code.co_name, number)
+        return number
+
+    def _number(self, file: str, line: int, function: str, caller: int) -> int:
+        if file not in self._shown:
+            self._shown[file] = shown_path(file)
+        return self._table.number(Frame(self._shown[file], line, function, caller))
+
+
+def stack_within(frame: FrameType | None) -> Stack:
+    """The user's lines that run, from `frame` outwards to autograd's engine or the end of what is captured."""
+    found = []
+    while frame is not None and frame.f_code is not _ENGINE and (what := _FILES[frame.f_code.co_filename]) != _OUTSIDE:
+        if what == _USERS:
+            found.append(
+                (frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno, frame.f_code.co_name)
+            )
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def _what(file: str) -> int:
+    """What a frame of `file` is."""
+    if file == _ENGINE.co_filename:
+        return _AUTOGRAD
+    if file == _CALLS_MODULES:
+        return _MODULE
+    if file in _OUTERMOST:
+        return _OUTSIDE
+    if file.startswith(OURS):
+        network = file.startswith(_NETWORKS) and file.removeprefix(_NETWORKS) not in _NO_NETWORKS
+        return _USERS if network else _LEFT_OUT
+    if file.startswith(TORCH) or (file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))):
+        return _LEFT_OUT
+    standard = file.startswith(STANDARD) and not any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
+    return _LEFT_OUT if standard else _USERS
+
+
+def shown_path(file: str) -> str:
+    """`file` within the folder of packages that it is in, or from the working directory where that is short, or as it is."""
+    if not file.startswith(os.sep) and not Path(file).is_absolute():
+        return file
+    if file.startswith(OURS):
+        return str(Path(file).relative_to(Path(OURS).parent))
+    for folder in (*site.getsitepackages(), site.getusersitepackages()):
+        if file.startswith(folder + os.sep):
+            return file.removeprefix(folder + os.sep)
+    try:
+        near = os.path.relpath(file)
+    except (OSError, ValueError):  # no working directory any more, or another drive
+        return file
+    upwards = sum(part == os.pardir for part in Path(near).parts)
+    return file if upwards > _MOST_UPWARDS else near

@@ -1,0 +1,60 @@
+"""Which line of the user's Python runs each op of a recording: that of forward for what autograd's engine runs.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `torch.autograd._get_sequence_nr`, the number of the next
+autograd node, which is made before its op runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+
+import torch
+
+from overspill.capture.frames import NOBODYS, Frames
+from overspill.core import Frame
+
+
+class Lines:
+    """The lines of ops as they run. Where they are not `wanted` there are none, and no time goes by."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._frames = Frames()
+        # The nodes from one number on to below the next were made by the line beside that.
+        self._nodes = [-1]
+        self._made_by = [-1]
+
+    def found(self) -> tuple[Frame, ...]:
+        """All lines, by number."""
+        return self._frames.found()
+
+    def enter(self) -> None:
+        """To be called by a hook: a module's forward begins."""
+        if self._wanted:
+            self._frames.enter(sys._getframe(1))
+
+    def leave(self) -> None:
+        """The innermost module's forward ends."""
+        if self._wanted:
+            self._frames.leave()
+
+    def now(self, node: int | None, *, in_backward: bool) -> int:
+        """The number of the line of the op that runs, as part of an autograd node with that number; -1 for none."""
+        if not self._wanted:
+            return -1
+        frame = self._frames.running(sys._getframe(2), in_backward=in_backward)
+        if frame == NOBODYS:
+            frame = self._frames.backward_of(self._maker(node))
+            if frame < 0:  # a gradient that is added up, say: the line that called backward
+                frame = self._frames.running(sys._getframe(2))
+        number = torch.autograd._get_sequence_nr()
+        if number > self._nodes[-1]:
+            self._nodes.append(number)
+            self._made_by.append(frame)
+        return frame
+
+    def _maker(self, node: int | None) -> int:
+        """The line that made an autograd node; -1 for none."""
+        made = len(self._nodes) if node is None or node < 0 else bisect_right(self._nodes, node)
+        return self._made_by[made] if made < len(self._nodes) else -1
