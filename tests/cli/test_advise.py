@@ -10,7 +10,7 @@ KEYS = {
     "changes", "left_out", "seconds",
 }  # fmt: skip
 CHANGE = {
-    "what", "cost", "price", "minimum_capacity_bytes", "total_bytes", "fits", "step_seconds", "slowdown", "gpus",
+    "what", "cost", "price", "minimum_capacity_bytes", "total_bytes", "fits", "step_seconds", "slowdown", "gpus", "host_bytes",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,8 @@ def test_plan_and_run_of_a_whole_step_agree(overspill: Overspill) -> None:
     assert planned["whole_step"] is True
     assert planned["peak_bytes"] == trained["planned_peak_bytes"]
     assert planned["stored_bytes"] == trained["stored_bytes"]
+    assert planned["host_bytes"] >= planned["stored_bytes"]
+    assert planned["host_bytes"] % mmap.PAGESIZE == 0
 
 
 def test_measured_op_times_of_a_whole_step_serve_its_plan(overspill: Overspill) -> None:

@@ -203,6 +203,9 @@ def test_an_offloaded_optimizer_keeps_states_of_small_parameters() -> None:
     recording = trained("adamw", offload_optimizer=True)
     assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * 4 * BIASES
     assert alive(recording)[TensorKind.GRADIENT] == 4 * (WEIGHTS + BIASES)
+    assert recording.host_bytes == (2 + 2) * 4 * WEIGHTS  # a copy, its gradient, and two states
+    assert trained("sgd", offload_optimizer=True).host_bytes == 2 * 4 * WEIGHTS
+    assert not trained("adamw").host_bytes
 
 
 @pytest.mark.long
@@ -220,8 +223,10 @@ def test_zero_2_and_3_are_torchs_own() -> None:
 
 @pytest.mark.long
 def test_shards_on_the_host_leave_the_gpu_between_steps() -> None:
-    kept, moved = (alive(trained("adamw", parallel=Parallel("fsdp", 4, cpu_offload=o))) for o in (False, True))
+    runs = [trained("adamw", parallel=Parallel("fsdp", 4, cpu_offload=o)) for o in (False, True)]
+    kept, moved = map(alive, runs)
     model = 4 * (WEIGHTS + BIASES)
+    assert [run.host_bytes for run in runs] == [0, 4 * model / 4]
     assert kept[TensorKind.PARAMETER] == model / 4
     assert kept[TensorKind.OPTIMIZER_STATE] == 2 * model / 4
     assert moved[TensorKind.PARAMETER] == moved[TensorKind.OPTIMIZER_STATE] == 0

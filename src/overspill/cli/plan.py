@@ -138,6 +138,7 @@ def _feasible(
 ) -> Outcome:
     from overspill.placement.place import place_plan
     from overspill.report.plan import peak_of, peak_rows, plan_report, stored_by_kind, too_small
+    from overspill.runtime.options import store_bytes
 
     peak = peak_of(made)
     placed = place_plan(made, placer)
@@ -152,6 +153,7 @@ def _feasible(
         "feasible": made.fits_device,
         "offloaded_bytes": made.offloaded_bytes,
         "stored_bytes": sum(stored_by_kind(made).values()),
+        "host_bytes": store_bytes(made),
         "recomputed_flops": made.recomputed_flops,
         "recomputed_ops": made.recomputed_ops,
         "step_seconds": made.step_seconds,
@@ -206,7 +208,7 @@ def _title(request: dict[str, Any], manner: str) -> str:
 def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, report: Path | None) -> Outcome:
     """The clear negative: all keys are there, those of a plan that does not exist are null."""
     unknown = (
-        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes",
+        "peak_bytes", "reserved_bytes", "device_bytes", "library_bytes", "unmanaged_peak_bytes", "unmanaged_device_bytes", "offloaded_bytes", "stored_bytes", "host_bytes",
         "recomputed_flops", "recomputed_ops", "step_seconds", "in_core_step_seconds", "slowdown", "lower_bound_seconds", "gap", "exposed_transfer_seconds", "recomputing_seconds", "plan_seconds",
         "placement", "placed_peak_bytes", "fragmentation",
     )  # fmt: skip

@@ -20,7 +20,8 @@ from overspill.models.step import loss_in, whole_dtype
 from .recipe import Recipe
 from .training.compiled import Call, compiled_step
 from .training.generation import forward_of
-from .training.optimizers import optimizer_of
+from .training.host import host_bytes
+from .training.optimizers import maker_of, optimizer_of
 from .training.pipeline import Stage
 from .training.prepare import on_device, prepared, surroundings
 
@@ -59,6 +60,8 @@ def training(
         value_of = loss if written is None else written(recorder)
         module = prepared(build().train(), recipe, recorder)
         optimizer = optimizer_of(recipe, module)
+        if (make := maker_of(recipe)) is not None:
+            recorder.host_bytes = host_bytes(recipe, module, make)
         scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
         for _ in range(iterations):
             recorder.start_iteration()

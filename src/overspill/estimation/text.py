@@ -114,6 +114,10 @@ def figures(estimate: Figures) -> Iterator[str]:
         f"  requested {format_bytes(estimate.peak_requested_bytes)}, allocated {format_bytes(estimate.peak_allocated_bytes)}, "
         f"reserved {format_bytes(estimate.peak_reserved_bytes)}"
     )
+    if estimate.recording.host_bytes:
+        each = "" if estimate.parallel is None else " for each GPU"
+        kept = format_bytes(estimate.recording.host_bytes)
+        yield f"  in the memory of the host{each}: {kept} of weights, gradients and optimizer state"
     if estimate.stages and estimate.parallel is not None:
         yield stages(estimate.stages, estimate.parallel.gpus)
     total = estimate.total

@@ -68,8 +68,9 @@ def advise_report(made: Estimate, found: Sequence[Advice], left_out: Sequence[st
 def _row(advice: Advice) -> tuple[str, ...]:
     step = "" if advice.step_seconds is None else format_seconds(advice.step_seconds)
     fits = "" if advice.fits is None else yes(advice.fits) or "no"
+    host = "" if advice.host_bytes is None else f"; {format_bytes(advice.host_bytes)} of the host's memory"
     return (
-        advice.what, *_bytes(advice.minimum_capacity_bytes, advice.total_bytes), fits, step, advice.cost,
+        advice.what, *_bytes(advice.minimum_capacity_bytes, advice.total_bytes), fits, step, f"{advice.cost}{host}",
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def estimate_answer(
             "around": list(peak.ops), "source": peak.source or None,
         },
         "peak_tensors": [_tensor_answer(made, position) for position in peak.largest],
+        "host_bytes": made.recording.host_bytes,
         "largest_batch": made.largest_batch if asked else None,
         "stages": [{"stage": stage + 1, "peak_requested_bytes": nbytes} for stage, nbytes in made.stages.items()],
         "fitting_gpus": list(made.gpus),

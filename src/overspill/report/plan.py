@@ -16,6 +16,7 @@ from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
+from overspill.runtime.options import store_bytes
 from overspill.simulate import check
 
 from .listing import format_flops, listing, percent
@@ -125,6 +126,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
             "offloaded each step",
             f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors",
         ),
+        *([("  room in the store, host memory or disk", format_bytes(room))] if (room := store_bytes(plan)) else []),
         ("recomputed each step", f"{plan.recomputed_ops} ops, {format_flops(plan.recomputed_flops)}"),
         ("simulated step", format_seconds(plan.step_seconds)),
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),

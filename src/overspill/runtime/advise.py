@@ -13,7 +13,7 @@ from overspill.models import Job
 from overspill.models.step import DTYPES
 from overspill.plans.plan import Plan
 
-from .options import Options
+from .options import Options, store_bytes
 from .training import Training, preview
 
 _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
@@ -66,5 +66,6 @@ def _as_advice(plan: Plan, what: str) -> Advice:
     cost = f"{plan.slowdown:.2f} times the unmanaged step, simulated; the same numbers"
     needed = plan.device_bytes
     return Advice(
-        what, cost, Price.TIME, needed, needed, fits=True, step_seconds=plan.step_seconds, slowdown=plan.slowdown
+        what, cost, Price.TIME, needed, needed, fits=True, step_seconds=plan.step_seconds, slowdown=plan.slowdown,
+        host_bytes=store_bytes(plan) or None,
     )  # fmt: skip

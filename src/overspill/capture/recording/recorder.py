@@ -75,6 +75,7 @@ class Recorder:
         self._boundary_layers: list[str] = [""]
         self._parameters: dict[tuple[int, int], str] = {}  # by storage, and where in it
         self._parameter_elements = 0
+        self.host_bytes = 0  # what the program keeps on the host for this GPU, where it says so
         self._handles: set[tuple[str, int]] = set()
         self._lines = Lines(wanted=lines)
         self.live_bytes = 0
@@ -415,6 +416,7 @@ class Recorder:
             self._clock,
             self._parameter_elements,
             self._lines.found(),
+            self.host_bytes,
         )
 
 

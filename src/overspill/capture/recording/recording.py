@@ -54,7 +54,8 @@ class Recording(Saved):
     """A whole run on the device: construction, then `iterations` training (or inference) steps.
 
     `starts[i]` is the event at which iteration `i` begins, `parameters` counts the elements of all parameters. `frames` are
-    the lines of Python, each once for each stack that led to it.
+    the lines of Python, each once for each stack that led to it. `host_bytes` are of weights, gradients and optimizer state that
+    are kept on the host for this GPU.
     """
 
     allocations: tuple[Allocation, ...]
@@ -63,6 +64,7 @@ class Recording(Saved):
     events: int
     parameters: int = 0
     frames: tuple[Frame, ...] = ()
+    host_bytes: int = 0
 
     def source(self, frame: int) -> str:
         """The line at `frame`, as `model.py:42 forward`; empty for -1."""

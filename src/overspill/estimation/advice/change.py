@@ -26,7 +26,8 @@ class Advice:
     """One thing to change: `what`, its `cost` in words, and what the job needs then, where that was worked out.
 
     `minimum_capacity_bytes` and `total_bytes` are those of an estimate with the change made. `step_seconds` are
-    simulated, and `slowdown` is to the unmanaged step: of Overspill's own plans alone. Bytes are of each of `gpus`.
+    simulated, and `slowdown` is to the unmanaged step: of Overspill's own plans alone. `host_bytes` are what it keeps in the
+    memory of the host. Bytes are of each of `gpus`.
     """
 
     what: str
@@ -38,6 +39,7 @@ class Advice:
     step_seconds: float | None = None
     slowdown: float | None = None
     gpus: int = 1
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)

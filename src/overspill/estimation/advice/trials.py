@@ -143,7 +143,8 @@ class _Trials:
             return None
         gpus = 1 if changed.parallel is None else changed.parallel.gpus
         self.solved |= changed.fits()
-        return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus)
+        host = changed.recording.host_bytes or None
+        return Advice(what, cost, price, needed, changed.total_bytes, changed.fits(), gpus=gpus, host_bytes=host)
 
     def _hopeless(self, chosen: Sequence[Change], gpus: float = 1) -> bool:
         """Whether what stays on the device is by itself too much, so that there is nothing to try."""

@@ -17,12 +17,13 @@ from overspill.estimation.recipe import EIGHT_BIT, MakeOptimizer, Recipe
 _SMALLEST_8BIT = 4096  # elements; smaller parameters have float32 states
 _SMALLEST_PAGED = 100_000
 _BLOCK = 256
-_SMALLEST_OFFLOADED = 4096
+SMALLEST_OFFLOADED = 4096
+"""Elements of the smallest parameter that is updated on the host."""
 
 
 def optimizer_of(recipe: Recipe, module: nn.Module) -> Optimizer | None:
     """The optimizer of `module` as `recipe` has it; None: there is none."""
-    make = _make_optimizer(recipe)
+    make = maker_of(recipe)
     if make is None:
         return None
     if recipe.offload_optimizer:
@@ -32,7 +33,8 @@ def optimizer_of(recipe: Recipe, module: nn.Module) -> Optimizer | None:
     return make(module.parameters())
 
 
-def _make_optimizer(recipe: Recipe) -> MakeOptimizer | None:
+def maker_of(recipe: Recipe) -> MakeOptimizer | None:
+    """What makes the optimizer that `recipe` names; None: there is none."""
     if not isinstance(recipe.optimizer, str):
         return recipe.optimizer
     if recipe.optimizer in EIGHT_BIT:
@@ -101,7 +103,7 @@ class Offloaded(Optimizer):
     def __init__(self, parameters: Iterable[Tensor], make: MakeOptimizer) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         super().__init__(trained, {})
-        small = [parameter for parameter in trained if parameter.numel() < _SMALLEST_OFFLOADED]
+        small = [parameter for parameter in trained if parameter.numel() < SMALLEST_OFFLOADED]
         self._on_device = make(small) if small else None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,0 +1,49 @@
+"""What a way to train keeps in the memory of the host: the part of a model whose update runs there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from overspill.estimation.recipe import MakeOptimizer, Recipe
+
+from .optimizers import SMALLEST_OFFLOADED
+
+_SIDE = 64
+
+
+def host_bytes(recipe: Recipe, module: nn.Module, make: MakeOptimizer) -> int:
+    """Bytes of weights, gradients and optimizer state that `recipe` keeps on the host for one GPU; 0 where it keeps none.
+
+    torchao's CPUOffloadOptimizer has a copy of each large parameter there, FSDP's CPUOffloadPolicy the shards themselves.
+    The state is as of a small matrix.
+    """
+    offloads_shards = recipe.parallel is not None and recipe.parallel.cpu_offload
+    if not recipe.offload_optimizer and not offloads_shards:
+        return 0
+    found = 0
+    for parameter in module.parameters():
+        nbytes = _local(parameter).nbytes
+        if not parameter.requires_grad:
+            found += nbytes * offloads_shards
+        elif offloads_shards or parameter.numel() >= SMALLEST_OFFLOADED:
+            found += 2 * nbytes + int(_state_share(make) * nbytes)
+    return found
+
+
+def _state_share(make: MakeOptimizer) -> float:
+    """Bytes of an optimizer's state over those of its parameter."""
+    with _disable_current_modes():
+        parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = make([parameter])
+        optimizer.step()
+        state = (value for value in optimizer.state[parameter].values() if isinstance(value, Tensor) and value.dim())
+        return sum(value.nbytes for value in state) / parameter.nbytes
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor that this GPU's process holds; any other tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
