@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -219,7 +220,8 @@ class MemoryHistory:
         torch.cuda.memory._set_memory_metadata(self._said_before)
         if self._is_ours:
             torch.cuda.memory._record_memory_history(None)
-        found["external_annotations"] = [*found.get("external_annotations", ()), *self._steps]
+        annotations = [*found.get("external_annotations", ()), *self._steps]
+        found["external_annotations"] = sorted(annotations, key=itemgetter("time_us"))
         return found
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +25,15 @@ from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.storages import Call
 from overspill.capture.programs.text import Text, made_by
-from overspill.core import Graph, Instruction, Phase, Schedule, Verb
+from overspill.core import Instruction, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 
 from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
 from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
+from .recording.programs import TELLS, LoweredPrograms
 from .recording.record import Label
-from .recording.recorder import Recorder
 from .transfer import ops
-
-Lowered = Callable[[list[Any]], list[Any]]
 
 
 class PlannedPrograms(NamedTuple):
@@ -90,68 +88,6 @@ def lower_programs(planned: PlannedPrograms, unchecked: int) -> LoweredPrograms:
     return LoweredPrograms(captured.graph, source, _namespace(planned), text.labels, given)
 
 
-class LoweredPrograms:
-    """Forward and backward as text that carries a plan out, and `told` as one that tells a recorder what it does as well.
-
-    The text has lines for that, which are left out of what runs otherwise. `labels` are what they are of, and `given` has for
-    both functions which tensor each argument is.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        source: str,
-        namespace: dict[str, Any],
-        labels: Sequence[Label],
-        given: Sequence[Sequence[int | None]],
-    ) -> None:
-        self._graph = graph
-        self._source = source
-        self._namespace = namespace
-        self._labels = labels
-        self._given = given
-        lines = source.splitlines(keepends=True)
-        self.plain = self._made("".join(line for line in lines if not line.lstrip().startswith(_TELLS)), namespace)
-
-    def told(self, recorder: Recorder) -> tuple[Lowered, ...]:
-        """The functions that tell `recorder` what they do."""
-
-        def made() -> tuple[Lowered, ...]:
-            told = _Told(recorder, self._labels)
-            functions = self._made(self._source, self._namespace | {_TELLS.strip("."): told})
-            return tuple(map(given_first, functions, self._given))
-
-        def given_first(function: Lowered, tensors: Sequence[int | None]) -> Lowered:
-            def run(args: list[Any]) -> list[Any]:
-                recorder.given(self._graph, tensors, args)
-                return function(args)
-
-            return run
-
-        return recorder.form_of(self, made)
-
-    @staticmethod
-    def _made(source: str, namespace: dict[str, Any]) -> tuple[Lowered, ...]:
-        namespace = dict(namespace)
-        exec(compile(source, "<Overspill's plan of Inductor's program>", "exec"), namespace)  # noqa: S102
-        return tuple(namespace[name] for name in ("forward", "backward") if name in namespace)
-
-
-class _Told(NamedTuple):
-    """What the lines of a program that tell are calls of."""
-
-    recorder: Recorder
-    labels: Sequence[Label]
-
-    def begin(self, label: int) -> None:
-        self.recorder.begin(self.labels[label])
-
-    def end(self, *made: torch.Tensor) -> None:
-        self.recorder.end(made)
-
-
-_TELLS = "overspill_told."
-"""What the lines begin with that tell a recorder."""
 _NOTHING = "overspill_nothing"
 """Stands where backward needs nothing of what forward once saved."""
 
@@ -275,13 +211,13 @@ class _Text(Text):
 
     def _tell(self, verb: Verb, target: int, position: int) -> None:
         """Emit an instruction between lines that tell what it is, and what it has made."""
-        self.line(f"{_TELLS}begin({len(self.labels)})")
+        self.line(f"{TELLS}begin({len(self.labels)})")
         self.labels.append(Label(self.captured.graph, verb, target))
         if verb in (Verb.RUN, Verb.RECOMPUTE):
             made = self._call(self.captured.calls[target], position)
         else:
             made = self._transfer(verb, target, position)
-        self.line(f"{_TELLS}end({', '.join(made)})")
+        self.line(f"{TELLS}end({', '.join(made)})")
 
     def _hand_out(self, op: str) -> None:
         """What is handed out here may be freed by the schedule next: take it while it is there."""

@@ -33,7 +33,7 @@ ON_CUDA = "On CUDA a storage comes and goes with the op during which the host to
 def recording_page(found: Recording, title: str | None = None) -> Page:
     """The report of a recording."""
     sections: tuple[Section, ...] = (_views(found), steps_table(found))
-    notes = ("Recorded steps take a little longer than others.", SEEN, *([ON_CUDA] if found.record.host else []))
+    notes = ("Recorded steps take a little longer than others.", SEEN, *([ON_CUDA] if found.record.on_device else []))
     return Page(title or found.title, recording_verdict(found), sections, notes)
 
 
@@ -47,7 +47,7 @@ def recording_verdict(found: Recording) -> Verdict:
     figures = (
         Figure("a step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
         Figure("live bytes", format_bytes(found.peak_bytes), "measured, the most at once"),
-        Figure("planned peak", format_bytes(planned)),
+        Figure("planned peak", format_bytes(planned), "of live bytes"),
         Figure("moved each step", format_bytes(round(moved)), "measured, both ways"),
         Figure("waiting for transfers", format_seconds(waited), "measured, in each step"),
     )  # fmt: skip

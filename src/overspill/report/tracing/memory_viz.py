@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from overspill.core import Graph, Schedule, TensorKind, Verb
+from overspill.core.errors import RequestError
 from overspill.core.files import write_whole
 from overspill.estimation.peak import category
 from overspill.placement.events import ALLOCATE, FREE, Events
@@ -36,7 +37,9 @@ def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
 
 def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
     """Write what `record` saw come and go to `path`, on CUDA PyTorch's own snapshot. Raises RequestError where that fails."""
-    if record.device_snapshot is not None:
+    if record.on_device:
+        if record.device_snapshot is None:
+            raise RequestError("PyTorch's memory was not recorded: record with snapshot=True")
         write_whole(path, pickle.dumps(record.device_snapshot, protocol=PICKLE_PROTOCOL))
         return
     origins: list[Origin] = []

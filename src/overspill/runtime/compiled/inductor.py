@@ -33,7 +33,8 @@ from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core.errors import UnsupportedError
 from overspill.runtime.lower import NO_VERSION_CHECK
-from overspill.runtime.lower_programs import LoweredPrograms, PlannedPrograms, lower_programs
+from overspill.runtime.lower_programs import PlannedPrograms, lower_programs
+from overspill.runtime.recording.programs import LoweredPrograms
 from overspill.runtime.recording.recorder import Recorder
 
 from .partitions import PARTITIONS, Partitioned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,10 +113,21 @@ class RunRecord:
     """Of each of the steps."""
     changes: list[Change] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
+    on_device: bool = False
+    """Whether it ran on CUDA, beside the host."""
     device_snapshot: dict[str, Any] | None = None
-    """On CUDA what PyTorch's own recorder saw of memory."""
+    """There, what PyTorch's own recorder saw of memory, if it was asked."""
     is_full: bool = False
     """Whether there was more than a record may hold; it has what came first."""
+
+    def time_changes(self, places: Sequence[int]) -> None:
+        """Give each change, of which the host said when it was, the time of compute: at `place` among its begins and ends."""
+        latest = 0.0
+        times = [at for thing in self.compute for at in (thing.begin_seconds, thing.end_seconds)]
+        for number, place in enumerate(places):
+            if 0 <= place < len(times):
+                latest = max(latest, times[place])
+            self.changes[number] = self.changes[number]._replace(seconds=latest)
 
     def changes_in_steps(self) -> list[Change]:
         """What came and went up to the end of the last step; after it all goes."""

@@ -10,16 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from overspill.core import Graph, TensorKind, Verb
+from overspill.core.errors import RequestError
 from overspill.plans.plan import Plan
 from overspill.runtime import accelerator
+from overspill.runtime.live.allocator import serving
 from overspill.runtime.tracker import LiveBytes
 
+from .clock import Clock, HostClock
 from .record import Change, Label, Measured, RunRecord, StepFacts
 
 F = TypeVar("F")
@@ -27,50 +30,6 @@ MOST_ENTRIES = 500_000
 """So many ops, copies and changes of memory a record holds, some 150 MB; then it is full, and over."""
 _STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH})
 """What an instruction only starts: the copies are the lanes' to tell."""
-
-
-class Clock(Protocol):
-    """Tells when what a stream has been given is done: on the CPU at once."""
-
-    def mark(self, stream: Any = None) -> Any:
-        """Here: behind all that `stream`, or else compute, has been given."""
-
-    def is_past(self, mark: Any) -> bool:
-        """Whether what stands before it is done."""
-
-    def seconds(self, mark: Any) -> float:
-        """When that was, in seconds of the record."""
-
-    def give_back(self, mark: Any) -> None:
-        """Nobody asks for this one any more."""
-
-    def settle(self) -> None:
-        """Wait until all marks are past."""
-
-
-class HostClock:
-    """The clock of the CPU, where who gives work has done it when the call returns. Marks are seconds."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-
-    def mark(self, stream: Any = None) -> float:  # noqa: ARG002 - it has none
-        """Now."""
-        return self._now()
-
-    def is_past(self, mark: float) -> bool:  # noqa: ARG002
-        """Always."""
-        return True
-
-    def seconds(self, mark: float) -> float:
-        """Itself."""
-        return mark
-
-    def give_back(self, mark: float) -> None:
-        """Nothing to do."""
-
-    def settle(self) -> None:
-        """Nothing to wait for."""
 
 
 class Copying:
@@ -128,9 +87,8 @@ class Recorder:
         self._issued_since = 0.0
         self._issued: list[Measured] | None = None
         self._computed = 0  # how many things compute has been given
-        self._places: list[
-            int
-        ] = []  # of each change on a device: twice that, and one less where none of them is under way
+        self._places: list[int] = []
+        """On a device, for each change twice that number, and one less where none of them is under way."""
         self._unnamed: dict[int, int] = {}  # the places among the changes of storages that nobody knows yet
         self._forms: dict[int, tuple[Any, Any]] = {}
         self._graphs: dict[int, Graph] = {}
@@ -150,18 +108,24 @@ class Recorder:
         return self._clock is not None
 
     def start(self, device: torch.device, tracker: LiveBytes | None = None) -> None:
-        """Things run on `device`. `tracker` counts its storages already; else one of ours counts what instructions make."""
+        """Things run on `device`. `tracker` counts its storages already; else one of ours counts what instructions make.
+
+        Raises RequestError where a snapshot is wanted of an allocator whose memory PyTorch does not record.
+        """
+        self.record.on_device = device.type != "cpu"
+        if self.record.on_device and self._wants_snapshot and serving() is not None:
+            raise RequestError(
+                "PyTorch records no memory of a live pool on CUDA: leave the placement out, or --snapshot (snapshot=False in Python)"
+            )
+        if self.record.on_device:
+            self._clock, self._issued = accelerator.DeviceClock(device, self.now), self.record.host
+            self._history = accelerator.MemoryHistory(device) if self._wants_snapshot else None
+        else:
+            self._clock = HostClock(self.now)
         self.tracker = LiveBytes(device) if tracker is None else tracker
         self.tracker.watch = self.changed
         for storage, nbytes in self.tracker.there():
             self.changed(storage, nbytes)
-        if device.type == "cpu":
-            self._clock = HostClock(self.now)
-            return
-        self._clock = accelerator.DeviceClock(device, self.now)
-        self._issued = self.record.host
-        if self._wants_snapshot:
-            self._history = accelerator.MemoryHistory(device)
 
     # -- steps
 
@@ -251,7 +215,7 @@ class Recorder:
             self._clock.settle()
             self._resolve()
         if self._issued is not None:
-            self._tell_time_of_changes()
+            self.record.time_changes(self._places)
         self.record.plans = [plan for plan in self._known_plans.values() if id(plan.graph) in self._graphs]
         self._known_plans.clear()
         self._graphs.clear()
@@ -375,15 +339,6 @@ class Recorder:
             into.append(Measured(label, clock.seconds(begun), clock.seconds(ended)))
             clock.give_back(begun)
             clock.give_back(ended)
-
-    def _tell_time_of_changes(self) -> None:
-        """Memory changes in the order of the host, each with the time of what compute then was given: when it counts there."""
-        compute, latest = self.record.compute, 0.0
-        times = [t for thing in compute for t in (thing.begin_seconds, thing.end_seconds)]
-        for at, (change, place) in enumerate(zip(self.record.changes, self._places, strict=True)):
-            if 0 <= place < len(times):
-                latest = max(latest, times[place])
-            self.record.changes[at] = change._replace(seconds=latest)
 
     def _fill(self) -> None:
         """There is more than a record may hold."""
