@@ -139,11 +139,13 @@ def test_a_full_record_takes_what_is_said_of_it(graph: Graph) -> None:
 def test_a_storage_has_the_label_of_what_made_it_or_the_name_by_which_a_graph_is_given_it(graph: Graph) -> None:
     recorder = Recorder()
     recorder.start(CPU)
-    weight, stranger = torch.zeros(100), torch.zeros(10)
-    recorder.there([weight, stranger], None)
+    known, stranger = torch.zeros(16384), torch.zeros(10)
+    recorder.there([known, stranger], None)
     recorder.there([stranger], TensorKind.GRADIENT)
     recorder.begin_step(CPU)
-    recorder.given(graph, [1, None, 2], [weight, torch.zeros(1), torch.zeros(7)])
+    new, part = torch.zeros(1), torch.zeros(7)
+    recorder.given(graph, [1, None, 4, 2], [known, torch.zeros(1), new, part])
+    recorder.given(graph, [1, None, 4, 2], [known, torch.zeros(1), new, part])  # for backward, say
     recorder.begin(Label(graph, Verb.PREFETCH, 0))
     made = torch.zeros(50)
     recorder.end(made)
@@ -152,21 +154,21 @@ def test_a_storage_has_the_label_of_what_made_it_or_the_name_by_which_a_graph_is
     empty = torch.zeros(0)
     recorder.begin(Label(graph, Verb.RUN, 0))
     recorder.end((empty, made))
-    del weight
+    del known
     recorder.end_step()
     recorder.finish()
     changes = recorder.record.changes
     named = [(c.nbytes, c.label and (c.label.verb, c.label.target), c.kind) for c in changes]
     assert named == [
-        (400, (None, 1), None),
+        (65536, (None, 1), None),
         (40, None, TensorKind.GRADIENT),
-        (28, (None, 2), None),
-        (-28, None, None),
+        (4, (None, 4), None),
+        (28, None, TensorKind.ACTIVATION),  # less than the tensor that it is part of
         (200, (Verb.PREFETCH, 0), None),
-        (-400, None, None),
+        (-65536, None, None),
     ]
-    assert [live for _, live in recorder.record.live_bytes()] == [400, 440, 468, 440, 640, 240]
-    assert recorder.record.peak_bytes() == recorder.record.peak_bytes(0) == 640
+    assert [live for _, live in recorder.record.live_bytes()] == [65536, 65576, 65580, 65608, 65808, 272]
+    assert recorder.record.peak_bytes() == recorder.record.peak_bytes(0) == 65808
 
 
 def test_what_counts_storages_anyhow_goes_on_counting_them() -> None:

@@ -249,13 +249,18 @@ class Recorder:
             if tensor is None or not isinstance(value, Tensor):
                 continue
             storage = value.untyped_storage()
-            if (place := self._unnamed.pop(storage._cdata, None)) is not None:
-                named = Label(graph, None, tensor)
-                self.record.changes[place] = self.record.changes[place]._replace(label=named)
-            elif not tracker.knows(storage):
+            known = tracker.knows(storage)
+            if known and storage._cdata not in self._unnamed:
+                continue
+            if storage.nbytes() != graph.tensors[tensor].nbytes:  # a part of it is given, as of a batch that was split
+                self.there((value,), graph.tensors[tensor].kind)
+            elif known:
+                place = self._unnamed.pop(storage._cdata)
+                self.record.changes[place] = self.record.changes[place]._replace(label=Label(graph, None, tensor))
+            else:
                 self._current = Label(graph, None, tensor)
                 tracker.add((value,))
-        self._current = None
+                self._current = None
 
     def there(self, values: Sequence[Any], kind: TensorKind | None) -> None:
         """These are on the device beside what graphs are given."""
