@@ -119,6 +119,8 @@ class DeviceClock:
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
         self._device = device
         self._free: list[Any] = []
+        self._raw = raw_streams(device)
+        self._streams: dict[int, Stream] = {}
         synchronize(device)
         self._origin = self.mark()
         self._origin_seconds = now()
@@ -127,8 +129,17 @@ class DeviceClock:
     def mark(self, stream: Any = None) -> Any:
         """An event behind all that `stream`, or else the one that computes, has been given."""
         event = self._free.pop() if self._free else torch.get_device_module(self._device).Event(enable_timing=True)
-        event.record(current_stream(self._device) if stream is None else stream)
+        event.record(self._compute() if stream is None else stream)
         return event
+
+    def _compute(self) -> Stream:
+        """The stream that computes, whose object takes the host longer to make than an event to record."""
+        raw = None if self._raw is None else self._raw.current(self._raw.index)
+        if raw is None:
+            return current_stream(self._device)
+        if raw not in self._streams:
+            self._streams[raw] = current_stream(self._device)
+        return self._streams[raw]
 
     def is_past(self, mark: Any) -> bool:
         """Whether what stands before it is done."""

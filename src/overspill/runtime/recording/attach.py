@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
+from overspill.runtime.tracker import LiveBytes
 
 from .recorder import Recorder
 from .sources import Source
@@ -37,7 +38,8 @@ def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorde
         recorder.plans_now = lambda: [plan for source in sources for plan in source.plans]
         device = next((d for source in sources if (d := source.device) is not None), None)
         if device is not None:
-            recorder.start(device, next((s.tracker for s in sources if s.tracker is not None), None))
+            counting = (source.tracker for source in sources)
+            recorder.start(device, next((tracker for tracker in counting if isinstance(tracker, LiveBytes)), None))
         for source in sources:
             source.tell(recorder)
             for kind, tensors in source.present():
