@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from overspill.core import TensorKind
 from overspill.runtime.optimizers import find_optimizers, optimizer_needs
@@ -54,8 +53,7 @@ class Followed:
         """What is there of parameters, gradients and the optimizers' state."""
         yield TensorKind.PARAMETER, self.parameters
         yield TensorKind.GRADIENT, [p.grad for p in self.parameters if p.grad is not None]
-        state = [leaf for o in self._stepping() for leaf in tree_leaves(list(o.state.values()))]
-        yield TensorKind.OPTIMIZER_STATE, [leaf for leaf in state if isinstance(leaf, Tensor)]
+        yield TensorKind.OPTIMIZER_STATE, [value for optimizer in self._stepping() for value in state_of(optimizer)]
 
     def updated_by(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer` steps on any of them."""
@@ -64,3 +62,10 @@ class Followed:
 
     def _stepping(self) -> Sequence[Optimizer]:
         return self.optimizers if self.optimizers is not None else find_optimizers(self.parameters)
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors that an optimizer keeps for its parameters, some of them in lists."""
+    values = [value for of in optimizer.state.values() if isinstance(of, dict) for value in of.values()]
+    listed = [value for many in values if isinstance(many, (list, tuple)) for value in many]
+    return [value for value in (*values, *listed) if isinstance(value, Tensor)]

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
+from overspill.runtime.compiled.followed import state_of
 from overspill.runtime.tracker import LiveBytes
 
 from .recorder import Recorder
@@ -55,7 +55,7 @@ def _steps_by_optimizers(recorder: Recorder, sources: Sequence[Source]) -> Itera
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         if not recorder.is_over and any(source.ends_by(optimizer) for source in sources):
             recorder.optimizer_stepped()
-            recorder.there(tree_leaves(list(optimizer.state.values())), TensorKind.OPTIMIZER_STATE)
+            recorder.there(state_of(optimizer), TensorKind.OPTIMIZER_STATE)
 
     hook = register_optimizer_step_post_hook(stepped)
     try:

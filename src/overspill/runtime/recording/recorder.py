@@ -7,7 +7,6 @@ for; what they say is read between steps, once they have come to pass, and at th
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,7 +22,8 @@ from overspill.runtime.live.allocator import serving
 from overspill.runtime.tracker import LiveBytes
 
 from .clock import Clock, HostClock
-from .record import Change, Label, Measured, RunRecord, StepFacts
+from .record import Label, Measured, RunRecord, StepFacts
+from .rows import Comings, Marked
 
 F = TypeVar("F")
 MOST_ENTRIES = 500_000
@@ -80,12 +80,13 @@ class Recorder:
         self._left = most_entries
         self._clock: Clock | None = None
         self._history: accelerator.MemoryHistory | None = None
-        self._raw: deque[tuple[list[Measured], Label | None, Any, Any]] = deque()
+        self._marked = Marked()
+        self._comings = Comings()
         self._current: Label | None = None
         self._kind: TensorKind | None = None
         self._since: Any = None
         self._issued_since = 0.0
-        self._issued: list[Measured] | None = None
+        self._issued: list[Any] | None = None  # on a device: labels, and when the host began and ended
         self._computed = 0  # how many things compute has been given
         self._places: list[int] = []
         """On a device, for each change twice that number, and one less where none of them is under way."""
@@ -118,7 +119,7 @@ class Recorder:
                 "PyTorch records no memory of a live pool on CUDA: leave the placement out, or --snapshot (snapshot=False in Python)"
             )
         if self.record.on_device:
-            self._clock, self._issued = accelerator.DeviceClock(device, self.now), self.record.host
+            self._clock, self._issued = accelerator.DeviceClock(device, self.now), []
             self._history = accelerator.MemoryHistory(device) if self._wants_snapshot else None
         else:
             self._clock = HostClock(self.now)
@@ -165,7 +166,7 @@ class Recorder:
             self._close_step()
 
     def _begin_step(self) -> None:
-        self._resolve()
+        self._read_clock()
         self._note_plans()
         self._new_plans = False
         self._step_begun = self.mark()
@@ -174,12 +175,12 @@ class Recorder:
 
     def _close_step(self, *, is_whole: bool = True) -> None:
         self._note_plans()
-        self._raw.append((self.record.steps, None, self._step_begun, self._step_ended))
+        self._marked.add(self.record.steps, None, self._step_begun, self._step_ended)
         self.record.facts.append(StepFacts(self._new_plans, self._prepared_seconds, is_whole))
         self._prepared_seconds, self._step_begun, self._step_ended = 0.0, None, None
         if self._history is not None:
             self._history.step(f"step {len(self.record.facts)}", "END")
-        self._resolve()
+        self._read_clock()
         if self._most_steps is not None and len(self.record.facts) >= self._most_steps:
             self._end()
 
@@ -213,8 +214,12 @@ class Recorder:
         self._end()
         if self._clock is not None:
             self._clock.settle()
-            self._resolve()
+            self._marked.read(self._clock)
+        self._marked.put()
+        self.record.changes = self._comings.all()
         if self._issued is not None:
+            issued = iter(self._issued)
+            self.record.host = [Measured(*thing) for thing in zip(issued, issued, issued, strict=True)]
             self.record.time_changes(self._places)
         self.record.plans = [plan for plan in self._known_plans.values() if id(plan.graph) in self._graphs]
         self._known_plans.clear()
@@ -255,8 +260,7 @@ class Recorder:
             if storage.nbytes() != graph.tensors[tensor].nbytes:  # a part of it is given, as of a batch that was split
                 self.there((value,), graph.tensors[tensor].kind)
             elif known:
-                place = self._unnamed.pop(storage._cdata)
-                self.record.changes[place] = self.record.changes[place]._replace(label=Label(graph, None, tensor))
+                self._comings.name(self._unnamed.pop(storage._cdata), Label(graph, None, tensor))
             else:
                 self._current = Label(graph, None, tensor)
                 tracker.add((value,))
@@ -269,10 +273,9 @@ class Recorder:
         self._kind = kind
         self.tracker.add(values)
         self._kind = None
-        changes = self.record.changes
         for value in values:
-            if isinstance(value, Tensor) and (at := self._unnamed.get(value.untyped_storage()._cdata)) is not None:
-                changes[at] = changes[at]._replace(kind=kind)
+            if isinstance(value, Tensor) and (row := self._unnamed.get(value.untyped_storage()._cdata)) is not None:
+                self._comings.be(row, kind)
 
     def begin(self, label: Label) -> None:
         """What `label` says begins."""
@@ -294,14 +297,14 @@ class Recorder:
         if label is None or self.is_over:
             return
         if label.verb not in _STARTED:
-            self._raw.append((self.record.compute, label, self._since, self.mark()))
+            self._marked.add(self.record.compute, label, self._since, self.mark())
             self._left -= 1
         if label.verb is not Verb.OFFLOAD and self.tracker is not None:
             self.tracker.add(made if isinstance(made, (tuple, list)) else (made,))
         self._computed += label.verb not in _STARTED
         self._current = None
         if self._issued is not None:
-            self._issued.append(Measured(label, self._issued_since, self.now()))
+            self._issued += (label, self._issued_since, self.now())
             if self._history is not None:
                 self._history.annotate("")
 
@@ -316,34 +319,29 @@ class Recorder:
     def copied(self, verb: Verb, label: Label | None, begun: Any, ended: Any) -> None:
         """A copy has been carried out, or given to its stream; called by lanes' threads too."""
         if not self.is_over:
-            self._raw.append((self.record.copies[verb], label, begun, ended))
+            self._marked.add(self.record.copies[verb], label, begun, ended)
             self._left -= 1
 
     def changed(self, storage: int, nbytes: int) -> None:
         """A storage came to the device, or with `nbytes` below zero it went."""
         if self.is_over or not nbytes:
             return
+        current = self._current
+        step = len(self.record.facts) + (self._step_ended is not None)
+        row = self._comings.add(self.now(), storage, nbytes, current, self._kind, step)
         if nbytes < 0:
             self._unnamed.pop(storage, None)
-        elif self._current is None:
-            self._unnamed[storage] = len(self.record.changes)
-        step = len(self.record.facts) + (self._step_ended is not None)
-        self.record.changes.append(Change(self.now(), storage, nbytes, self._current, self._kind, step))
+        elif current is None:
+            self._unnamed[storage] = row
         self._left -= 1
         if self._issued is not None:
-            computes = self._current is not None and self._current.verb not in _STARTED
+            computes = current is not None and current.verb not in _STARTED
             self._places.append(2 * self._computed - (not computes))
 
-    # -- reading the clocks
-
-    def _resolve(self) -> None:
-        """Read when those things were whose marks have passed."""
-        raw, clock = self._raw, self._clock
-        while raw and clock is not None and clock.is_past(raw[0][3]):
-            into, label, begun, ended = raw.popleft()
-            into.append(Measured(label, clock.seconds(begun), clock.seconds(ended)))
-            clock.give_back(begun)
-            clock.give_back(ended)
+    def _read_clock(self) -> None:
+        """Between steps a device's marks are read, and can be used again."""
+        if self._issued is not None and self._clock is not None:
+            self._marked.read(self._clock)
 
     def _fill(self) -> None:
         """There is more than a record may hold."""
