@@ -121,7 +121,7 @@ class Run:
     offloaded_bytes: int = 0
     times: MeasuredTimes | None = None
     pool: PoolReport | None = None
-    record: RunRecord | None = None
+    record: RunRecord | None = field(default=None, repr=False)
 
     def identical_to(self, other: Run) -> bool:
         """Whether losses and final state are equal to the last bit."""

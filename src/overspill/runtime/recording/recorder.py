@@ -116,7 +116,7 @@ class Recorder:
         self.record.on_device = device.type != "cpu"
         if self.record.on_device and self._wants_snapshot and serving() is not None:
             raise RequestError(
-                "PyTorch records no memory of a live pool on CUDA: leave the placement out, or --snapshot (snapshot=False in Python)"
+                "PyTorch records no memory of a live pool on CUDA: leave the placement out, or the snapshot"
             )
         if self.record.on_device:
             self._clock, self._issued = accelerator.DeviceClock(device, self.now), []
