@@ -21,7 +21,7 @@ MOST_STEPS = 10
 
 @contextmanager
 def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Iterator[Recording]:
-    """The Recording of what `model` does while this lasts: ops, copies, waits and memory, as they were measured.
+    """The Recording of what `model` does while this lasts: ops, copies, waits and memory, as they were measured::
 
         with overspill.record(model) as recording:
             for batch in itertools.islice(loader, 3):
