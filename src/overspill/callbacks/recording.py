@@ -21,7 +21,9 @@ MOST_STEPS = 10
 
 @contextmanager
 def record(model: Any, *, steps: int = MOST_STEPS, snapshot: bool = True) -> Iterator[Recording]:
-    """The Recording of what `model` does while this lasts: ops, copies, waits and memory, as they were measured::
+    """The Recording of what `model` does while this lasts: ops, copies, waits and memory, as they were measured.
+
+    For example::
 
         with overspill.record(model) as recording:
             for batch in itertools.islice(loader, 3):
