@@ -135,7 +135,8 @@ def test_steps_of_plans_that_are_there_already_are_recorded_and_no_number_change
     (plan,) = plans
     counts, record = plan.schedule.counts, recording.record
     assert {verb: len(copies) for verb, copies in record.copies.items()} == {v: 2 * counts[v] for v in record.copies}
-    # The engine waited for nothing, or for what is said here.
+    assert recording.offloaded_bytes == [plan.offloaded_bytes] * 2
+    assert recording.prefetched_bytes == [plan.prefetched_bytes] * 2
     assert all(waited >= 0 for waited in recording.waited_seconds)
     # Each op of forward and backward that runs, once a step; updates of a whole step may be one call.
     ran = [thing.label for thing in record.within(record.compute, 1) if thing.is_op and thing.label is not None]

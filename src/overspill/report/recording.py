@@ -68,16 +68,15 @@ class Recording(Reportable):
         """The most bytes of storages that were seen at once."""
         return self.record.peak_bytes()
 
-    def moved_bytes(self, verb: Verb) -> list[int]:
-        """Bytes that copies of a kind moved, in each step; not those between two plans' steps."""
-        return [
-            sum(
-                c.label.graph.tensors[c.label.target].nbytes
-                for c in self.record.within(self.record.copies[verb], step)
-                if c.label is not None
-            )
-            for step in range(len(self.record.steps))
-        ]
+    @property
+    def offloaded_bytes(self) -> list[int]:
+        """Bytes that went to the store in each step, of what ops made."""
+        return self._moved(Verb.OFFLOAD)
+
+    @property
+    def prefetched_bytes(self) -> list[int]:
+        """Bytes that came back in each step."""
+        return self._moved(Verb.PREFETCH)
 
     def trace(self, path: str | Path) -> None:
         """Write what happened when to `path`, for Perfetto, beside the plans' simulated steps. Raises RequestError."""
@@ -86,3 +85,8 @@ class Recording(Reportable):
     def snapshot(self, path: str | Path) -> None:
         """Write what memory held to `path`, for PyTorch's memory_viz: on CUDA as PyTorch itself recorded it. Raises RequestError."""
         write_run_snapshot(self.record, path)
+
+    def _moved(self, verb: Verb) -> list[int]:
+        record = self.record
+        labels = [[c.label for c in record.within(record.copies[verb], at)] for at in range(len(record.steps))]
+        return [sum(lb.graph.tensors[lb.target].nbytes for lb in of_step if lb is not None) for of_step in labels]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from overspill.core import Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.report.page import (
     Column,
@@ -42,7 +41,7 @@ def recording_verdict(found: Recording) -> Verdict:
     record = found.record
     planned = max((plan.peak_bytes for plan in found.plans), default=0)
     count = len(record.steps)
-    moved = sum(sum(found.moved_bytes(verb)) for verb in record.copies) / count
+    moved = sum(found.offloaded_bytes + found.prefetched_bytes) / count
     waited = sum(found.waited_seconds) / count
     figures = (
         Figure("a step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
@@ -82,8 +81,8 @@ def steps_table(found: Recording) -> Table:
         range(1, len(record.steps) + 1),
         found.step_seconds,
         found.waited_seconds,
-        found.moved_bytes(Verb.OFFLOAD),
-        found.moved_bytes(Verb.PREFETCH),
+        found.offloaded_bytes,
+        found.prefetched_bytes,
         (record.peak_bytes(at) for at in range(len(record.steps))),
         notes,
         strict=True,
