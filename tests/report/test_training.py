@@ -11,7 +11,7 @@ from tests.report.test_plan import plan, shown
 
 from overspill.core.units import format_seconds
 from overspill.models import load
-from overspill.report.page import Lines
+from overspill.report.page import Lines, Step
 from overspill.report.pages.training import training_page
 from overspill.report.training import Trained, training_report
 from overspill.runtime.options import Options
@@ -86,3 +86,14 @@ def test_the_time_of_a_step_leaves_out_the_first_and_says_so(seconds: list[float
     assert (figure.value, figure.note) == (format_seconds(usual), f"measured, {said}")
     times = next(s for s in page.sections if isinstance(s, Lines) and s.title == "Time of each step")
     assert [mark.at for mark in times.marks] == [usual]
+
+
+@pytest.mark.parametrize(
+    ("placement", "shown_by"), [(None, "pytorch"), ("best-fit", "best-fit"), ("planned", "portfolio")]
+)
+def test_the_page_shows_blocks_where_a_simulation_puts_them_also_of_a_live_pool(
+    placement: str | None, shown_by: str
+) -> None:
+    page = training_page(replace(trained(), options=Options(store="disk", placement=placement)))
+    step = next(section for section in page.sections if isinstance(section, Step))
+    assert [run.placer for run in step.runs] == [shown_by] * 2

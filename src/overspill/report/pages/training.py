@@ -30,7 +30,7 @@ from .recording import views_title
 def training_page(trained: Trained) -> Page:
     """The report of a run: what was measured first, and then its plan, which is simulated."""
     title = title_of(trained)
-    planned = plan_page(trained.plan, title, trained.placed.placer)
+    planned = plan_page(trained.plan, title, trained.options.placer)
     views, measured = _views(trained, planned.sections)
     sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *views)
     notes = (
