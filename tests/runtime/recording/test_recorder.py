@@ -297,6 +297,9 @@ def test_pytorchs_own_recorder_of_memory_is_on_as_long_as_the_recording(
 ) -> None:
     said: list[Any] = []
     memory = torch.cuda.memory
+    monkeypatch.setattr(
+        recorder_file, "serving", lambda: None
+    )  # a test of live pools may have left one for this process
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: said == ["the user's"], raising=False)
     monkeypatch.setattr(memory, "_get_memory_metadata", lambda: "theirs")
     monkeypatch.setattr(memory, "_set_memory_metadata", said.append)
