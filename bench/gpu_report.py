@@ -72,6 +72,7 @@ def report(known: Sequence[Line]) -> tuple[str, bool]:
         "Is a card of that size enough?": tables.survival(found),
         **{f"Step times: {job}": tables.step_times(found, job) for job in ("gpt2", "resnet50", "decoder")},
         "Profile of one step": tables.profiles(found),
+        "Recordings of a step": tables.recordings(found),
         "Plans by measured op times": tables.again(found),
         "Estimates": tables.estimates(found),
         "Larger than memory": tables.larger(found),

@@ -22,6 +22,9 @@ DEVICE_FILE_TOLERANCE = 0.1
 MOST_HOST_SHARE = 0.9
 """The time between two events on the GPU has its waits for the host in it: near 1 the host is what the step waits for."""
 LEAST_OVERLAP = 0.5
+RECORDED_TOLERANCE = 0.1
+"""How far the share of copy time beside ops that a recording has may be from the profiler's beside kernels."""
+MOST_RECORDING_COST = 0.1
 GAIN_BY_MEASURED_TIMES = 0.05
 MEDIAN_ESTIMATE_ERROR, LARGEST_ESTIMATE_ERROR = 0.03, 0.15
 PLAIN_AGAIN = ("plain again", "torch.compile again")
@@ -176,10 +179,37 @@ def _noise(found: Found, job: str) -> float:
 def overlap(found: Found) -> Iterator[Verdict]:
     """Topic 7."""
     for name, figures in tables.named(found, "7-profile-").items():
-        if "copy_busy_seconds" not in figures or not (copies := sum(figures["copy_busy_seconds"].values())):
+        if "copy_busy_seconds" not in figures or (share := _beside(figures)) is None:
             continue
-        share = figures["copies_beside_kernels_seconds"] / copies
         yield _judged(share < LEAST_OVERLAP, f"{name}: {share:.0%} of copy time", "find what the lanes wait for")
+
+
+def true_recordings(found: Found) -> Iterator[Verdict]:
+    """Topic 7, recordings."""
+    for name, figures in tables.named(found, "7-recorded-").items():
+        recorded, profiled = (_beside(figures[key]) if key in figures else None for key in ("recorded", "profiled"))
+        if recorded is not None and profiled is not None:
+            evidence = f"{name}: {recorded:.0%} of copy time beside ops, by the profiler {profiled:.0%} beside kernels"
+            off = abs(recorded - profiled) > RECORDED_TOLERANCE
+            yield _judged(off, evidence, "find which event stands in the wrong place")
+        if "snapshot_replays" in figures:
+            same = "replays" if figures["snapshot_replays"] else "does not replay"
+            yield _judged(
+                not figures["snapshot_replays"], f"{name}: the snapshot {same}", "find the event that differs"
+            )
+
+
+def cheap_recordings(found: Found) -> Iterator[Verdict]:
+    """Topic 7, what recordings cost."""
+    for name, figures in tables.named(found, "7-recorded-").items():
+        cost = figures["ratio_median"] - 1
+        yield _judged(cost > MOST_RECORDING_COST, f"{name}: {cost:+.1%}", "say in docs/tools.md what it costs on a GPU")
+
+
+def _beside(figures: Figures) -> float | None:
+    """The share of copy time that lies beside kernels; None where nothing was copied."""
+    copies = sum(figures["copy_busy_seconds"].values())
+    return figures["copies_beside_kernels_seconds"] / copies if copies else None
 
 
 def good_device_file(found: Found) -> Iterator[Verdict]:
@@ -240,6 +270,8 @@ RULES: dict[Rule, str] = {
     device_bound: f"host time of our steps is at most {MOST_HOST_SHARE:.0%} of the time between events on the GPU",
     faster_than_peers: "our step at a peer's peak is no slower than the peer's, beyond the noise of plain training",
     overlap: f"at least {LEAST_OVERLAP:.0%} of copy time lies beside kernels",
+    true_recordings: f"a recording has the share of copy time beside ops that the profiler has, within {RECORDED_TOLERANCE:.0%}, and its snapshot replays",
+    cheap_recordings: f"a recorded step takes at most {MOST_RECORDING_COST:.0%} longer",
     true_device_file: f"the device file's link is within {DEVICE_FILE_TOLERANCE:.0%} of the measured one",
     good_device_file: f"plans by measured op times gain at most {GAIN_BY_MEASURED_TIMES:.0%}",
     true_estimates: f"estimates: median error at most {MEDIAN_ESTIMATE_ERROR:.0%}, largest at most {LARGEST_ESTIMATE_ERROR:.0%}",

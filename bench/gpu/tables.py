@@ -152,6 +152,26 @@ def profiles(found: Found) -> str:
     return table(head, rows)
 
 
+def recordings(found: Found) -> str:
+    """What recordings of a step say beside PyTorch's profiler, and what they cost."""
+    rows = []
+    for name, f in named(found, "7-recorded-").items():
+        recorded, profiled = f["recorded"], f.get("profiled", {})
+        rows.append(
+            (
+                name, _seconds(statistics.median(f["plain_step_seconds"])), f"{f['ratio_median']:.2f}",
+                *(_seconds(k.get("copies_beside_kernels_seconds")) for k in (recorded, profiled)),
+                _seconds(f["waited_seconds"]), _seconds(f["host_seconds"]),
+                _bytes(f.get("recorded_live_bytes")), _bytes(f.get("snapshot_requested_bytes")),
+            )
+        )  # fmt: skip
+    head = (
+        "job", "step", "recorded, times that", "copies beside ops", "… beside kernels, by the profiler", "waits", "host",
+        "most live bytes", "… by PyTorch's snapshot",
+    )  # fmt: skip
+    return table(head, rows)
+
+
 def again(found: Found) -> str:
     """Plans by the device file and by measured times."""
     rows = [

@@ -10,7 +10,11 @@ what it costs to train it in less; and
 
     model = overspill.compile(model, budget="8GiB")
 
-trains within 8 GiB of device memory, with the same numbers to the last bit. `import overspill` is cheap: torch is
+trains within 8 GiB of device memory, with the same numbers to the last bit, and
+
+    with overspill.record(model) as recording: ...
+
+shows what some steps of that did. `import overspill` is cheap: torch is
 imported when something that needs it is first used.
 """
 
@@ -23,6 +27,7 @@ from . import errors
 
 if TYPE_CHECKING:
     from .api import advise, compare, pack, plan, sweep
+    from .callbacks.recording import record
     from .devices import load_device
     from .estimation.api import estimate
     from .runtime.compiled.compile import compile  # noqa: A004
@@ -40,6 +45,7 @@ __all__ = [
     "load_device",
     "pack",
     "plan",
+    "record",
     "sweep",
     "train_step",
 ]
@@ -53,6 +59,7 @@ _LAZY = {
     "load_device": "overspill.devices",
     "pack": "overspill.api",
     "plan": "overspill.api",
+    "record": "overspill.callbacks.recording",
     "sweep": "overspill.api",
     "train_step": "overspill.runtime.step.train_step",
 }

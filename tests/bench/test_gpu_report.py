@@ -43,6 +43,14 @@ EXPECTED = {
         1,
     ),
     "overlap": (["resnet50-60%: 25% of copy time"], 1),
+    "true_recordings": (
+        [
+            "resnet50-step-60%: 50% of copy time beside ops, by the profiler 75% beside kernels",
+            "resnet50-step-60%: the snapshot does not replay",
+        ],
+        2,
+    ),
+    "cheap_recordings": (["resnet50-step-60%: +25.0%"], 1),
     "true_device_file": (["prefetch_bytes_per_second: 30.0 GB/s measured, 50.0 GB/s in h100.toml"], 2),
     "good_device_file": (["resnet50: +20.0%"], 1),
     "true_estimates": (["median 2.0%, largest 20.0% (lstm-64-adam), 3 jobs"], 0),

@@ -23,7 +23,7 @@ def test_a_plan_is_saved_where_asked(overspill: Overspill) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", ["", "--whole-step"])
+@pytest.mark.parametrize("more", ["", "--whole-step", "--backend inductor", "--backend inductor --whole-step"])
 def test_a_run_is_saved_where_asked(more: str, overspill: Overspill) -> None:
     done = overspill(f"train {JOB} --steps 2 --store host --check {more}")
     assert done.code == 0, done.err
@@ -31,6 +31,15 @@ def test_a_run_is_saved_where_asked(more: str, overspill: Overspill) -> None:
     processes = named(read_trace(Path("trace.json")), "process_name")
     assert [name.partition(":")[0] for name in processes] == ["simulated", "measured"]
     assert read_snapshot("blocks.pickle").devices == (0,)
+
+
+def test_the_report_of_a_recorded_run_shows_its_last_step_as_it_was_measured(overspill: Overspill) -> None:
+    done = overspill("train nets:shallow --batch 64 --steps 2 --store host --trace trace.json --report run.html")
+    assert done.code == 0, done.err
+    page = Path("run.html").read_text(encoding="utf-8")
+    assert '"name":"measured (step 2)"' in page
+    assert "but for those that say measured (step 2)." in page
+    assert "the last step; the first plans and compiles" in page
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -51,10 +60,3 @@ def test_a_file_that_what_opens_it_would_not_know_is_refused(
     done = overspill(f"{command} alexnet --small --batch 2 {option}")
     assert done.code == 2
     assert f"must end in {ending}" in done.err
-
-
-def test_what_inductor_does_is_not_recorded(overspill: Overspill) -> None:
-    done = overspill("train nets:shallow --batch 4 --backend inductor --trace trace.json")
-    assert done.code == 2
-    assert "recorded on the eager backend; Inductor fuses ops" in done.err
-    assert not Path("trace.json").exists()

@@ -28,10 +28,11 @@ torch.backends.cuda.enable_cudnn_sdp(
 
 @dataclass
 class Job:
-    """A job that is ready to run: `step()` trains one step, `plan()` is what was planned."""
+    """A job that is ready to run: `step()` trains one step, `plan()` is what was planned, `source` what can be recorded."""
 
     step: Callable[[], Any]
     plan: Callable[[], Plan]
+    source: Any = None
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def job(
                 return whole(*inputs)
 
         try:
-            yield Job(whole_step, lambda: whole.plans[0])
+            yield Job(whole_step, lambda: whole.plans[0], whole)
         finally:
             whole.close(bring_back=False)
         return
@@ -88,7 +89,7 @@ def job(
         return loss
 
     try:
-        yield Job(train, lambda: session.plans[0] if session is not None else None)
+        yield Job(train, lambda: session.plans[0] if session is not None else None, session)
     finally:
         if session is not None:
             session.close()

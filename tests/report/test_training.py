@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.report.test_plan import plan, shown
 
+from overspill.core.units import format_seconds
 from overspill.models import load
+from overspill.report.page import Lines, Step
+from overspill.report.pages.training import training_page
 from overspill.report.training import Trained, training_report
 from overspill.runtime.options import Options
 from overspill.runtime.training import Run, Training
@@ -64,3 +68,32 @@ def test_the_report_sets_the_measured_peak_against_budget_and_unmanaged_peak() -
 
 def test_the_usual_step_is_not_the_one_that_compiles() -> None:
     assert "step 500.0 ms" in shown(training_report(trained()))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "usual", "said"),
+    [
+        ([9.0], 9.0, "the only step, with planning and compiling"),
+        ([9.0, 1.0], 1.0, "the last step; the first plans and compiles"),
+        ([9.0, 5.0, 1.0], 1.0, "the last step; the first plans and compiles"),
+        ([9.0, 5.0, 1.0, 2.0, 3.0], 2.0, "the median without the first two, which plan and compile"),
+    ],
+)
+def test_the_time_of_a_step_leaves_out_the_first_and_says_so(seconds: list[float], usual: float, said: str) -> None:
+    result = replace(trained(), managed=replace(run(), step_seconds=seconds))
+    page = training_page(result)
+    figure = next(f for f in page.verdict.figures if f.label == "a step")
+    assert (figure.value, figure.note) == (format_seconds(usual), f"measured, {said}")
+    times = next(s for s in page.sections if isinstance(s, Lines) and s.title == "Time of each step")
+    assert [mark.at for mark in times.marks] == [usual]
+
+
+@pytest.mark.parametrize(
+    ("placement", "shown_by"), [(None, "pytorch"), ("best-fit", "best-fit"), ("planned", "portfolio")]
+)
+def test_the_page_shows_blocks_where_a_simulation_puts_them_also_of_a_live_pool(
+    placement: str | None, shown_by: str
+) -> None:
+    page = training_page(replace(trained(), options=Options(store="disk", placement=placement)))
+    step = next(section for section in page.sections if isinstance(section, Step))
+    assert [run.placer for run in step.runs] == [shown_by] * 2

@@ -26,11 +26,12 @@ Step = Callable[[], Tensor]
 
 
 class Way:
-    """A step to call as often as one likes, and what the way to train says of itself afterwards."""
+    """A step to call as often as one likes, what the way to train says of itself afterwards, and what can be recorded of it."""
 
-    def __init__(self, step: Step, says: Callable[[], Figures] = dict) -> None:
+    def __init__(self, step: Step, says: Callable[[], Figures] = dict, source: Any = None) -> None:
         self.step = step
         self.says = says
+        self.source = source
 
 
 def loop(
@@ -108,7 +109,7 @@ def managed(built: Built, budget: str | int | None, backend: str = "eager", plac
         partitions = [p for p in session.partitions if p is not None]
         return found | ({"partition": partitions[0]} if partitions else {})
 
-    way.says = says
+    way.says, way.source = says, session
     return way
 
 
@@ -118,7 +119,7 @@ def whole_step(built: Built, budget: str | int | None, backend: str = "eager") -
     whole = overspill.train_step(
         built.step.model, built.step.loss, built.optimizer(), budget=_asked(budget), backend=backend
     )
-    return Way(lambda: whole(*built.batch), lambda: promises(whole.plans[-1]) | {"peak_bytes": whole.peak_bytes})
+    return Way(lambda: whole(*built.batch), lambda: promises(whole.plans[-1]) | {"peak_bytes": whole.peak_bytes}, whole)
 
 
 def promises(plan: Plan) -> Figures:

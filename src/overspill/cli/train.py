@@ -48,6 +48,7 @@ from .common import (
 if TYPE_CHECKING:
     from overspill.report.training import Trained
     from overspill.runtime.options import Options
+    from overspill.runtime.recording.recorder import Recorder
     from overspill.runtime.training import Run, Training
 
 DIFFERS = 1
@@ -141,7 +142,7 @@ def train(
         quiet_torch()
         from overspill.costs import MeasuredTimes
         from overspill.runtime.options import Options
-        from overspill.runtime.record import RunRecord
+        from overspill.runtime.recording.recorder import Recorder
         from overspill.runtime.step.train_step import GradientOptions
         from overspill.runtime.training import Training
 
@@ -161,11 +162,11 @@ def train(
             profile=profile is not None,
             placement=placement,
             checksum=checksum,
-            record=None if trace is None and snapshot is None else RunRecord(),
         )
+        recorder = None if trace is None and snapshot is None else Recorder(by_hand=True, snapshot=snapshot is not None)
         _try_store(options, training.device)
         narrator.now(f"capturing and planning {model}")
-        trained = run_training(model, training, options, narrator, check=check)
+        trained = run_training(model, training, options, narrator, recorder, check=check)
     if out is not None:
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
@@ -185,11 +186,11 @@ def _write(trained: Trained, files: dict[str, Path]) -> None:
 
     if (report := files.get("report")) is not None:
         write_page(report, training_page(trained))
-    if (record := trained.options.record) is None:
+    if (record := trained.managed.record) is None:
         return
     title = f"{trained.model}, batch {trained.training.batch}, policy {trained.options.policy}"
     if (trace := files.get("trace")) is not None:
-        write_run_trace(record, trained.plan, trace, title)
+        write_run_trace(record, record.plans, trace, title)
     if (snapshot := files.get("snapshot")) is not None:
         write_run_snapshot(record, snapshot)
 
@@ -214,8 +215,16 @@ def _try_store(options: Options, device: str) -> None:
     make_store(options.store, torch.device(device), options.store_dir).close()
 
 
-def run_training(model: str, training: Training, options: Options, narrator: Narrator, *, check: bool) -> Trained:
-    """The managed run, and with `check` the plain one after it."""
+def run_training(
+    model: str,
+    training: Training,
+    options: Options,
+    narrator: Narrator,
+    recorder: Recorder | None = None,
+    *,
+    check: bool,
+) -> Trained:
+    """The managed run, which `recorder` is told of, and with `check` the plain one after it."""
     from overspill.report.training import Trained
     from overspill.runtime.training import train as train_managed
 
@@ -230,7 +239,7 @@ def run_training(model: str, training: Training, options: Options, narrator: Nar
         torch.set_num_threads(1)
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
     narrator.parts(training.steps)
-    managed = train_managed(training, options, on_step)
+    managed = train_managed(training, options, on_step, recorder)
     if managed.plan is None:
         raise OverspillError(
             f"{model} gave no graph that could be planned; let its loss depend on parameters that require gradients"

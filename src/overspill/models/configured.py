@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from overspill.core.errors import RequestError
 
+from .fields import parsed_fields
 from .job import Job
 
 DECODER, HUGGING_FACE = "decoder", "hf"
@@ -61,25 +60,3 @@ def _decoder_sizes(name: str) -> dict[str, int]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(f"{name}: {key} must be a positive whole number, not {value}")
     return fields
-
-
-def parsed_fields(name: str, parts: list[str]) -> dict[str, Any]:
-    """`key=value` each; a value is a number, true or false, or else text."""
-    fields: dict[str, Any] = {}
-    for part in parts:
-        key, equals, text = part.partition("=")
-        if not equals or not key.isidentifier() or not text:
-            raise RequestError(f"{name}: cannot read {part!r}; write key=value, with commas between")
-        fields[key] = _value(text)
-    return fields
-
-
-def _value(text: str) -> int | float | bool | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overspill.core.errors import RequestError
 from overspill.core.registry import did_you_mean
 
-from .configured import parsed_fields
+from .fields import parsed_fields
 from .job import Job, checked_size
 
 _SEQ_LEN = 128

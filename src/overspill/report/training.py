@@ -214,5 +214,15 @@ def usual_step_seconds(run: Run) -> float:
     return median(run.step_seconds[2:] or run.step_seconds[-1:])
 
 
+def usual_steps(run: Run) -> str:
+    """Of which steps that is, in words."""
+    count = len(run.step_seconds)
+    if count == 1:
+        return "the only step, with planning and compiling"
+    if count <= 3:
+        return "the last step; the first plans and compiles"
+    return "the median without the first two, which plan and compile"
+
+
 def _plain(trained: Trained) -> str:
     return "plain PyTorch" if trained.options.backend == "eager" else "plain torch.compile"

@@ -48,6 +48,10 @@ OP_ID = "overspill_op"
 """Key in an emitted node's meta: the op that it runs."""
 DOES = "overspill_does"
 """Key in an emitted node's meta: the verb that it carries out, and the op or tensor."""
+TOGETHER = "overspill_together"
+"""Key in an emitted node's meta: with how many other ops it runs its own."""
+HOLDS = "overspill_holds"
+"""Key in an input's meta: the tensor that it is."""
 
 
 def lower(
@@ -167,7 +171,7 @@ class _Emitter:
 
     def add_placeholder(self, node: fx.Node) -> None:
         """An input that the captured graph has too."""
-        self.values[node] = self._place(node.name, node.meta)
+        self.values[node] = self._place_root(node)
 
     def add_handle(self, tensor: int) -> None:
         """An input that the captured graph has too, but of which the store has the bytes."""
@@ -180,16 +184,22 @@ class _Emitter:
         """The inputs that forward saved: offloaded tensors' handles first, for they need no version check last."""
         kept = list(saved)
         for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
-            self.values[root] = self._place(root.name, root.meta)
+            self.values[root] = self._place_root(root)
         for tensor in handles:
             handle = forward.handles[tensor]
             self.handles[tensor] = self._place(handle.name, handle.meta)
         for root in (r for r in kept if r.meta.get(NO_VERSION_CHECK)):
-            self.values[root] = self._place(root.name, root.meta)
+            self.values[root] = self._place_root(root)
 
     def _place(self, name: str, meta: dict[str, Any]) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta = dict(meta)
+        return node
+
+    def _place_root(self, root: fx.Node) -> fx.Node:
+        """An input that is all of a tensor."""
+        node = self._place(root.name, root.meta)
+        node.meta[HOLDS] = next((self.captured.tensor_of.get(key) for key in storages(root)), None)
         return node
 
     def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
@@ -287,8 +297,9 @@ class _Emitter:
             )
             self.returned.update({n: self.resolve(n) for n in handed if isinstance(n, fx.Node)})
             return
-        new = self._copy(node)
-        new.meta = {**node.meta, OP_ID: op.id, DOES: (Verb.RUN, op.id)}
+        does = Verb.RUN, op.id
+        new = self._copy(node, does)
+        new.meta = {**node.meta, OP_ID: op.id, DOES: does}
         self._take_results(node, new, self._results(node))
         self._touch(*op.reads, *op.writes)
 
@@ -300,6 +311,7 @@ class _Emitter:
         call = self.together([node.target for node in nodes])
         given = tuple(fx.node.map_arg(node.args, self.resolve) for node in nodes)
         new = self._call(call, given, f"{nodes[0].name}_and_{len(nodes) - 1}_others")
+        new.meta.update({DOES: (Verb.RUN, group[0].id), TOGETHER: len(group) - 1})
         first = nodes[0].meta[MUTATION]
         new.meta[MUTATION] = replace(first, layer=f"{first.layer} and {len(nodes) - 1} others")
         for op in group:
@@ -317,7 +329,7 @@ class _Emitter:
             new.meta.pop("tensor_meta", None)
             results = [r for r in results if r.args[1] < len(kept)]
         else:
-            new = self._copy(node)
+            new = self._copy(node, (Verb.RECOMPUTE, op.id))
             new.meta = dict(node.meta)
         new.meta.update(
             {OP_ID: op.id, DOES: (Verb.RECOMPUTE, op.id), "partitioner_tag": "is_backward", "autograd_backward": True}
@@ -325,11 +337,12 @@ class _Emitter:
         self._take_results(node, new, [r for r in results if r not in self.values])
         self._touch(*op.recompute_reads, *op.recompute_writes)
 
-    def _copy(self, node: fx.Node) -> fx.Node:
+    def _copy(self, node: fx.Node, does: tuple[Verb, int]) -> fx.Node:
         new = self.graph.node_copy(node, self.resolve)
         new.target = RUN_AS.get(new.target, new.target)
         if not reduces_in_place(node):
             return new
+        new.meta[DOES] = does  # with the copy, which has its name
         alone = self._call(torch.ops.aten.clone.default, (new,), node.name)
         new.meta = {**node.meta, **alone.meta, "val": node.meta["val"]}
         return alone

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +24,16 @@ import torch
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.storages import Call
-from overspill.capture.programs.text import Text
+from overspill.capture.programs.text import Text, made_by
 from overspill.core import Instruction, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule, UnsupportedError
 
 from .arena import Arenas, Places, storage_at, tensor_at
 from .halves import crossing, split
 from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
+from .recording.programs import TELLS, LoweredPrograms
+from .recording.record import Label
 from .transfer import ops
-
-Lowered = Callable[[list[Any]], list[Any]]
 
 
 class PlannedPrograms(NamedTuple):
@@ -50,7 +50,7 @@ class PlannedPrograms(NamedTuple):
     made: MadeBy = NOTHING_TOLD
 
 
-def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, Lowered | None]:
+def lower_programs(planned: PlannedPrograms, unchecked: int) -> LoweredPrograms:
     """The forward and the backward that carry out what is `planned`. The last `unchecked` of what is saved may be changed."""
     captured, schedule, places = planned.captured, planned.schedule, planned.places
     programs = captured.programs
@@ -71,6 +71,7 @@ def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, L
         saved.append("arena")  # who has this has the memory
     text.line(f"return [{', '.join([*outputs, *saved, *handles, *loose])}]")
     source = text.function("forward")
+    given = [text.tensors_of(programs.forward.inputs)]
     if programs.backward is not None:
         arguments = [name if name != _NOTHING else f"_{i}" for i, name in enumerate([*saved, *handles, *loose])]
         arguments += programs.backward.inputs[len(programs.saved) :]
@@ -83,9 +84,8 @@ def lower_programs(planned: PlannedPrograms, unchecked: int) -> tuple[Lowered, L
         gradients = [text.gradients.get(i) or text.expression(e) for i, e in enumerate(programs.backward.outputs)]
         text.line(f"return [{', '.join(gradients)}]")
         source += text.function("backward")
-    namespace = _namespace(planned)
-    exec(compile(source, "<Overspill's plan of Inductor's program>", "exec"), namespace)  # noqa: S102
-    return namespace["forward"], namespace.get("backward")
+        given.append(text.tensors_of(arguments))
+    return LoweredPrograms(captured.graph, source, _namespace(planned), text.labels, given)
 
 
 _NOTHING = "overspill_nothing"
@@ -178,6 +178,13 @@ class _Text(Text):
         self.returned: dict[int, str] = {}
         self.gradients: dict[int, str] = {}
         self._tensor_of = {key: tensor for tensor, key in captured.key_of.items()}
+        self.labels: list[Label] = []
+        """What the lines that tell are of."""
+
+    def tensors_of(self, names: Iterable[str]) -> list[int | None]:
+        """For each variable the tensor that it is all of; None for handles and numbers."""
+        keys = map(self.programs.key_of, names)
+        return [None if key is None else self._tensor_of.get(key) for key in keys]
 
     def begin(self, bound: Iterable[str]) -> None:
         """Another function, which is given these variables."""
@@ -197,12 +204,20 @@ class _Text(Text):
                 self.line(f"tell_groups({made!r})")
             if verb is Verb.RUN and target not in self.captured.calls:
                 self._hand_out(ops[target].name)
-            elif verb in (Verb.RUN, Verb.RECOMPUTE):
-                self._call(self.captured.calls[target], position)
             elif verb is Verb.FREE:
                 self._free(target)
             else:
-                self._transfer(verb, target, position)
+                self._tell(verb, target, position)
+
+    def _tell(self, verb: Verb, target: int, position: int) -> None:
+        """Emit an instruction between lines that tell what it is, and what it has made."""
+        self.line(f"{TELLS}begin({len(self.labels)})")
+        self.labels.append(Label(self.captured.graph, verb, target))
+        if verb in (Verb.RUN, Verb.RECOMPUTE):
+            made = self._call(self.captured.calls[target], position)
+        else:
+            made = self._transfer(verb, target, position)
+        self.line(f"{TELLS}end({', '.join(made)})")
 
     def _hand_out(self, op: str) -> None:
         """What is handed out here may be freed by the schedule next: take it while it is there."""
@@ -220,8 +235,10 @@ class _Text(Text):
             into[i] = f"{name}_{i}"
             self.line(f"{name}_{i} = {self.expression(outputs[i])}")
 
-    def _call(self, call: Call, position: int) -> None:
+    def _call(self, call: Call, position: int) -> list[str]:
+        """Emit a call; the variables of what it has made."""
         self.call(call, lambda root: self._allocation(root, position))
+        return made_by(self.programs, call)
 
     def _allocation(self, root: str, position: int) -> str:
         key = self.programs.key_of(root)
@@ -244,7 +261,8 @@ class _Text(Text):
             self.line(f"del {', '.join(gone)}")
             self.bound.difference_update(gone)
 
-    def _transfer(self, verb: Verb, tensor: int, position: int) -> None:
+    def _transfer(self, verb: Verb, tensor: int, position: int) -> list[str]:
+        """Emit what moves a tensor; the variable of what that has made."""
         (root,) = self.programs.roots[self.captured.key_of[tensor]]
         handle = _handle(tensor)
         if verb is Verb.OFFLOAD:
@@ -257,7 +275,9 @@ class _Text(Text):
             nbytes = self.captured.graph.tensors[tensor].nbytes
             into = "" if offset is None else f", storage_at(arena, {offset}, {nbytes})"
             self.line(f"arriving_{tensor} = prefetch({handle}{into})")
+            return [f"arriving_{tensor}"]
         else:
             self.line(f"await_prefetch(arriving_{tensor})")
             self.line(f"{root} = arriving_{tensor}; del arriving_{tensor}")
             self.bound.add(root)
+        return []

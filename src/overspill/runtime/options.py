@@ -31,7 +31,6 @@ from overspill.policies import policy_named
 
 from .hardware import card_bytes, card_of, device_noun, usable_bytes
 from .live.need import LIVE_PLACEMENTS, PLANNED, TWO_ENDED, VIRTUAL, placed_live
-from .record import RunRecord
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
 from .transfer.stores import make_store, whole_pages
@@ -51,7 +50,7 @@ class Options:
 
     `reserve` is set aside for what runs between the model's forward and backward (a loss outside the model, say);
     None means twice the size of the model's differentiable outputs. `times` are op times measured before,
-    `profile=True` measures them (on the eager backend), as `record` does with what the run does when. `placement` names the allocator or solver within whose peak a
+    `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
     plan has to stay, or is one of LIVE_PLACEMENTS; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
     backward are parted; None: the best of several. `software` is that of a GPU that is not here. `limit` is the budget,
@@ -72,7 +71,6 @@ class Options:
     on_unplanned: str = "error"
     partition: float | None = None
     software: Software | None = None
-    record: RunRecord | None = None
     limit: Budget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,11 +85,6 @@ class Options:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
         if self.profile and self.backend != "eager":
             raise RequestError("op times are measured on the eager backend; Inductor fuses ops")
-        if self.record is not None and self.backend != "eager":
-            raise RequestError(
-                "what a run does op by op is recorded on the eager backend; Inductor fuses ops: leave --trace and --snapshot out, or "
-                "take the eager backend"
-            )
         if self.partition is not None and self.backend != "inductor":
             raise RequestError("a partition is for Inductor's programs; give backend='inductor' with it")
         if self.partition is not None and not 0 <= self.partition <= 1:
@@ -208,7 +201,7 @@ def open_engine(options: Options, where: torch.device) -> tuple[TransferEngine, 
     Raises RequestError and StoreError.
     """
     store = make_store(options.store, where, options.store_dir)
-    engine = make_engine(store, where, checksum=options.checksum, record=options.record)
+    engine = make_engine(store, where, checksum=options.checksum)
     return engine, register_engine(engine)
 
 

@@ -13,18 +13,7 @@ from torch import fx
 from overspill.core import Graph
 from overspill.costs import MeasuredTimes, signature
 
-from .lower import DOES, OP_ID
-from .record import Label, RunRecord
-
-
-def record_in(record: RunRecord, graph: Graph, module: fx.GraphModule) -> None:
-    """Let a lowered `module` of `graph` tell `record` what it does."""
-    for node in list(module.graph.nodes):
-        if (does := node.meta.get(DOES)) is not None:
-            with module.graph.inserting_before(node):
-                module.graph.call_function(record.begin, (record.number(Label(graph, *does)),))
-            with module.graph.inserting_after(node):
-                module.graph.call_function(record.end)
+from .lower import OP_ID
 
 
 class OpTimer:

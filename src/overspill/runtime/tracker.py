@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,16 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and value.device == self.device:
                 self._count(value.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is counted."""
+        return storage._cdata in self._known
+
+    def there(self) -> Iterator[tuple[int, int]]:
+        """The key and the bytes of each storage that is counted now."""
+        for key, known in list(self._known.items()):
+            if (storage := known()) is not None:
+                yield key, storage.nbytes()
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()

@@ -34,12 +34,14 @@ from .live.allocator import serving
 from .live.pools import check_live, live_steps
 from .live.steps import PoolReport
 from .options import Options, budget_for, device_for, plan_graph
-from .record import RunRecord
+from .recording.attach import recording
+from .recording.record import RunRecord
+from .recording.recorder import Recorder
+from .recording.sources import sources_of
 from .step.train_step import GradientOptions, TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
-from .transfer.engine import CPU_ALONE
 
 SEED = 0
 PLAIN = GradientOptions()
@@ -100,7 +102,8 @@ class Training:
 class Run:
     """What one run gave: the loss and seconds of each step, the measured peak, and the final weights and buffers.
 
-    `partition` is the `activation_memory_budget` that Inductor's programs were parted by. `planned_peak_bytes` are live
+    `partition` is the `activation_memory_budget` that Inductor's programs were parted by. `record` is what the run did when, if
+    that was asked for. `planned_peak_bytes` are live
     bytes; on CUDA `planned_reserved_bytes` are what PyTorch's allocator takes for them, and `planned_device_bytes` that and
     the context: what the card must have.
     """
@@ -118,6 +121,7 @@ class Run:
     offloaded_bytes: int = 0
     times: MeasuredTimes | None = None
     pool: PoolReport | None = None
+    record: RunRecord | None = field(default=None, repr=False)
 
     def identical_to(self, other: Run) -> bool:
         """Whether losses and final state are equal to the last bit."""
@@ -194,21 +198,27 @@ def _captured(training: Training, reserve: str | float | None = None, kind: str 
     return TrainStep(step.model, step.loss, optimizer, Options(), training.gradients).graph(*batch)
 
 
-def train(training: Training, options: Options, on_step: Callable[[int, float], None] | None = None) -> Run:
-    """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory."""
+def train(
+    training: Training,
+    options: Options,
+    on_step: Callable[[int, float], None] | None = None,
+    recorder: Recorder | None = None,
+) -> Run:
+    """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory.
+
+    `recorder`, whose steps are marked by hand, is told what the run does.
+    """
     where = torch.device(training.device)
-    if options.record is not None and where.type == "cuda":
-        raise RequestError(CPU_ALONE)
     has_pool = check_live(options.placement, options.backend, where)
     if training.whole_step:
         if has_pool and where.type == "cuda":  # before the model is on the GPU
             live_steps(str(options.placement), where)
-        return _train_whole(training, options, on_step)
+        return _train_whole(training, options, on_step, recorder)
     session = Session(options)
     if where.type == "cuda":
         session.place_live(where)
     try:
-        run = _train(training, session, on_step, compiled=options.backend == "inductor")
+        run = _train(training, session, on_step, recorder, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
         run.planned_reserved_bytes, run.planned_device_bytes = session.reserved_bytes, session.device_bytes
@@ -235,13 +245,18 @@ def train_plain(
     parted = {} if partition is None else {"activation_memory_budget": partition}
     try:
         with torch._functorch.config.patch(parted):
-            return _train(training, None, on_step, compiled=options.backend == "inductor")
+            return _train(training, None, on_step, None, compiled=options.backend == "inductor")
     finally:
         torch._dynamo.reset()
 
 
 def _train(
-    training: Training, session: Session | None, on_step: Callable[[int, float], None] | None, *, compiled: bool
+    training: Training,
+    session: Session | None,
+    on_step: Callable[[int, float], None] | None,
+    recorder: Recorder | None,
+    *,
+    compiled: bool,
 ) -> Run:
     _leave_nothing(training.device)
     step, given = _prepare(training, training.device)
@@ -256,7 +271,10 @@ def _train(
     there = [*step.parameters(), *step.buffers(), *given[0]]
     # What compiled kernels allocate no dispatch mode sees: it is counted in the last step, after all that compiling takes.
     counts = compiled and torch.device(training.device).type == "cpu"
-    with nullcontext(nullcontext) if counts else _measured(training, session, there, run) as watching:
+    with (
+        nullcontext(nullcontext) if counts else _measured(training, session, there, run) as watching,
+        _recorded(session, recorder, run),
+    ):
 
         def one_step(index: int) -> Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -288,14 +306,19 @@ def _train(
             one_step,
             run,
             on_step,
-            None if session is None else session.options.record,
+            recorder,
             around_last=counted if counts else nullcontext,
         )
     run.state = _final_state(step) if training.keep_state else {}
     return run
 
 
-def _train_whole(training: Training, options: Options, on_step: Callable[[int, float], None] | None) -> Run:
+def _train_whole(
+    training: Training,
+    options: Options,
+    on_step: Callable[[int, float], None] | None,
+    recorder: Recorder | None,
+) -> Run:
     _leave_nothing(training.device)
     step, given = _prepare(training, training.device)
     optimizer = optimizer_named(training.optimizer)(step.parameters())
@@ -303,7 +326,10 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
     run, offloaded = Run(), [0]
     try:
         counts = options.backend == "inductor" and training.device == "cpu"
-        with nullcontext() if counts else _measured(training, whole, [*step.buffers(), *given[0]], run):
+        with (
+            nullcontext() if counts else _measured(training, whole, [*step.buffers(), *given[0]], run),
+            _recorded(whole, recorder, run),
+        ):
 
             def one_step(index: int) -> Tensor:
                 loss = whole(*given[index % len(given)])
@@ -316,7 +342,7 @@ def _train_whole(training: Training, options: Options, on_step: Callable[[int, f
                     yield
                 (run.measured_peak_bytes,) = found
 
-            _run_steps(training, one_step, run, on_step, options.record, around_last=counted if counts else nullcontext)
+            _run_steps(training, one_step, run, on_step, recorder, around_last=counted if counts else nullcontext)
         run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
@@ -335,12 +361,12 @@ def _run_steps(
     one_step: Callable[[int], Tensor],
     run: Run,
     on_step: Callable[[int, float], None] | None,
-    record: RunRecord | None,
+    recorder: Recorder | None,
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     torch.manual_seed(SEED + 1)
     for index in range(training.steps):
-        recorded = nullcontext() if record is None else record.step()
+        recorded = nullcontext() if recorder is None else recorder.step()
         with recorded, around_last() if index == training.steps - 1 else nullcontext():
             begun = time.perf_counter()
             run.losses.append(one_step(index).item())
@@ -387,13 +413,22 @@ def _measured(
         run.measured_peak_bytes, run.reserved_peak_bytes = accelerator.peak_bytes(device)
         return
     tracker = LiveBytes(device)
-    if managed is not None and managed.options.record is not None:
-        tracker.watch = managed.options.record.changed
     tracker.add(persistent)
     if managed is not None:
         managed.tracker = tracker
     yield lambda: tracker
     run.measured_peak_bytes = tracker.peak_bytes
+
+
+@contextmanager
+def _recorded(managed: Session | TrainStep | None, recorder: Recorder | None, run: Run) -> Iterator[None]:
+    """While this lasts `recorder`, if there is one, is told what `managed` does; `run` then has the record."""
+    if managed is None or recorder is None:
+        yield
+        return
+    with recording(recorder, sources_of(managed)):
+        yield
+    run.record = recorder.record
 
 
 def _prepare(training: Training, device: str) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:

@@ -1,17 +1,17 @@
-"""What a run measured, as a trace and as a memory snapshot; and that to be recorded changes no number."""
+"""What a run measured, as a trace and as a memory snapshot, by whichever kernels; and that to be recorded changes no number."""
 
 from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.report.tracing.format import counted, named, of_process, read_trace
 from torch import nn
 
-from overspill.core import Verb
-from overspill.core.errors import RequestError
+from overspill.core import TensorKind, Verb
 from overspill.models import Job
 from overspill.placement.snapshot import read_snapshot, replay_snapshot
 from overspill.plans.plan import Plan
@@ -19,13 +19,18 @@ from overspill.report.tracing.memory_viz import write_run_snapshot
 from overspill.report.tracing.plan_trace import LIVE, PLANNED
 from overspill.report.tracing.run_trace import MEASURED, write_run_trace
 from overspill.runtime.options import Options
-from overspill.runtime.record import RunRecord
+from overspill.runtime.recording.record import RunRecord
+from overspill.runtime.recording.recorder import Recorder
 from overspill.runtime.training import Run, Training, train
-from overspill.runtime.transfer.engine import make_engine
-from overspill.runtime.transfer.stores import HostStore
 
 STEPS = 3
 Recorded = tuple[RunRecord, Run, Plan]
+CASES = {
+    "step": (True, "eager", Options(0.7, store="host")),
+    "compile": (False, "eager", Options(0.9, "vdnn-all", store="host")),
+    "inductor step": (True, "inductor", Options(0.75, store="host", backend="inductor")),
+    "inductor": (False, "inductor", Options(0.75, store="host", backend="inductor")),
+}
 
 
 def build() -> Job:
@@ -42,25 +47,34 @@ HERE = Path(__file__).name, build.__code__.co_firstlineno + 6
 """The line of the loss, which is the only one of ours that runs while a step is captured."""
 
 
-def recorded(*, whole_step: bool, record: RunRecord | None) -> Run:
-    options = Options(0.7 if whole_step else 0.9, "auto" if whole_step else "vdnn-all", store="host", record=record)
-    return train(Training(build, 2048, steps=STEPS, whole_step=whole_step), options)
-
-
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.long)], ids=["step", "compile"])
+@pytest.fixture(
+    scope="module",
+    params=["step", "inductor step", *(pytest.param(c, marks=pytest.mark.long) for c in ("compile", "inductor"))],
+)
 def run(request: pytest.FixtureRequest) -> Recorded:
-    record = RunRecord()
-    done = recorded(whole_step=request.param, record=record)
+    whole_step, _, options = CASES[request.param]
+    job, recorder = Training(build, 2048, steps=STEPS, whole_step=whole_step), Recorder(by_hand=True)
+    before, threads = torch.get_num_threads(), 1 if options.backend == "inductor" else torch.get_num_threads()
+    torch.set_num_threads(threads)  # with several, Inductor's kernels add up some gradients in an order that changes
+    done = train(job, options, recorder=recorder)
     assert done.plan is not None
-    plain = recorded(whole_step=request.param, record=None)
+    assert done.record is recorder.record
+    plain = train(job, options)
+    torch.set_num_threads(before)
+    assert plain.record is None
     assert done.identical_to(plain)
     assert done.measured_peak_bytes == plain.measured_peak_bytes
-    return record, done, done.plan
+    return done.record, done, done.plan
+
+
+def seen_peak(done: Run) -> Any:
+    """The peak that a record has to have: that of the run, less what no instruction makes, which is a scalar or two with Inductor's kernels."""
+    return pytest.approx(done.measured_peak_bytes, abs=64 if done.partition is not None else 0)
 
 
 def test_the_trace_has_what_the_schedule_does_in_each_step(run: Recorded, tmp_path: Path) -> None:
     record, done, plan = run
-    write_run_trace(record, plan, tmp_path / "run.json", "layers")
+    write_run_trace(record, record.plans, tmp_path / "run.json", "layers")
     events = read_trace(tmp_path / "run.json")
     assert named(events, "process_name") == ["simulated: layers", "measured: layers"]
     measured = of_process(events, MEASURED)
@@ -74,10 +88,11 @@ def test_the_trace_has_what_the_schedule_does_in_each_step(run: Recorded, tmp_pa
         assert {e["name"] for e in ours} == names
     ran = {e["name"] for e in measured if e.get("cat") == Verb.RUN}
     assert ran
-    assert ran <= {op.name for op in plan.graph.ops}
+    assert {name.partition(" and ")[0] for name in ran} <= {op.name for op in plan.graph.ops}
     said = {e["args"]["source"] for e in measured if e.get("cat") == Verb.RUN and "source" in e["args"]}
-    assert said == {f"{HERE[0]}:{HERE[1]} <lambda>", f"backward of {HERE[0]}:{HERE[1]} <lambda>"}
-    assert max(counted(measured, LIVE)) == done.measured_peak_bytes
+    assert said <= {f"{HERE[0]}:{HERE[1]} <lambda>", f"backward of {HERE[0]}:{HERE[1]} <lambda>"}
+    assert said or done.partition is not None  # kernels of Inductor for the CPU name no lines
+    assert max(counted(measured, LIVE)) == seen_peak(done)
     assert max(counted(of_process(events, PLANNED), LIVE)) == plan.peak_bytes
 
 
@@ -87,19 +102,25 @@ def test_the_snapshot_has_the_peak_that_was_measured(run: Recorded, tmp_path: Pa
     write_run_snapshot(record, path)
     replayed = replay_snapshot(read_snapshot(path))
     assert replayed.equal
-    assert replayed.peak_requested_bytes == done.measured_peak_bytes
+    assert replayed.peak_requested_bytes == seen_peak(done)
     entries = pickle.loads(path.read_bytes())["device_traces"][0]
     layers = {e["frames"][1]["filename"] for e in entries if e["action"] == "alloc" and len(e["frames"]) >= 4}
     assert layers <= {op.layer or "(outside layers)" for op in plan.graph.ops}
     assert layers
     lines = {(f["filename"], f["line"]) for e in entries for f in e["frames"] if f["filename"].endswith(".py")}
-    assert {(Path(file).name, line) for file, line in lines} == {HERE}
+    assert {(Path(file).name, line) for file, line in lines} == ({HERE} if done.partition is None else set())
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
-    with pytest.raises(RequestError, match="eager backend"):
-        Options(backend="inductor", record=RunRecord())
-    store = HostStore()
-    with pytest.raises(RequestError, match=r"torch\.profiler"):
-        make_engine(store, torch.device("cuda"), record=RunRecord())
-    store.close()
+def test_what_is_there_before_it_is_made_has_the_name_by_which_a_graph_was_given_it(run: Recorded) -> None:
+    record, _, plan = run
+    named = {c.label.target for c in record.changes if c.label is not None and c.label.verb is None}
+    weights = {t.id for t in plan.graph.tensors if t.kind is TensorKind.PARAMETER} - set(plan.schedule.stored)
+    assert weights <= named
+    assert {TensorKind.INPUT, TensorKind.PARAMETER} & {plan.graph.tensors[t].kind for t in named}
+
+
+def test_only_the_step_in_which_plans_were_made_says_so(run: Recorded) -> None:
+    record, _, _ = run
+    assert [facts.plans for facts in record.facts] == [True, False, False]
+    assert [facts.prepared_seconds > 0 for facts in record.facts] == [True, False, False]
+    assert all(facts.is_whole for facts in record.facts)

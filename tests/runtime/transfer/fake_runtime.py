@@ -47,9 +47,15 @@ class FakeStream:
     def synchronize(self) -> None:
         library().fake_synchronize(self.handle)
 
+    def wait_stream(self, other: FakeStream) -> None:
+        """The stand-in's copies wait for compute by themselves."""
+
 
 class FakeStreams(RawStreams):
     """Streams of the stand-in; compute is the default stream of the device."""
+
+    def compute(self) -> FakeStream:  # type: ignore[override]
+        return FakeStream(self.index)
 
     def new(self) -> tuple[FakeStream, int]:  # type: ignore[override]
         stream = FakeStream(self.index)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +35,25 @@ def test_a_swap_makes_no_more_calls_than_its_order_needs() -> None:
     assert log() == ["compute waits for copy2"]
     assert torch.equal(tensor, source)
     engine.close()
+
+
+def test_who_is_told_of_a_copy_is_told_round_it_and_no_call_is_left_out() -> None:
+    class Told:
+        streams: ClassVar[list[Any]] = []
+
+        def begin(self, stream: Any = None) -> None:
+            self.streams.append(stream)
+            assert log() == []
+
+        def end(self, stream: Any = None) -> None:
+            self.streams.append(stream)
+            assert log() == ["compute records", "copy1 waits for compute", "copy1 copies out", "copy1 records"]
+
+    log()
+    store = HostStore()
+    outward, _ = lanes(store)
+    outward.submit(store.allocate(4000), numbers(1000).untyped_storage(), Told()).wait()
+    assert Told.streams == [outward.stream] * 2
 
 
 def test_events_are_used_again_and_all_given_back() -> None:

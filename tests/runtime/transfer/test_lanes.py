@@ -125,6 +125,46 @@ def test_the_copy_stream_waits_for_compute_before_the_copy_and_compute_for_an_ev
     assert cuda.log[3:] == ["compute waits for an event of copy1"]
 
 
+class Told:
+    """Notes in `log` when it is told of a copy."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def begin(self, stream: object = None) -> None:
+        self.log.append(f"begins on {getattr(stream, 'name', 'its thread')}")
+
+    def end(self, stream: object = None) -> None:
+        self.log.append(f"ends on {getattr(stream, 'name', 'its thread')}")
+
+
+def test_who_is_told_of_a_copy_on_a_stream_is_told_behind_the_wait_for_compute() -> None:
+    cuda = FakeCuda()
+    lane = StreamLane(CPU, lambda *_: cuda.log.append(f"copy on {cuda.current.name}"), cuda)
+    lane.submit(slot(), memory(), Told(cuda.log)).wait()
+    assert cuda.log == [
+        "copy1 waits for compute", "begins on copy1", "copy on copy1", "ends on copy1", "copy1 records",
+        "compute waits for an event of copy1",
+    ]  # fmt: skip
+
+
+def test_who_is_told_of_a_copy_on_a_thread_is_told_there_before_anybody_has_waited_for_it() -> None:
+    log: list[str] = []
+    lane = ThreadLane("test", lambda *_: log.append("copy"))
+    lane.submit(slot(), memory(), Told(log)).wait()
+    assert log == ["begins on its thread", "copy", "ends on its thread"]
+
+    def fail(*_: object) -> None:
+        raise StoreError("refused")
+
+    failing = ThreadLane("test", fail)
+    with pytest.raises(StoreError, match="refused"):
+        failing.submit(slot(), memory(), Told(log)).wait()
+    assert log[3:] == ["begins on its thread"]
+    lane.close()
+    failing.close()
+
+
 def test_submit_and_wait_never_synchronize_with_the_host() -> None:
     cuda = FakeCuda()
     lane = StreamLane(CPU, nothing, cuda)

@@ -1,5 +1,9 @@
 """The report: one self-contained page of HTML, made of sections. `sections.py` says which there are."""
 
+from .measured import is_of as is_of
+from .measured import last_step as last_step
+from .measured import measured_step as measured_step
+from .measured import with_measured as with_measured
 from .sections import Axis as Axis
 from .sections import Column as Column
 from .sections import Curve as Curve

@@ -196,7 +196,7 @@ class Run:
 
     Event i is of instruction `event_at[i]`, on stream `stream[i]` (an index of `streams`), and does `verb[i]` (an index of
     `verbs`) to `target[i]`: an op on the compute stream, the first one, a tensor on the others. A stall is a time in which
-    the compute stream waits, with its cause.
+    the compute stream waits, with its cause. What was `measured` is never shown in one picture with what was simulated.
     """
 
     name: str
@@ -220,6 +220,7 @@ class Run:
     stall_cause: Sequence[str] = ()
     placer: str = ""
     reserved_bytes: int | None = None
+    measured: bool = False
 
 
 @dataclass(frozen=True, eq=False)

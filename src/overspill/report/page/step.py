@@ -44,9 +44,9 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
         name=[t.name or f"tensor {t.id}" for t in graph.tensors],
         kind=[t.kind.value for t in graph.tensors],
         shape=[shape_of(t.shape, t.dtype) for t in graph.tensors],
-        nbytes=_integers(t.nbytes for t in graph.tensors),
-        maker=_integers(maker),
-        layer=_integers(layers[graph.ops[op].layer] if op >= 0 else -1 for op in home),
+        nbytes=integers(t.nbytes for t in graph.tensors),
+        maker=integers(maker),
+        layer=integers(layers[graph.ops[op].layer] if op >= 0 else -1 for op in home),
     )
     first_read, read = columns_of([op.reads for op in graph.ops])
     first_written, written = columns_of([op.writes for op in graph.ops])
@@ -54,8 +54,8 @@ def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark,
     ops = Ops(
         name=[op.name for op in graph.ops],
         phase=[op.phase.value for op in graph.ops],
-        layer=_integers(layers[op.layer] for op in graph.ops),
-        flops=_integers(op.flops for op in graph.ops),
+        layer=integers(layers[op.layer] for op in graph.ops),
+        flops=integers(op.flops for op in graph.ops),
         first_read=first_read,
         read=read,
         first_written=first_written,
@@ -82,19 +82,19 @@ def run(
         name=name,
         seconds=np.array(timeline.clock_seconds, dtype=np.float64),
         positions=len(schedule.instructions),
-        start=_integers(b.start for b in trace.blocks),
-        end=_integers(b.end for b in trace.blocks),
-        tensor=_integers(owners),
-        nbytes=_integers(b.nbytes for b in trace.blocks),
-        offset=_integers(() if layout is None else layout.offsets),
+        start=integers(b.start for b in trace.blocks),
+        end=integers(b.end for b in trace.blocks),
+        tensor=integers(owners),
+        nbytes=integers(b.nbytes for b in trace.blocks),
+        offset=integers(() if layout is None else layout.offsets),
         streams=tuple(stream.value for stream in STREAMS),
         verbs=tuple(verb.value for verb in VERBS),
-        stream=_integers(STREAMS.index(e.stream) for e in events),
-        verb=_integers(VERBS.index(e.verb) for e in events),
-        target=_integers(e.target for e in events),
+        stream=integers(STREAMS.index(e.stream) for e in events),
+        verb=integers(VERBS.index(e.verb) for e in events),
+        target=integers(e.target for e in events),
         begun=np.array([e.start_seconds for e in events], dtype=np.float64),
         ended=np.array([e.end_seconds for e in events], dtype=np.float64),
-        event_at=_integers(e.instruction for e in events),
+        event_at=integers(e.instruction for e in events),
         stall_begun=np.array([s.start_seconds for s in timeline.stalls], dtype=np.float64),
         stall_ended=np.array([s.end_seconds for s in timeline.stalls], dtype=np.float64),
         stall_cause=[s.cause for s in timeline.stalls],
@@ -127,25 +127,25 @@ def addresses(
         name=layout.solver,
         seconds=np.zeros(0),
         positions=last - first,
-        start=_integers(start - first for _, start, _ in pieces),
-        end=_integers(end - first for *_, end in pieces),
-        tensor=_integers(i for i, *_ in pieces),
-        nbytes=_integers(blocks[i].nbytes for i, *_ in pieces),
-        offset=_integers(layout.offsets[i] + bases[blocks[i].space] for i, *_ in pieces),
+        start=integers(start - first for _, start, _ in pieces),
+        end=integers(end - first for *_, end in pieces),
+        tensor=integers(i for i, *_ in pieces),
+        nbytes=integers(blocks[i].nbytes for i, *_ in pieces),
+        offset=integers(layout.offsets[i] + bases[blocks[i].space] for i, *_ in pieces),
         placer=layout.solver,
         reserved_bytes=layout.peak_bytes,
     )
-    nothing = _integers(())
+    nothing = integers(())
     tensors = Tensors(
         name=[b.name or f"block {b.id}" for b in blocks],
         kind=[_size_class(b.nbytes) for b in blocks],
         shape=[f"space {b.space}" if len(trace.spaces) > 1 else "" for b in blocks],
-        nbytes=_integers(b.nbytes for b in blocks),
+        nbytes=integers(b.nbytes for b in blocks),
         maker=np.full(len(blocks), -1),
         layer=np.full(len(blocks), -1),
-        frame=_integers(made_by),
+        frame=integers(made_by),
     )
-    ops = Ops((), (), nothing, nothing, _integers((0,)), nothing, _integers((0,)), nothing)
+    ops = Ops((), (), nothing, nothing, integers((0,)), nothing, integers((0,)), nothing)
     marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes),)
     return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames))
 
@@ -155,11 +155,11 @@ def frames_of(frames: Sequence[Frame]) -> Frames:
     files = {file: number for number, file in enumerate(dict.fromkeys(frame.file for frame in frames))}
     return Frames(
         files=tuple(files),
-        file=_integers(files[frame.file] for frame in frames),
-        line=_integers(frame.line for frame in frames),
+        file=integers(files[frame.file] for frame in frames),
+        line=integers(frame.line for frame in frames),
         function=[frame.function for frame in frames],
-        caller=_integers(frame.caller for frame in frames),
-        backward=_integers(frame.backward for frame in frames),
+        caller=integers(frame.caller for frame in frames),
+        backward=integers(frame.backward for frame in frames),
     )
 
 
@@ -181,11 +181,12 @@ def _size_class(nbytes: int) -> str:
     return f"{format_bytes(least)} and more" if least else f"less than {format_bytes(_SIZES[-1])}"
 
 
-def _integers(numbers: Iterable[int]) -> Integers:
+def integers(numbers: Iterable[int]) -> Integers:
+    """Numbers as a column."""
     return np.fromiter(numbers, dtype=np.int64)
 
 
 def columns_of(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     """Rows of numbers in two columns: where each row begins, and all of them."""
     first = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-    return first, _integers(number for row in rows for number in row)
+    return first, integers(number for row in rows for number in row)

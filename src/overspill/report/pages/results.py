@@ -13,12 +13,14 @@ from overspill.plans.comparison import Comparison
 from overspill.plans.plan import Plan
 from overspill.plans.sweep import Sweep
 from overspill.report.page import Page, Table, Verdict, check_page, write_page
+from overspill.report.recording import Recording
 
 from .compare import compare_page, compare_table, compare_verdict
 from .estimate import estimate_page, estimate_table, estimate_verdict
 from .notebook import short_html
 from .pack import pack_page, pack_verdict
 from .plan import plan_page, plan_verdict
+from .recording import recording_page, recording_verdict, steps_table
 from .sweep import sweep_page, sweep_table, sweep_verdict_of
 
 
@@ -90,6 +92,16 @@ def _(found: Estimate, title: str | None = None) -> Page:
 @short_of.register
 def _(found: Estimate) -> tuple[Verdict, Table | None]:
     return estimate_verdict(found), estimate_table(found)
+
+
+@page_of.register
+def _(found: Recording, title: str | None = None) -> Page:
+    return recording_page(found, title)
+
+
+@short_of.register
+def _(found: Recording) -> tuple[Verdict, Table | None]:
+    return recording_verdict(found), steps_table(found)
 
 
 @page_of.register

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from overspill.core.units import format_bytes, format_seconds
 from overspill.report.listing import percent
-from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Section, Table, Unit, Verdict
-from overspill.report.training import Trained, title_of
+from overspill.report.page import (
+    Axis,
+    Column,
+    Curve,
+    Figure,
+    Lines,
+    Mark,
+    Page,
+    Section,
+    Step,
+    Table,
+    Unit,
+    Verdict,
+    is_of,
+    measured_step,
+    with_measured,
+)
+from overspill.report.training import Trained, title_of, usual_step_seconds, usual_steps
 
 from .plan import plan_page
+from .recording import views_title
 
 
 def training_page(trained: Trained) -> Page:
     """The report of a run: what was measured first, and then its plan, which is simulated."""
     title = title_of(trained)
-    planned = plan_page(trained.plan, title, trained.placed.placer)
-    sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *planned.sections)
+    planned = plan_page(trained.plan, title, trained.options.placer)
+    views, measured = _views(trained, planned.sections)
+    sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *views)
     notes = (
-        "The peak, the losses and the times of steps were measured on this machine; the views of the step are the plan's, simulated.",
+        "The peak, the losses and the times of steps were measured on this machine; the views of the step are the plan's, simulated"
+        + (f", but for those that say {measured}." if measured else "."),
         *planned.notes[1:],
     )
     return Page(title, _verdict(trained), sections, notes)
+
+
+def _views(trained: Trained, planned: tuple[Section, ...]) -> tuple[tuple[Section, ...], str]:
+    """The plan's views, the step as it was measured among them where the run was recorded, and what that is called."""
+    record, (step, *rest) = trained.managed.record, planned
+    if record is None or not record.steps or not isinstance(step, Step):
+        return planned, ""
+    if is_of(record, trained.plan.graph):
+        both = with_measured(step, record, [trained.plan.graph])
+        return (both, *rest), both.runs[-1].name
+    return (step, measured_step(record, views_title(record)), *rest), "measured"
 
 
 def _verdict(trained: Trained) -> Verdict:
@@ -39,7 +67,7 @@ def _verdict(trained: Trained) -> Verdict:
         Figure("planned peak", format_bytes(run.planned_peak_bytes)),
         Figure("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes), "planned"),
         Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
-        Figure("a step", format_seconds(median(run.step_seconds)), "measured, the median"),
+        Figure("a step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
     ]  # fmt: skip
     return Verdict(text, good, tuple(figures))
 
@@ -67,7 +95,9 @@ def _steps(trained: Trained) -> Lines:
     if trained.reference is not None:
         curves.append(_curve("without", trained.reference.step_seconds, dashed=True))
     note = "Measured on this machine. The first step captures, plans and compiles."
-    marks = (Mark("median", median(trained.managed.step_seconds)),)
+    if trained.managed.record is not None:
+        note += " What each step did was recorded, which takes a little time."
+    marks = (Mark("usual", usual_step_seconds(trained.managed)),)
     return Lines("Time of each step", Axis("step"), Axis("measured", Unit.SECONDS), tuple(curves), marks, note)
 
 

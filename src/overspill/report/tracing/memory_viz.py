@@ -6,6 +6,7 @@ would give them, simulated.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,12 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from overspill.core import Graph, Schedule, TensorKind, Verb
+from overspill.core.errors import RequestError
+from overspill.core.files import write_whole
 from overspill.estimation.peak import category
 from overspill.placement.events import ALLOCATE, FREE, Events
 from overspill.placement.snapshot import Origin, Span, frames_of, write_snapshot
-from overspill.placement.snapshot.write import UNKNOWN_CATEGORY
+from overspill.placement.snapshot.write import PICKLE_PROTOCOL, UNKNOWN_CATEGORY
 from overspill.plans.plan import Plan
-from overspill.runtime.record import Change, RunRecord
+from overspill.runtime.recording.record import Change, RunRecord
 
 from .changes import changes_of, present_first
 
@@ -34,7 +37,12 @@ def write_plan_snapshot(plan: Plan, path: str | Path) -> None:
 
 
 def write_run_snapshot(record: RunRecord, path: str | Path) -> None:
-    """Write what `record` saw come and go to `path`. Raises RequestError where that fails."""
+    """Write what `record` saw come and go to `path`, on CUDA PyTorch's own snapshot. Raises RequestError where that fails."""
+    if record.on_device:
+        if record.device_snapshot is None:
+            raise RequestError("PyTorch's memory was not recorded: record with snapshot=True")
+        write_whole(path, pickle.dumps(record.device_snapshot, protocol=PICKLE_PROTOCOL))
+        return
     origins: list[Origin] = []
     rows: list[tuple[int, int, int]] = []
     live: dict[int, int] = {}
@@ -59,18 +67,22 @@ def _origin_of(change: Change) -> Origin:
     """Where a measured storage comes from: the op, or the transfer, that ran when it was first seen."""
     step = ("run", change.step + 1, f"step {change.step + 1}")
     if change.label is None:
-        return Origin((("outside planned ops", 0, "seen first there"), step))
-    graph, verb, target = change.label
-    if verb in (Verb.RUN, Verb.RECOMPUTE):
+        what = "storage" if change.kind is None else change.kind.value
+        of = UNKNOWN_CATEGORY if change.kind is None else category(change.kind)
+        return Origin(((what, 0, "outside planned ops"), step), of)
+    graph, verb, target, _ = change.label
+    kind: TensorKind | None
+    if change.label.is_op:
         op = graph.ops[target]
         made = [graph.tensors[t] for t in op.writes if graph.tensors[t].nbytes == change.nbytes]
         kind = made[0].kind if len({tensor.kind for tensor in made}) == 1 else None
         names = " or ".join(tensor.name for tensor in made[:3]) or f"of {op.name}"
         first = (kind.value if kind else "storage", op.id, names)
-        return _origin(graph, first, op.id, (("schedule", target, f"{verb.value}, {op.phase.value}"), step), kind)
+        return _origin(graph, first, op.id, (("schedule", target, f"{verb}, {op.phase.value}"), step), kind)
     tensor = graph.tensors[target]
     first = (tensor.kind.value, target, tensor.name)
-    return _origin(graph, first, graph.producer.get(target), (("schedule", target, verb.value), step), tensor.kind)
+    why = "given" if verb is None else verb.value
+    return _origin(graph, first, graph.producer.get(target), (("schedule", target, why), step), tensor.kind)
 
 
 def _origin(graph: Graph, first: Frame, op: int | None, last: Frames, kind: TensorKind | None) -> Origin:

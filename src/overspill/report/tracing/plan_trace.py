@@ -42,9 +42,9 @@ def write_plan_trace(plan: Plan, path: str | Path, title: str = "") -> None:
     write_trace_events(path, (planned, unmanaged.process()), facts)
 
 
-def planned_step(plan: Plan, name: str) -> Process:
-    """The simulated step of `plan`, as a process of a trace."""
-    return _Step(plan, plan.schedule, plan.timeline, PLANNED, f"simulated: {name}").process()
+def planned_step(plan: Plan, name: str, pid: int = PLANNED) -> Process:
+    """The simulated step of `plan`, as process number `pid` of a trace."""
+    return _Step(plan, plan.schedule, plan.timeline, pid, f"simulated: {name}").process()
 
 
 class _Step:

@@ -1,63 +1,73 @@
-"""A run on the CPU as a trace for Perfetto: what its threads did when, as it was measured, beside the plan's simulation."""
+"""A run as a trace for Perfetto: what it did when, as it was measured, beside the simulation of its plans."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from overspill.core import Stream, Verb
 from overspill.plans.plan import Plan
-from overspill.runtime.record import Measured, RunRecord
+from overspill.runtime.recording.record import Label, Measured, RunRecord
 
-from .plan_trace import LIVE, op_facts, planned_step, tensor_facts
+from .plan_trace import HOST, LIVE, op_facts, planned_step, tensor_facts
 from .trace_events import BAD, Process, write_trace_events
 
 MEASURED = 3
-"""The number of the process."""
+"""The number of the process. Plans beside the first come behind it."""
 STEPS = "steps"
 LANES = {Verb.OFFLOAD: Stream.OFFLOAD, Verb.PREFETCH: Stream.PREFETCH}
-SHORTEST_WAIT_SECONDS = 20e-6
-"""An await that takes less found its transfer done."""
 
 
-def write_run_trace(record: RunRecord, plan: Plan, path: str | Path, title: str) -> None:
-    """Write a run and the simulated step of its `plan` to `path`, each a process. Raises RequestError where that fails."""
-    facts = {"what": "the process `measured` is measured by overspill, the process `simulated` is not", "title": title}
-    write_trace_events(path, (planned_step(plan, title), _Run(record, title).process()), facts)
+def write_run_trace(record: RunRecord, plans: Sequence[Plan], path: str | Path, title: str) -> None:
+    """Write a run and the simulated step of each of its `plans` to `path`, each a process. Raises RequestError where that fails."""
+    facts = {
+        "what": "the process `measured` is measured by overspill, those that are `simulated` are not",
+        "title": title,
+    }
+    names = [title if len(plans) == 1 else f"{title}, plan {number}" for number in range(1, len(plans) + 1)]
+    simulated = [
+        planned_step(plan, name, *([] if place == 0 else [MEASURED + place]))
+        for place, (plan, name) in enumerate(zip(plans, names, strict=True))
+    ]
+    first, others = simulated[:1], simulated[1:]
+    write_trace_events(path, (*first, _Run(record, title).process(), *others), facts)
 
 
 class _Run:
     def __init__(self, record: RunRecord, title: str) -> None:
         self._record = record
-        self._process = Process(MEASURED, f"measured: {title}", (STEPS, *Stream))
+        threads = (STEPS, *Stream, *([HOST] if record.host else []))
+        self._process = Process(MEASURED, f"measured: {title}", threads)
 
     def process(self) -> Process:
         """All that the trace has of the run."""
-        for number, step in enumerate(self._record.steps, 1):
-            name = f"step {number}" + (", with planning and compiling" if number == 1 else "")
-            self._slice(STEPS, name, step, "step")
+        for number, (step, facts) in enumerate(zip(self._record.steps, self._record.facts, strict=True), 1):
+            name = f"step {number}" + ", with planning and compiling" * facts.plans + ", in part" * (not facts.is_whole)
+            made_ready = {"made_ready_to_tell_seconds": facts.prepared_seconds} if facts.prepared_seconds else None
+            self._slice(STEPS, name, step, "step", made_ready)
         for done in self._record.compute:
             self._computed(done)
         for verb, copies in self._record.copies.items():
             for copy in copies:
-                self._slice(LANES[verb], _name(copy), copy, verb, _facts(copy))
+                name = "a move between steps" if copy.label is None else copy.label.name
+                self._slice(LANES[verb], name, copy, verb, _facts(copy.label))
+        for issued in self._record.host:
+            assert issued.label is not None
+            self._slice(HOST, f"issue {issued.label.verb} of {issued.label.name}", issued, "issue")
         self._flows()
-        live = 0
-        for change in self._record.changes_in_steps():
-            live += change.nbytes
+        for change, live in self._record.live_bytes():
             self._process.count(LIVE, change.seconds, live)
         return self._process
 
     def _computed(self, done: Measured) -> None:
-        assert done.label is not None
-        verb = done.label.verb
-        if verb in (Verb.RUN, Verb.RECOMPUTE):
-            self._slice(Stream.COMPUTE, _name(done), done, verb, _facts(done))
-        elif done.end_seconds - done.begin_seconds >= SHORTEST_WAIT_SECONDS:
-            stream = Stream.OFFLOAD if verb is Verb.AWAIT_OFFLOAD else Stream.PREFETCH
-            cause = f"{stream} of {_name(done)}"
-            self._slice(Stream.COMPUTE, f"waits: {cause}", done, "stall", {"cause": cause, **_facts(done)}, BAD)
+        label = done.label
+        assert label is not None
+        if label.is_op:
+            self._slice(Stream.COMPUTE, label.name, done, str(label.verb), _facts(label))
+        elif done.is_wait:
+            facts = {"cause": label.cause, **_facts(label)}
+            self._slice(Stream.COMPUTE, f"waits: {label.cause}", done, "stall", facts, BAD)
 
     def _flows(self) -> None:
         """An arrow from where a tensor leaves to where it comes back next."""
@@ -86,18 +96,9 @@ class _Run:
         self._process.slice(thread, name, begin, end, category=category, args=args, colour=colour)
 
 
-def _name(done: Measured) -> str:
-    """The op that ran, or the tensor that moved."""
-    if done.label is None:
-        return "a move between steps"
-    graph, verb, target = done.label
-    return (graph.ops if verb in (Verb.RUN, Verb.RECOMPUTE) else graph.tensors)[target].name
-
-
-def _facts(done: Measured) -> dict[str, Any]:
-    if done.label is None:
+def _facts(label: Label | None) -> dict[str, Any]:
+    if label is None:
         return {}
-    graph, verb, target = done.label
-    if verb in (Verb.RUN, Verb.RECOMPUTE):
-        return op_facts(graph, graph.ops[target])
-    return tensor_facts(graph, target)
+    if label.is_op:
+        return op_facts(label.graph, label.graph.ops[label.target])
+    return tensor_facts(label.graph, label.target)

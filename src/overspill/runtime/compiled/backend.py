@@ -33,7 +33,7 @@ from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
-from overspill.core import Device, Graph
+from overspill.core import Device
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing import solver_named
@@ -46,7 +46,9 @@ from overspill.runtime.lower_groups import made_by
 from overspill.runtime.lower_programs import PlannedPrograms
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
-from overspill.runtime.profile import OpTimer, record_in
+from overspill.runtime.profile import OpTimer
+from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.told import told_module
 
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
@@ -220,7 +222,7 @@ class _GraphCompiler:
         partition = self.session.options.partition
         return compile_with_inductor(self.module, self.examples, self._plan_programs, self._running, partition)
 
-    def _running(self) -> AbstractContextManager[None]:
+    def _running(self) -> AbstractContextManager[Recorder | None]:
         return self.session.running()
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[CapturedPrograms]]) -> PlannedPrograms:
@@ -270,14 +272,7 @@ class _GraphCompiler:
             self.session.timer = OpTimer(captured.graph, device)
             for module in lowered:
                 self.session.timer.instrument(module)
-        self._record(captured.graph, *lowered)
         return lowered
-
-    def _record(self, graph: Graph, *lowered: fx.GraphModule) -> None:
-        """Let lowered graphs tell what they do, where the user wants to know."""
-        if (record := self.session.options.record) is not None:
-            for module in lowered:
-                record_in(record, graph, module)
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
@@ -286,15 +281,15 @@ class _GraphCompiler:
         plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
         made = made_by(captured, plan, self.session.steps)
-        lowered = lower_inference(captured, plan.schedule, engine, made)
-        self._record(captured.graph, lowered)
-        return self._boxed(lowered, _inputs)
+        return self._boxed(lower_inference(captured, plan.schedule, engine, made), _inputs)
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
         module.graph.set_codegen(_BoxedCodeGen())
         module.recompile()
         session_now = self._session
+        assert self.planned is not None  # the partition, or the inference, has been asked for
+        graph = self.planned.plan.graph
 
         def run(args: list[Any]) -> Any:
             session = session_now()
@@ -302,8 +297,8 @@ class _GraphCompiler:
             if tracker is not None:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
-            with session.running(), torch._C._DisableAutocast(), tracker or nullcontext():
-                return module.forward(args)
+            with session.running() as recorder, torch._C._DisableAutocast(), tracker or nullcontext():
+                return (module.forward if recorder is None else told_module(module, graph, recorder))(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

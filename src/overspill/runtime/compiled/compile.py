@@ -188,6 +188,8 @@ class _Call:
         if steps is not None and torch.is_grad_enabled():
             steps.begin_step()
         self.overspill.begin_call(id(self))
+        if (recorder := self.overspill.recorder) is not None:
+            recorder.begin_step()
         watch = self.overspill.watch_calls
         before = watch.graphs_run
         evaluates = steps is not None and not torch.is_grad_enabled()

@@ -33,12 +33,14 @@ from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core.errors import UnsupportedError
 from overspill.runtime.lower import NO_VERSION_CHECK
-from overspill.runtime.lower_programs import Lowered, PlannedPrograms, lower_programs
+from overspill.runtime.lower_programs import PlannedPrograms, lower_programs
+from overspill.runtime.recording.programs import LoweredPrograms
+from overspill.runtime.recording.recorder import Recorder
 
 from .partitions import PARTITIONS, Partitioned
 
-Running = Callable[[], AbstractContextManager[None]]
-"""Makes what a graph runs in."""
+Running = Callable[[], AbstractContextManager[Recorder | None]]
+"""Makes what a graph runs in, and says who is told what it does, if anybody is."""
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[CapturedPrograms]]
 Plan = Callable[[JointGraph, Capture], PlannedPrograms]
 """Given a joint graph, and how to make a Graph of it: the programs with their plan."""
@@ -220,7 +222,7 @@ class _Compiler:
         self.programs: Storages | None = None
         self._forward: Program | None = None
         self._unchecked = 0
-        self._lowered: tuple[Lowered | None, Lowered | None] = (None, None)
+        self._lowered: LoweredPrograms | None = None
 
     def compiled(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's `module`, which it changes; it runs once there is a plan."""
@@ -265,10 +267,10 @@ class _Compiler:
         part = int(is_backward)
 
         def run(args: list[Any]) -> Any:
-            lowered = self._lowered[part]
+            lowered = self._lowered
             assert lowered is not None  # both programs are planned before the first call
-            with self._running():
-                return lowered(args)
+            with self._running() as recorder:
+                return (lowered.plain if recorder is None else lowered.told(recorder))[part](args)
 
         compiled.current_callable = run
         return compiled

@@ -23,13 +23,12 @@ from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, parse_bytes
 from overspill.costs import MeasuredTimes
-from overspill.plans.plan import Plan, most_known
+from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.arena import Arenas
 from overspill.runtime.hardware import usable_bytes
 from overspill.runtime.live.pools import check_live, live_steps
 from overspill.runtime.live.steps import LiveSteps, PoolReport
-from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 from overspill.runtime.options import (
     Options,
     device_for,
@@ -39,7 +38,9 @@ from overspill.runtime.options import (
     store_bytes,
     within_budget,
 )
+from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.profile import OpTimer
+from overspill.runtime.recording.recorder import Recorder
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.surroundings import outputs_of, surroundings_of
 from overspill.runtime.tracker import LiveBytes
@@ -48,6 +49,7 @@ from overspill.runtime.transfer.host_memory import suit_heap
 
 from .beside import ALONE, C, HasGraph, Problem, Room, Settlement, is_summed, room_beside
 from .bystanders import Bystanders
+from .followed import Followed
 from .in_force import Watch
 from .pending import Kind, Part, PendingCalls
 from .planned import Frame, Planned, Step
@@ -67,7 +69,7 @@ def plan_captured(options: Options, captured: HasGraph, device: Device, budget_b
     return plan_live(options, captured.graph, device, budget_bytes)
 
 
-class Session:
+class Session(PlannedPeaks):
     """Plans every graph of the models compiled in it within one budget, and owns the engine that moves their tensors.
 
     Several models of one job (a GAN, teacher and student) share a budget when they are given one session:
@@ -91,11 +93,11 @@ class Session:
         self.accumulates = False
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
+        self.recorder: Recorder | None = None
+        """Who is told what the models do, while anybody is."""
         self.steps: LiveSteps | None = None
         """What leads the live pool, if one serves the models."""
-        self._parameters: list[weakref.ref[Tensor]] = []
-        self.follow(parameters)
-        self._optimizers = optimizers
+        self.followed = Followed(parameters, optimizers)
         self._planned: list[Planned] = []
         self._engine: TransferEngine | None = None
         self._engine_number = 0
@@ -125,24 +127,17 @@ class Session:
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Tell the session of parameters that it may not know; those that are gone it forgets."""
-        here = [ref for ref in self._parameters if ref() is not None]
-        known = {id(ref()) for ref in here}
-        self._parameters = here + [weakref.ref(p) for p in parameters if id(p) not in known]
+        self.followed.follow(parameters)
 
     def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Tell the session of the module's parameters and the optimizer, before the first call."""
         self.follow(module.parameters())
-        self._optimizers = [optimizer]
+        self.followed.optimizers = [optimizer]
 
     def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
         """Another model of the job; without `optimizers` those that step on its parameters are found."""
-        alone = not self._parameters
         self._models += 1
-        self.follow(parameters)
-        if optimizers is None or (self._optimizers is None and not alone):
-            self._optimizers = None
-        else:
-            self._optimizers = [*(self._optimizers or ()), *optimizers]
+        self.followed.add(parameters, optimizers)
         self.outdated |= bool(self._planned)
 
     def add_step(self, step: Step) -> None:
@@ -155,12 +150,7 @@ class Session:
     def _kept_bytes(self, besides: Step | None = None) -> int:
         """What the train steps of the job, and its compiled models, have on the device between two steps."""
         steps = sum(step.kept_bytes() for step in self._steps if step is not besides)
-        if besides is None:
-            return steps
-        parameters = [p for ref in self._parameters if (p := ref()) is not None]
-        optimizers = self._optimizers if self._optimizers is not None else find_optimizers(parameters)
-        own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in parameters)
-        return steps + own + (optimizer_needs(optimizers).state_bytes if parameters else 0)
+        return steps if besides is None else steps + self.followed.kept_bytes()
 
     def place_live(self, where: str | torch.device = "cuda", budget_bytes: int = 0) -> None:
         """From now on, give the blocks of each step real addresses as the session's placement asks for.
@@ -178,11 +168,15 @@ class Session:
                 self.steps.begin_step()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """While this lasts a planned graph of the models runs."""
+    def running(self) -> Iterator[Recorder | None]:
+        """While this lasts a planned graph of the models runs; who is told what it does, if anybody is."""
         self.watch_calls.graphs_run += 1
+        if self.recorder is not None:
+            self.recorder.begin_step(self._where)
+            if self._engine is not None:
+                self._engine.recorder = self.recorder
         with nullcontext() if self.steps is None else self.steps.running():
-            yield
+            yield self.recorder
 
     # -- what a user may ask
 
@@ -190,6 +184,11 @@ class Session:
     def plans(self) -> list[Plan]:
         """The plans in force, one for each graph of the model, in the order in which they were made."""
         return [planned.plan for planned in self._planned]
+
+    @property
+    def train_steps(self) -> list[Step]:
+        """Those that share the budget."""
+        return list(self._steps)
 
     @property
     def partitions(self) -> list[float | None]:
@@ -212,21 +211,6 @@ class Session:
         return self.timer.times(self.device_name) if self.timer is not None else None
 
     @property
-    def peak_bytes(self) -> int:
-        """The planned peak of the whole step."""
-        return max((plan.peak_bytes for plan in self.plans), default=0)
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
-        return most_known(plan.reserved_bytes for plan in self.plans)
-
-    @property
-    def device_bytes(self) -> int | None:
-        """The same with the context: what the card must have."""
-        return most_known(plan.device_bytes for plan in self.plans)
-
-    @property
     def pool(self) -> PoolReport | None:
         """What became of the live pool, if the placement asks for one and a step has run."""
         return None if self.steps is None else self.steps.report()
@@ -246,7 +230,7 @@ class Session:
 
     def gradients_are_kept(self) -> bool:
         """Whether any parameter of the model has a gradient now."""
-        return any(p.grad is not None for ref in self._parameters if (p := ref()) is not None)
+        return self.followed.gradients_are_kept()
 
     def forget_plans(self) -> None:
         """Drop the plans, before the models are compiled anew."""
@@ -465,9 +449,7 @@ class Session:
 
     def _tell_of_other_sessions(self, where: torch.device) -> None:
         """Warn where the plans of several sessions exceed the device together."""
-        others = sum(
-            s.peak_bytes for s in _SESSIONS if s is not self and any(ref() is not None for ref in s._parameters)
-        )
+        others = sum(s.peak_bytes for s in _SESSIONS if s is not self and s.followed.parameters)
         if others and self.peak_bytes + others > (whole := usable_bytes(where)):
             warnings.warn(
                 f"what several sessions plan adds up to {format_bytes(self.peak_bytes + others)}, more than the "
@@ -499,9 +481,8 @@ class Session:
     def _surroundings(
         self, joint: JointGraph, here: list[nn.Parameter], retained_bytes: int, beside: Sequence[int]
     ) -> Surroundings:
-        parameters = [p for ref in self._parameters if (p := ref()) is not None]
         return surroundings_of(
-            joint, here, parameters, self._optimizers, self.options.reserve,
+            joint, here, self.followed.parameters, self.followed.optimizers, self.options.reserve,
             retained_bytes=retained_bytes, accumulates=self.accumulates, beside=beside,
         )  # fmt: skip
 
@@ -511,7 +492,7 @@ class Session:
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
         """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
         for planned in self._planned:
-            known = set(planned.parameters) | {id(p) for ref in self._parameters if (p := ref()) is not None}
+            known = set(planned.parameters) | {id(p) for p in self.followed.parameters}
             new = sum(2 * p.nbytes for p in here if id(p) not in known)
             if new and planned.frame.id != frame.id and planned.plan.peak_bytes + new > budget:
                 raise InfeasibleBudget(

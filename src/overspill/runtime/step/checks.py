@@ -21,7 +21,7 @@ from overspill.core.errors import RequestError, UnsupportedError
 from .residency import Guarded, Spec, readable
 
 OURS = f"{__name__.partition('.')[0]}."
-"""How the modules of this package begin: a hook of these only looks whether other models have plans."""
+"""How the modules of this package begin: a hook of these only looks whether other models have plans, or that a step has ended."""
 INSTEAD = (
     "use one that updates each parameter by itself, such as AdamW or SGD, "
     "or overspill.compile, which leaves the optimizer as it is"
@@ -104,8 +104,9 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
 
 
 def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """The hooks that are called behind each step of `optimizer`, its own first."""
-    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    """The hooks that are called behind each step of `optimizer`, its own first; not those of ours, which need nothing of it."""
+    of_all = (h for h in _global_optimizer_post_hooks.values() if not getattr(h, "__module__", "").startswith(OURS))
+    return [*optimizer._optimizer_step_post_hooks.values(), *of_all]
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:

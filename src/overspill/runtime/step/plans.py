@@ -46,7 +46,7 @@ from overspill.runtime.options import (
     store_bytes,
 )
 from overspill.runtime.parallel import OneProcess
-from overspill.runtime.profile import OpTimer, record_in
+from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.forks import ForkedLock
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
@@ -282,12 +282,10 @@ class StepPlans:
         return self._planned(inputs, outside, frozenset(state), budget, partition)
 
     def _instrument(self, module: fx.GraphModule, plan: Plan) -> None:
-        """Let the lowered step of `plan` tell when it does what, where the user wants to know."""
+        """Let the lowered step of `plan` tell how long each op takes, where the user wants to know."""
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(plan.graph, self.state.where)))
             timer.instrument(module)
-        if self.options.record is not None:
-            record_in(self.options.record, plan.graph, module)
 
     def _planned(
         self,
@@ -351,7 +349,7 @@ class StepPlans:
 
     def _gathered(self, captured: CapturedStep, plan: Plan) -> Plan:
         """`plan` with updates together, but where each op is timed by itself."""
-        if self.options.profile or self.options.record is not None:
+        if self.options.profile:
             return plan
         return gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
 

@@ -90,6 +90,10 @@ class LoweredStep:
         ]
         self.forms = self._forms()
 
+    def wrapped(self, wrap: Callable[[fx.Node, Callable[..., Any]], Callable[..., Any]]) -> list[_Instruction]:
+        """The instructions, at the same positions, with what each calls as `wrap` has it."""
+        return [i._replace(target=wrap(i.node, i.target)) for i in self.instructions]
+
     def _forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
         """For each input, the instructions whose value is that input in some form, in order."""
         forms = {n: [(n, Form.HANDLE if n.name.startswith(HANDLE_PREFIX) else Form.TENSOR)] for n in self.inputs}
@@ -121,12 +125,16 @@ class StepRun:
         self.lost = ""
         """What was stopped half-way and cannot be done again."""
 
-    def go_on(self, may_go_on: Callable[[], None]) -> tuple[Any, ...]:
-        """Carry out what is left; the results. `may_go_on` is called before each instruction and may raise.
+    def go_on(
+        self, may_go_on: Callable[[], None], instructions: Sequence[_Instruction] | None = None
+    ) -> tuple[Any, ...]:
+        """Carry out what is left, by the program's `instructions` or by those that stand for them; the results.
 
-        After an error, call it again: the instruction that raised it is then the first to be carried out.
+        `may_go_on` is called before each and may raise. After an error, call this again: the instruction that raised it is
+        then the first to be carried out.
         """
-        values, instructions, is_node = self.values, self.program.instructions, fx.Node
+        instructions = self.program.instructions if instructions is None else instructions
+        values, is_node = self.values, fx.Node
         for position in range(self.position, len(instructions)):
             may_go_on()
             node, target, args, kwargs, nested, done_with, mutation, changes = instructions[position]

@@ -197,14 +197,19 @@ class StepState:
         away = sum(of.spec.nbytes for name, of in residents.items() if of.away and name not in self.sums)
         return self.whole_bytes() - away + sum(residents[n].spec.nbytes for n in self.sums if not residents[n].away)
 
+    def present(self) -> list[Tensor]:
+        """What may leave the device, and what an optimizer has besides, as far as it is there now."""
+        found = [of.tensor for of in self.residency.residents.values() if not of.away]
+        for owned in self.owned.values():
+            found += [value for value in owned.rest.values() if isinstance(value, Tensor)]
+        return found
+
     def renew(self) -> int:
         """Let all that is on the device and may leave it lie in memory that is handed out now; its bytes.
 
         Who counts what PyTorch's allocator hands out, and gets back, has to have seen both.
         """
-        present = [of.tensor for of in self.residency.residents.values() if not of.away]
-        for owned in self.owned.values():
-            present += [value for value in owned.rest.values() if isinstance(value, Tensor)]
+        present = self.present()
         for tensor in present:
             tensor.data = tensor.data.clone()
         return sum(tensor.nbytes for tensor in present)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -17,20 +16,22 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
-from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.programs.allocations import allocations, peak_of
-from overspill.core import Device, Graph
+from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
-from overspill.plans.plan import Plan, most_known
+from overspill.plans.plan import Plan
 from overspill.runtime import batches
 from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
 from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of
+from overspill.runtime.peaks import PlannedPeaks
+from overspill.runtime.recording.recorder import Recorder
+from overspill.runtime.recording.told import held_by, told_instructions
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -38,10 +39,10 @@ from overspill.runtime.transfer.host_memory import give_back
 
 from .call import UNFINISHED, Call, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
-from .gate import Reading
 from .plans import LOSS_BYTES, Compiled, GradientOptions, StepPlans
 from .residency import readable
 from .run import StepRun
+from .shown import optimizer_hooks
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientOptions", "TrainStep", "train_step"]
 
 
-class TrainStep:
+class TrainStep(PlannedPeaks):
     """`step(*inputs) -> loss`: one training step, planned when it is first called with inputs of these shapes.
 
     Between two calls the model's parameters and the optimizer's state may be in the store. Who reads them through the
@@ -74,6 +75,8 @@ class TrainStep:
         self.gradients = gradients
         self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
+        self.recorder: Recorder | None = None
+        """Who is told what the step does, while anybody is."""
         self._underway = Underway()
         self._reserved = ReservedWatch()
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
@@ -86,7 +89,7 @@ class TrainStep:
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
         # Nothing that model or optimizer hold may hold this object: who drops it gets the weights back.
-        self._hooks = _optimizer_hooks(optimizer, self._state)
+        self._hooks = optimizer_hooks(optimizer, self._state)
         self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
         self._end.atexit = False
 
@@ -149,6 +152,8 @@ class TrainStep:
 
     def _go_on(self, call: Call) -> Any:
         self._call = call
+        if self.recorder is not None:
+            self.recorder.begin_step(self._state.where)
         try:
             while not call.is_done:
                 self._carry_on(call)
@@ -158,6 +163,8 @@ class TrainStep:
         finally:
             self._state.arm()
         self._call = None
+        if self.recorder is not None:
+            self.recorder.end_step()
         self._reserved.look(lambda: self.reserved_bytes, self._state.where)
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
         if hooks := step_post_hooks(self.optimizer):
@@ -247,21 +254,6 @@ class TrainStep:
         return self._plans.partitions
 
     @property
-    def peak_bytes(self) -> int:
-        """The planned peak of the step."""
-        return max((plan.peak_bytes for plan in self.plans), default=0)
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
-        return most_known(plan.reserved_bytes for plan in self.plans)
-
-    @property
-    def device_bytes(self) -> int | None:
-        """The same with the context: what the card must have."""
-        return most_known(plan.device_bytes for plan in self.plans)
-
-    @property
     def pool(self) -> PoolReport | None:
         """What became of the live pool, if `placement` asks for one."""
         return None if self._plans.steps is None else self._plans.steps.report()
@@ -310,6 +302,10 @@ class TrainStep:
     def kept_bytes(self) -> int:
         """Bytes of the model and its optimizer's state between two steps, if all of it is on the device."""
         return self._state.whole_bytes()
+
+    def present(self) -> list[Tensor]:
+        """What of the model and its optimizer's state is on the device now."""
+        return self._state.gate.alone(self._state.present)
 
     @contextmanager
     def counted(self, inputs: tuple[Any, ...]) -> Iterator[list[int]]:
@@ -384,11 +380,12 @@ class TrainStep:
     def _run_part(self, call: Call) -> None:
         if call.run is None:
             self._begin(call)
-        compiled, run = call.compiled, call.run
+        compiled, run, recorder = call.compiled, call.run, self.recorder
         assert compiled is not None
         assert run is not None
+        told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
         with self._plans.running(), torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
-            loss, *results = run.go_on(self._state.gate.may_go_on)
+            loss, *results = run.go_on(self._state.gate.may_go_on, told)
         count = len(compiled.results.places)
         others, results = results[:count], results[count:]
         for name, value in zip(compiled.moving, results, strict=True):
@@ -414,11 +411,15 @@ class TrainStep:
             self.processes.share_buffers(self._state.buffers.values())
         given = [*self._state.buffers.values(), *(leaf for leaf in tree_flatten(part)[0] if isinstance(leaf, Tensor))]
         args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
+        if self.recorder is not None:
+            self.recorder.given(compiled.plan.graph, held_by(compiled.program.inputs), args)
+            self.recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
         if self.tracker is not None:
             self.tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
         call.compiled, call.run = compiled, StepRun(compiled.program, args)
 
     def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
+        engine.recorder = self.recorder
         sent = self._state.residency.send(compiled.stored | compiled.kept_in_store, engine)
         if sent and self._state.where.type == "cpu":
             give_back()  # a model may have been built where the heap keeps what it frees
@@ -437,42 +438,6 @@ class TrainStep:
             handle, resident.handle = resident.handle, None
             return handle
         return resident.take()
-
-
-def _optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHandle]:
-    """What lets `optimizer` show, load and step on what is there."""
-    readings: dict[int, Reading] = {}
-
-    def synchronize(*_: Any) -> None:
-        state.gate.alone(state.synchronize)
-
-    def begin_reading(_: Optimizer) -> None:
-        if (reading := state.gate.read(state.synchronize, loops=True)) is not None:
-            readings[get_ident()] = reading
-
-    def end_reading(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return _with_plain_state(state_dict)
-        finally:
-            readings.pop(get_ident(), None)
-
-    return [
-        optimizer.register_state_dict_pre_hook(begin_reading),
-        optimizer.register_state_dict_post_hook(end_reading),
-        optimizer.register_load_state_dict_pre_hook(synchronize),
-        optimizer.register_step_pre_hook(synchronize),
-    ]
-
-
-def _with_plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's state as a snapshot that later steps do not take away."""
-    state = {
-        key: {name: v.detach() if isinstance(v, Tensor) else v for name, v in of.items()}
-        if isinstance(of, dict)
-        else of
-        for key, of in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
 
 
 def train_step(

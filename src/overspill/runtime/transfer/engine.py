@@ -13,13 +13,12 @@ from torch import Tensor, UntypedStorage
 
 from overspill.core import Verb
 from overspill.core.errors import RequestError, StoreError
-from overspill.runtime.record import RunRecord
+from overspill.runtime.recording.recorder import Recorder
 
 from .checksums import Checksums
-from .lanes import Lane, RecordedLane, Slot, ThreadLane, Ticket
+from .lanes import Lane, Noted, Slot, ThreadLane, Ticket
 from .stores import Store
 
-CPU_ALONE = "what a run does when is recorded on the CPU; on CUDA torch.profiler and torch.cuda.memory._record_memory_history do it, so leave --trace and --snapshot out"
 _LOG = logging.getLogger("overspill")
 
 
@@ -96,6 +95,8 @@ class TransferEngine:
         self._table: dict[int, _Stored] = {}
         self._arriving: dict[int, tuple[Ticket | None, _Stored]] = {}
         self._handle_died = _when_a_handle_dies(self)
+        self.recorder: Recorder | None = None
+        """Who is told of copies, while anybody is."""
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0
         self.waited_seconds = 0.0
@@ -115,7 +116,7 @@ class TransferEngine:
             source.size(), source.stride(), source.storage_offset(), source.dtype, source.device,
         )  # fmt: skip
         try:
-            stored.leaving = self._outward.submit(stored.slot, memory)
+            stored.leaving = self._outward.submit(stored.slot, memory, self._noted(Verb.OFFLOAD))
         except BaseException:
             self.store.release(stored.slot)
             raise
@@ -150,7 +151,7 @@ class TransferEngine:
         leaving, stored.leaving = stored.leaving, None
         if leaving is None and not stored.written:
             assert source is not None
-            leaving = self._outward.submit(stored.slot, source.untyped_storage())
+            leaving = self._outward.submit(stored.slot, source.untyped_storage(), self._noted(Verb.OFFLOAD))
         if leaving is not None:
             begun = time.perf_counter()
             leaving.wait()
@@ -165,7 +166,7 @@ class TransferEngine:
         stored = self._table[handle.data_ptr()]
         tensor = stored.empty() if into is None else stored.within(into)
         storage = tensor.untyped_storage()
-        ticket = self._inward.submit(stored.slot, storage)
+        ticket = self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))
         stored.readers += 1
         self._arriving[storage._cdata] = (ticket, stored)
         self.prefetched_bytes += stored.nbytes
@@ -179,7 +180,7 @@ class TransferEngine:
         self._arriving[key] = (None, stored)
         begun = time.perf_counter()
         try:
-            (ticket or self._inward.submit(stored.slot, storage)).wait()
+            (ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))).wait()
         except BaseException:
             # Who gives up gives no notice, and another storage may get this one's address.
             weakref.finalize(storage, _forget_arrival, weakref.ref(self), key)
@@ -216,6 +217,9 @@ class TransferEngine:
         self.cancel(tensor)
         return self._handle(again)
 
+    def _noted(self, verb: Verb) -> Noted | None:
+        return None if self.recorder is None else self.recorder.copying(verb)
+
     def _arrived(self, key: int) -> None:
         _, stored = self._arriving.pop(key)
         stored.readers -= 1
@@ -249,22 +253,16 @@ class TransferEngine:
             self.store.release(stored.slot)
 
 
-def make_engine(
-    store: Store, device: torch.device, *, checksum: bool = False, record: RunRecord | None = None
-) -> TransferEngine:
-    """The engine for tensors on `device`, with the lanes of the store, or such as `record` sees. Raises RequestError."""
-    if checksum and device.type == "cuda":
-        raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
-    if record is not None and device.type == "cuda":
-        raise RequestError(CPU_ALONE)
-    if not checksum and record is None:
+def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
+    """The engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
+    if not checksum:
         return TransferEngine(store, *store.lanes(device))
-    checksums = Checksums(store) if checksum else None
-    write, read = (store.write, store.read) if checksums is None else (checksums.write, checksums.read)
-    if record is None:
-        return TransferEngine(store, ThreadLane("offload", write), ThreadLane("prefetch", read), checksums)
-    outward = RecordedLane("offload", write, record, Verb.OFFLOAD)
-    return TransferEngine(store, outward, RecordedLane("prefetch", read, record, Verb.PREFETCH), checksums)
+    if device.type == "cuda":
+        raise RequestError("checksum=True is for the CPU: on CUDA the processor does not see the bytes that are copied")
+    checksums = Checksums(store)
+    return TransferEngine(
+        store, ThreadLane("offload", checksums.write), ThreadLane("prefetch", checksums.read), checksums
+    )
 
 
 def _failed(ticket: Ticket) -> bool:

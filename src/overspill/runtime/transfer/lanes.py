@@ -19,10 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from overspill.core import Verb
 from overspill.core.errors import StoreError
 from overspill.runtime import accelerator
-from overspill.runtime.record import RunRecord
 
 from . import _copies
 
@@ -47,12 +45,25 @@ class Ticket(Protocol):
         """Let nothing that follows on the compute stream run before the transfer is done; raise what went wrong in it."""
 
 
+class Noted(Protocol):
+    """What wants to know when a copy is carried out."""
+
+    def begin(self, stream: Any = None) -> None:
+        """It begins now, or where `stream` has got to."""
+
+    def end(self, stream: Any = None) -> None:
+        """It has ended, or will have where `stream` has got to."""
+
+
 class Lane(ABC):
     """Carries out copies of one direction in the order they were submitted, beside the compute stream."""
 
     @abstractmethod
-    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
-        """Start the copy between `slot` and `memory` after everything that compute has been given so far."""
+    def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
+        """Start the copy between `slot` and `memory` after everything that compute has been given so far.
+
+        `noted` is told when it is carried out.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -80,11 +91,11 @@ class ThreadLane(Lane):
             ) from None
         self._end = weakref.finalize(self, _end_thread, self._jobs, self._thread, self._process)
 
-    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+    def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Start the copy on the lane's thread. Raises StoreError once the lane is closed."""
         if not self._end.alive:
             raise StoreError(CLOSED)
-        ticket = _ThreadTicket(slot, memory)
+        ticket = _ThreadTicket(slot, memory) if noted is None else _NotedTicket(slot, memory, noted)
         if self._process == os.getpid():
             self._jobs.put(ticket)
         else:
@@ -177,18 +188,22 @@ class _ThreadTicket:
                 del self  # which the error's traceback would hold
 
 
-class RecordedLane(ThreadLane):
-    """A lane of one thread whose copies, which do `verb`, a record has."""
+class _NotedTicket(_ThreadTicket):
+    __slots__ = ("_noted",)
 
-    def __init__(self, name: str, copy: Copy, record: RunRecord, verb: Verb) -> None:
-        """Raises StoreError where the system gives no thread."""
-        super().__init__(name, record.timed(verb, copy))
-        self._record = record
+    def __init__(self, slot: Slot, memory: UntypedStorage, noted: Noted) -> None:
+        super().__init__(slot, memory)
+        self._noted = noted
 
-    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
-        """As of a ThreadLane."""
-        self._record.submitted(slot)
-        return super().submit(slot, memory)
+    def carry_out(self, copy: Copy) -> None:
+        noted = self._noted
+
+        def measured(slot: Slot, memory: Tensor) -> None:
+            noted.begin()
+            copy(slot, memory)
+            noted.end()
+
+        super().carry_out(measured)
 
 
 class StreamLane(Lane):
@@ -200,15 +215,19 @@ class StreamLane(Lane):
         self._copy = copy
         self.stream: accelerator.Stream = streams.new_stream(device)
 
-    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+    def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Enqueue the copy behind the compute stream's work so far.
 
         No `record_stream`: the ticket holds the memory until compute waits for the event, after which it can only be
         reused behind the copy.
         """
         self.stream.wait_stream(self._streams.current_stream(self._device))
+        if noted is not None:
+            noted.begin(self.stream)
         with self.stream:
             self._copy(slot, bytes_of(memory))
+        if noted is not None:
+            noted.end(self.stream)
         return _StreamTicket(self, self.stream.record_event(), memory)
 
     def wait(self, event: Any) -> None:
@@ -239,12 +258,19 @@ class CopyLane(Lane):
     def __init__(self, streams: accelerator.RawStreams, address: Callable[[Slot], int], *, outward: bool) -> None:
         """`address` says where a slot is. Raises RuntimeError where no library has the functions of such a device."""
         self._address = address
+        self._compute = streams.compute
         self.stream, raw = streams.new()
         self._copies = _copies.CopyLane(streams.path, streams.prefix, streams.index, raw, outward, streams.current)
 
-    def submit(self, slot: Slot, memory: UntypedStorage) -> Ticket:
+    def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
         """Enqueue the copy behind the compute stream's work so far, as StreamLane does."""
-        return self._copies.submit(self._address(slot), memory.data_ptr(), memory.nbytes(), memory)
+        if noted is not None:
+            self.stream.wait_stream(self._compute())  # as the copy does: the time until then is not the copy's
+            noted.begin(self.stream)
+        ticket = self._copies.submit(self._address(slot), memory.data_ptr(), memory.nbytes(), memory)
+        if noted is not None:
+            noted.end(self.stream)
+        return ticket
 
     def close(self) -> None:
         """Wait until the stream is idle."""

@@ -37,7 +37,8 @@ class StepViews {
     return this.mode === "layer" && this.step.byLayer ? this.step.byLayer : this.step.byKind;
   }
   get compared() {
-    return this.axis === "time" && this.run.timed ? this.step.runs.filter((run) => run !== this.run && run.timed) : [];
+    const alike = (run) => run !== this.run && run.timed && run.measured === this.run.measured;
+    return this.axis === "time" && this.run.timed ? this.step.runs.filter(alike) : [];
   }
   // The top of the memory view; it stays as it is when the window moves.
   highest() {
@@ -69,7 +70,8 @@ class StepViews {
     const titles = { Addresses: `Addresses, placed by ${this.run.placer}`, Streams: "Streams" };
     this.streamKey = el("div", { class: "legend" });
     const panes = this.views.map(({ sheet }) => {
-      const heading = el("div", { class: "heading" }, el("h3", {}, titles[sheet.label] || sheet.label), sheet.label === "Streams" ? this.streamKey : null);
+      const title = `${titles[sheet.label] || sheet.label}${this.run.measured ? ", measured" : ""}`;
+      const heading = el("div", { class: "heading" }, el("h3", {}, title), sheet.label === "Streams" ? this.streamKey : null);
       return el("div", { class: "pane" }, heading, sheet.element);
     });
     this.parts.views.replaceChildren(...panes, this.axisSheet);
@@ -86,7 +88,7 @@ class StepViews {
       }));
     const runs = this.step.runs.map((run, at) => [String(at), run.name]);
     const modes = this.step.byLayer ? [["kind", "by kind"], ["layer", "by layer"]] : [];
-    const axes = this.run.timed ? [["time", "time"], ["positions", "instructions"]] : [];
+    const axes = this.run.timed && !this.run.measured ? [["time", "time"], ["positions", "instructions"]] : [];
     const zoom = (text, name, act) => el("button", { type: "button", "aria-label": name, title: name, onclick: act }, text);
     this.parts.controls.replaceChildren(...[
       choice("Run", runs, String(this.step.runs.indexOf(this.run)), (at) => this.choose({ run: this.step.runs[at] })),
@@ -100,6 +102,7 @@ class StepViews {
 
   choose(change) {
     Object.assign(this, change);
+    if (this.run.measured) this.axis = "time"; // its positions are instants
     this.instant = this.hovered = null;
     if (change.run || change.axis) this.lay();
     else this.control(), this.legend();

@@ -1,0 +1,226 @@
+"""From the record of a run to the columns of the linked views: one step as it was measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from overspill.core import Graph, Stream, Verb
+from overspill.runtime.recording.record import Change, Label, Measured, RunRecord
+
+from .sections import Integers, Ops, Run, Step, Tensors
+from .step import STREAMS, VERBS, integers, of_graph
+
+OUTSIDE = "outside planned ops"
+MOVED = "moved between steps"
+_LANES = {Verb.OFFLOAD: STREAMS.index(Stream.OFFLOAD), Verb.PREFETCH: STREAMS.index(Stream.PREFETCH)}
+
+
+def last_step(record: RunRecord) -> int:
+    """The last step that is recorded whole, or else the last one."""
+    whole = [step for step, facts in enumerate(record.facts) if facts.is_whole]
+    return whole[-1] if whole else len(record.facts) - 1
+
+
+def measured_step(record: RunRecord, title: str) -> Step:
+    """The views of the last step of `record` alone, of all graphs that ran in it."""
+    graphs = list({id(graph): graph for graph in _graphs_of(record, last_step(record))}.values())
+    return with_measured(_joined([of_graph(graph, (), title) for graph in graphs], title), record, graphs)
+
+
+def with_measured(section: Step, record: RunRecord, graphs: Sequence[Graph]) -> Step:
+    """`section`, whose tensors and ops are those of `graphs` one after the other, with the last step of `record` as one run more."""
+    views = _Views(section, record, graphs, last_step(record))
+    found = views.run()
+    return replace(section, tensors=_with_more(section.tensors, views.strangers), runs=(*section.runs, found))
+
+
+def is_of(record: RunRecord, graph: Graph) -> bool:
+    """Whether all that ran in the last step of `record` is of `graph`."""
+    return bool(record.steps) and all(ran is graph for ran in _graphs_of(record, last_step(record)))
+
+
+def _graphs_of(record: RunRecord, step: int) -> Iterator[Graph]:
+    for things in (record.compute, *record.copies.values()):
+        yield from (thing.label.graph for thing in record.within(things, step) if thing.label is not None)
+
+
+class _Stranger(NamedTuple):
+    """A storage that no graph knows."""
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+class _Views:
+    """One step as it was measured. Each end of an op, and each change of memory, is an instant: a position ends with it."""
+
+    def __init__(self, section: Step, record: RunRecord, graphs: Sequence[Graph], step: int) -> None:
+        self.strangers: list[_Stranger] = []
+        self._section = section
+        self._record = record
+        self._step = step
+        self._begun = record.steps[step].begin_seconds
+        self._seconds = record.steps[step].seconds
+        sizes = [(len(graph.tensors), len(graph.ops)) for graph in graphs]
+        firsts = [tuple(map(sum, zip(*sizes[:at], strict=True))) or (0, 0) for at in range(len(sizes))]
+        self._firsts = {id(graph): first for graph, first in zip(graphs, firsts, strict=True)}
+        self._made: Counter[tuple[int, int, int]] = Counter()
+
+    def run(self) -> Run:
+        """The run as columns."""
+        record, step = self._record, self._step
+        compute = record.within(record.compute, step)
+        during = [c for c in record.changes if self._is_during(c)]
+        ends = sorted([self._at(done.end_seconds) for done in compute] + [self._at(c.seconds) for c in during])
+        start, end, tensor, nbytes = self._spans(ends)
+        events = list(self._events(compute))
+        begun = np.array([begin for *_, begin, _ in events], dtype=np.float64)
+        waits = [done for done in compute if done.is_wait]
+        return Run(
+            name=f"measured (step {step + 1})",
+            seconds=np.array([*ends, self._seconds], dtype=np.float64),
+            positions=len(ends) + 1,
+            start=integers(start),
+            end=integers(end),
+            tensor=integers(tensor),
+            nbytes=integers(nbytes),
+            offset=integers(()),
+            streams=tuple(stream.value for stream in STREAMS),
+            verbs=tuple(verb.value for verb in VERBS),
+            stream=integers(stream for stream, *_ in events),
+            verb=integers(verb for _, verb, *_ in events),
+            target=integers(target for _, _, target, *_ in events),
+            begun=begun,
+            ended=np.array([ended for *_, ended in events], dtype=np.float64),
+            event_at=np.searchsorted(np.array(ends), begun, side="right").astype(np.int64),
+            stall_begun=np.array([self._at(wait.begin_seconds) for wait in waits]),
+            stall_ended=np.array([self._at(wait.end_seconds) for wait in waits]),
+            stall_cause=[wait.label.cause for wait in waits if wait.label is not None],
+            measured=True,
+        )
+
+    def _at(self, seconds: float) -> float:
+        """A time of the record as one of the step."""
+        return min(max(0.0, seconds - self._begun), self._seconds)
+
+    def _is_during(self, change: Change) -> bool:
+        """Whether it is in the step, not before it."""
+        return change.step == self._step and change.seconds >= self._begun
+
+    def _spans(self, ends: Sequence[float]) -> list[list[int]]:
+        """Of each storage that was there: the positions from and until which, the tensor that it is, and its bytes."""
+        live: dict[int, list[int]] = {}
+        found: list[list[int]] = []
+        where = 0
+        for change in self._record.changes:
+            if change.step > self._step:
+                break
+            if self._is_during(change):
+                while ends[where] < self._at(change.seconds):
+                    where += 1
+                where += 1  # this instant is the change's own
+            if change.nbytes > 0:
+                live[change.storage] = [where, len(ends) + 1, self._tensor(change), change.nbytes]
+                found.append(live[change.storage])
+            elif (span := live.pop(change.storage, None)) is not None:
+                span[1] = where
+        kept = [span for span in found if span[0] < span[1]]
+        return [list(column) for column in zip(*kept, strict=True)] or [[], [], [], []]
+
+    def _tensor(self, change: Change) -> int:
+        """The tensor that a storage is, or the workspace of an op that took it for itself."""
+        label = change.label
+        if label is None or id(label.graph) not in self._firsts:
+            kind = "other" if change.kind is None else change.kind.value
+            return self._stranger(_Stranger(f"{kind.replace('_', ' ')}, {OUTSIDE}", kind, change.nbytes))
+        first_tensor, first_op = self._firsts[id(label.graph)]
+        if not label.is_op:
+            return first_tensor + label.target
+        writes = [t for t in label.graph.ops[label.target].writes if label.graph.tensors[t].nbytes == change.nbytes]
+        if not writes:
+            return -1 - (first_op + label.target)
+        key = id(label.graph), label.target, change.nbytes  # outputs of one size come in their order
+        place, self._made[key] = self._made[key], self._made[key] + 1
+        return first_tensor + writes[place % len(writes)]
+
+    def _stranger(self, stranger: _Stranger) -> int:
+        self.strangers.append(stranger)
+        return len(self._section.tensors.name) + len(self.strangers) - 1
+
+    def _events(self, compute: Sequence[Measured]) -> Iterator[tuple[int, int, int, float, float]]:
+        """Stream, verb, target, begin and end of each op and of each copy."""
+        for done in compute:
+            if not done.is_op or (label := done.label) is None or label.verb is None:
+                continue
+            op = self._firsts[id(label.graph)][1] + label.target
+            yield 0, VERBS.index(label.verb), op, self._at(done.begin_seconds), self._at(done.end_seconds)
+        for verb, copies in self._record.copies.items():
+            for copy in self._record.within(copies, self._step):
+                times = self._at(copy.begin_seconds), self._at(copy.end_seconds)
+                yield _LANES[verb], VERBS.index(verb), self._moved(copy.label), *times
+
+    def _moved(self, label: Label | None) -> int:
+        if label is None or id(label.graph) not in self._firsts:
+            return self._stranger(_Stranger(MOVED, "other", 0))
+        return self._firsts[id(label.graph)][0] + label.target
+
+
+def _with_more(tensors: Tensors, strangers: Sequence[_Stranger]) -> Tensors:
+    """`tensors`, and behind them those that no graph knows."""
+    none = np.full(len(strangers), -1, dtype=np.int64)
+    return Tensors(
+        name=[*tensors.name, *(s.name for s in strangers)],
+        kind=[*tensors.kind, *(s.kind for s in strangers)],
+        shape=[*tensors.shape, *("" for _ in strangers)],
+        nbytes=np.concatenate([tensors.nbytes, integers(s.nbytes for s in strangers)]),
+        maker=np.concatenate([tensors.maker, none]),
+        layer=np.concatenate([tensors.layer, none]),
+    )
+
+
+def _joined(steps: Sequence[Step], title: str) -> Step:
+    """The tensors and ops of several steps as those of one, in order."""
+    if len(steps) == 1:
+        return steps[0]
+    layers = tuple(dict.fromkeys(layer for step in steps for layer in step.layers))
+    number = {layer: at for at, layer in enumerate(layers)}
+
+    def layers_of(step: Step, column: Integers) -> Integers:
+        return integers(number[step.layers[at]] if at >= 0 else -1 for at in column)
+
+    ops = [len(step.ops.name) for step in steps]
+    first_ops, first_tensors = np.cumsum([0, *ops]), np.cumsum([0, *(len(step.tensors.name) for step in steps)])
+    tensors = Tensors(
+        name=[name for step in steps for name in step.tensors.name],
+        kind=[kind for step in steps for kind in step.tensors.kind],
+        shape=[shape for step in steps for shape in step.tensors.shape],
+        nbytes=np.concatenate([step.tensors.nbytes for step in steps]),
+        maker=np.concatenate([np.where(s.tensors.maker < 0, -1, s.tensors.maker + at) for s, at in zip(steps, first_ops, strict=False)]),
+        layer=np.concatenate([layers_of(step, step.tensors.layer) for step in steps]),
+    )  # fmt: skip
+    first_read, read = _rows([s.ops.first_read for s in steps], [s.ops.read for s in steps], first_tensors)
+    first_written, written = _rows([s.ops.first_written for s in steps], [s.ops.written for s in steps], first_tensors)
+    joined = Ops(
+        name=[name for step in steps for name in step.ops.name],
+        phase=[phase for step in steps for phase in step.ops.phase],
+        layer=np.concatenate([layers_of(step, step.ops.layer) for step in steps]),
+        flops=np.concatenate([step.ops.flops for step in steps]),
+        first_read=first_read,
+        read=read,
+        first_written=first_written,
+        written=written,
+    )
+    return Step(title, layers, tensors, joined, ())
+
+
+def _rows(firsts: Sequence[Integers], rows: Sequence[Integers], offsets: Integers) -> tuple[Integers, Integers]:
+    """Rows of tensors of several graphs as columns of one: where each begins, and all of them."""
+    lengths = np.concatenate([np.diff(first) for first in firsts])
+    found = np.concatenate([row + at for row, at in zip(rows, offsets, strict=False)])
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), found.astype(np.int64)

@@ -1,0 +1,71 @@
+"""The parameters of a session's models and the optimizers that step on them: the session asks about them, and keeps none of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overspill.core import TensorKind
+from overspill.runtime.optimizers import find_optimizers, optimizer_needs
+
+
+class Followed:
+    """Parameters by weak references. `optimizers` are those that were named; None: whatever steps on the parameters."""
+
+    def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
+        self._refs: list[weakref.ref[Tensor]] = []
+        self.optimizers = optimizers
+        self.follow(parameters)
+
+    def follow(self, parameters: Iterable[Tensor]) -> None:
+        """Take notice of parameters that may be new; those that are gone are forgotten."""
+        here = [ref for ref in self._refs if ref() is not None]
+        known = {id(ref()) for ref in here}
+        self._refs = here + [weakref.ref(p) for p in parameters if id(p) not in known]
+
+    def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
+        """Those of another model; without `optimizers` those that step on its parameters are found."""
+        alone = not self._refs
+        self.follow(parameters)
+        if optimizers is None or (self.optimizers is None and not alone):
+            self.optimizers = None
+        else:
+            self.optimizers = [*(self.optimizers or ()), *optimizers]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that are there."""
+        return [p for ref in self._refs if (p := ref()) is not None]
+
+    def kept_bytes(self) -> int:
+        """What they, their gradients and the optimizers' state take between two steps."""
+        own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in self.parameters)
+        return own + (optimizer_needs(self._stepping()).state_bytes if self.parameters else 0)
+
+    def gradients_are_kept(self) -> bool:
+        """Whether any parameter has a gradient now."""
+        return any(p.grad is not None for p in self.parameters)
+
+    def present(self) -> Iterator[tuple[TensorKind, list[Tensor]]]:
+        """What is there of parameters, gradients and the optimizers' state."""
+        yield TensorKind.PARAMETER, self.parameters
+        yield TensorKind.GRADIENT, [p.grad for p in self.parameters if p.grad is not None]
+        yield TensorKind.OPTIMIZER_STATE, [value for optimizer in self._stepping() for value in state_of(optimizer)]
+
+    def updated_by(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` steps on any of them."""
+        own = {id(p) for p in self.parameters}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _stepping(self) -> Sequence[Optimizer]:
+        return self.optimizers if self.optimizers is not None else find_optimizers(self.parameters)
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors that an optimizer keeps for its parameters, some of them in lists."""
+    values = [value for of in optimizer.state.values() if isinstance(of, dict) for value in of.values()]
+    listed = [value for many in values if isinstance(many, (list, tuple)) for value in many]
+    return [value for value in (*values, *listed) if isinstance(value, Tensor)]

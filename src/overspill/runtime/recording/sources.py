@@ -1,0 +1,97 @@
+"""What can be recorded: a session with all that shares its budget, or a train step, as a recorder meets them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from overspill.core import TensorKind
+from overspill.plans.plan import Plan
+from overspill.runtime.compiled.session import Session
+from overspill.runtime.step.train_step import TrainStep
+from overspill.runtime.tracker import LiveBytes
+
+from .recorder import Recorder
+
+
+class Source(ABC):
+    """One session or train step. Recorded, it has a recorder, which tells its engine too."""
+
+    def __init__(self, of: Session | TrainStep) -> None:
+        self._of = of
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who is told now."""
+        return self._of.recorder
+
+    def tell(self, recorder: Recorder | None) -> None:
+        """From now on tell `recorder`; None: nobody."""
+        self._of.recorder = recorder
+        if self._of.engine is not None:
+            self._of.engine.recorder = recorder
+
+    @property
+    def tracker(self) -> LiveBytes | None:
+        """What counts its storages anyhow."""
+        return self._of.tracker
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans in force."""
+        return self._of.plans
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device | None:
+        """Where it runs, or will; None where that is not known yet."""
+
+    @abstractmethod
+    def present(self) -> Iterable[tuple[TensorKind | None, Sequence[Tensor]]]:
+        """What it knows to be on the device between two calls, and the kind where that is known."""
+
+    def ends_by(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 - of a session
+        """Whether a step of `optimizer` ends one of its steps."""
+        return False
+
+
+class _OfSession(Source):
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._session = session
+
+    @property
+    def device(self) -> torch.device | None:
+        if self._session.plans:
+            return self._session.device
+        return next((p.device for p in self._session.followed.parameters), None)
+
+    def present(self) -> Iterable[tuple[TensorKind | None, Sequence[Tensor]]]:
+        return self._session.followed.present()
+
+    def ends_by(self, optimizer: Optimizer) -> bool:
+        return self._session.followed.updated_by(optimizer)
+
+
+class _OfStep(Source):
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__(step)
+        self._step = step
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._step.device
+
+    def present(self) -> Iterable[tuple[TensorKind | None, Sequence[Tensor]]]:
+        return [(None, self._step.present())]
+
+
+def sources_of(found: Session | TrainStep) -> list[Source]:
+    """What is recorded where `found` is: of a session the train steps too that share its budget."""
+    if isinstance(found, TrainStep):
+        return [_OfStep(found)]
+    return [_OfSession(found), *(_OfStep(step) for step in found.train_steps if isinstance(step, TrainStep))]
