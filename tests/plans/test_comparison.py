@@ -9,7 +9,7 @@ from tests.simulate.graphs import DEVICE, Layer, network
 
 from overspill.core import Graph, LayerType
 from overspill.core.errors import RequestError
-from overspill.plans.comparison import BASELINE, compare, in_order
+from overspill.plans.comparison import BASELINE, Comparison, compare, in_order
 from overspill.plans.plan import make_plan, unmanaged_peak
 from overspill.policies import POLICIES
 
@@ -106,3 +106,20 @@ def test_an_unknown_name_is_refused_before_anything_is_planned(graph: Graph) -> 
     with pytest.raises(RequestError, match="unknown policy 'lifeness'; did you mean 'liveness'"):
         compare(graph, DEVICE, ("auto", "lifeness"), LIMITLESS, progress=told.append)
     assert told == []
+
+
+def test_the_bound_has_a_curve_from_the_least_that_any_plan_takes_to_the_unmanaged_step(graph: Graph) -> None:
+    whole = unmanaged_peak(graph, DEVICE)
+    budget = int(0.8 * whole)
+    compared = Comparison(tuple(compare(graph, DEVICE, ("auto", "vdnn-all", "in-core"), budget)), DEVICE, budget)
+    bounds = compared.bounds(5)
+    budgets, seconds = [nbytes for nbytes, _ in bounds], [least for _, least in bounds]
+    assert budgets[0] == min(row.plan.peak_bytes for row in compared if row.plan is not None)
+    assert budgets == sorted({*budgets})
+    assert budgets[-1] == whole
+    assert seconds == sorted(seconds, reverse=True)
+    assert dict(bounds)[budget] == compared.lower_bound_seconds
+    for row in compared:
+        if row.plan is not None:
+            assert row.plan.step_seconds >= min(s for nbytes, s in bounds if nbytes >= min(row.plan.peak_bytes, whole))
+    assert Comparison((), DEVICE, budget).bounds() == ()

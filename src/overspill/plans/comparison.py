@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol, overload
 
 from overspill.core import Device, Graph
@@ -18,6 +19,8 @@ from .plan import NO_LIMIT_BYTES, Plan, make_plan
 
 BASELINE = "oracle"
 """What slowdowns are relative to: it has all the memory and the fastest algorithms."""
+BOUNDS = 7
+"""At how many budgets the bound is proven for its curve, closer to one another where it bends: where there is little memory."""
 
 
 class Counting(Protocol):
@@ -93,6 +96,19 @@ class Comparison(Sequence[Row], Reportable):
     def lower_bound_seconds(self) -> float | None:
         """What no plan within the budget beats; None where none fits. It follows from the graph, the device and the budget."""
         return next((row.plan.lower_bound_seconds for row in self.rows if row.fits and row.plan is not None), None)
+
+    def bounds(self, points: int = BOUNDS) -> tuple[tuple[int, float], ...]:
+        """Budgets, from the least that any plan takes to what the step takes unmanaged, and seconds that no plan within each beats."""
+        plans = [row.plan for row in self.rows if row.plan is not None]
+        if not plans:
+            return ()
+        low, high = min(plan.needed_bytes for plan in plans), plans[0].unmanaged_needed_bytes
+        shares = (at / (points - 1) for at in range(points))
+        budgets = sorted(
+            {self.budget_bytes, *(int(low + share**2 * max(0, high - low)) for share in shares)}, reverse=True
+        )
+        seconds = accumulate((plans[0].for_budget(budget).lower_bound_seconds for budget in budgets), max)
+        return tuple(sorted(zip(budgets, seconds, strict=True)))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from overspill.bounds.step_time import lower_bound_seconds
@@ -62,6 +62,12 @@ class Plan(Reportable):
         """
         bound = whole_step_bound_seconds if self.graph.whole_step else lower_bound_seconds
         return bound(self.graph, self.device, self.most_live_bytes, self.op_seconds)
+
+    def for_budget(self, budget_bytes: int) -> Plan:
+        """The same plan, which takes no more than that, as one for a budget: of its card, or of live bytes."""
+        if self.device_bytes is None:
+            return replace(self, budget_bytes=budget_bytes)
+        return replace(self, device_budget_bytes=budget_bytes)
 
     @property
     def most_live_bytes(self) -> int:

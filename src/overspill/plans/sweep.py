@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import Any
 
 from overspill.core import Device, Graph
 from overspill.core.budget import Budget
@@ -177,7 +176,7 @@ class _Curve:
             self.plan(self.smallest_bytes)
         else:
             self.floor = replace(peak_of(plan.graph, plan.schedule), nbytes=plan.needed_bytes)
-            self.plans[self.smallest_bytes] = _for_budget(plan, self.smallest_bytes)
+            self.plans[self.smallest_bytes] = plan.for_budget(self.smallest_bytes)
 
     @property
     def smallest_bytes(self) -> int:
@@ -214,12 +213,6 @@ class _Curve:
 def budget_of_share(thousandths: int, unmanaged_bytes: int) -> int:
     """The budget that so many thousandths of what the step takes unmanaged are, where they are asked for as a percentage."""
     return Budget.parse(f"{thousandths / 10:.1f}%").bytes_of(lambda: unmanaged_bytes, 0, lambda: 0)
-
-
-def _for_budget(plan: Plan, budget_bytes: int) -> Plan:
-    """`plan`, which takes no more than that, as one for a budget."""
-    asked: dict[str, Any] = {"budget_bytes" if plan.device_bytes is None else "device_budget_bytes": budget_bytes}
-    return replace(plan, **asked)
 
 
 def _refined(curves: Sequence[_Curve], top: int, points: int) -> list[int]:
@@ -262,7 +255,7 @@ def _points(curves: Sequence[_Curve], progress: Callable[[str], None]) -> Iterat
     for budget in sorted({budget for budgets in shown.values() for budget in budgets}, reverse=True):
         progress(f"proving the bound within {format_bytes(budget)}")
         # What no plan within a larger budget beats, none within a smaller one beats.
-        bound = bounds[budget] = max(bound, _for_budget(any_plan, budget).lower_bound_seconds)
+        bound = bounds[budget] = max(bound, any_plan.for_budget(budget).lower_bound_seconds)
     for curve in curves:
         for budget in shown[curve.policy]:
             error = None if budget in curve.plans else str(curve.errors[budget])

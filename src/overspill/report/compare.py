@@ -110,7 +110,7 @@ def compare_report(
 ) -> RenderableType:
     """The table of `rows`, each as `row_figures` gives it, and what a reader must know of it."""
     explained = explanation(rows, device, budget_bytes, lower_bound_seconds)
-    parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(explained)]
+    parts: list[RenderableType] = [Text(title), "", _table(rows), "", Text(" ".join(explained))]
     if besides := remarks(rows, device):
         parts += ["", *map(Text, besides)]
     return Group(*parts, *([Text(note)] if note else []))
@@ -156,26 +156,32 @@ def _recomputed(row: Mapping[str, Any]) -> str:
 
 def explanation(
     rows: Sequence[Mapping[str, Any]], device: Device, budget_bytes: int, lower_bound_seconds: float | None
-) -> str:
-    """What the figures are, and the bound on all that keeps to the budget."""
+) -> list[str]:
+    """What the figures are, and the bound on all that keeps to the budget: a sentence each."""
     budget = format_bytes(budget_bytes)
     library_bytes = max((row["library_bytes"] or 0 for row in rows), default=0)
-    text = (
-        f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}. "
-        f"What fits stays within {budget}, the fastest first. "
-        "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs."
-    )
+    found = [
+        f"Times are simulated for {device.name}, not measured; slowdown is to {BASELINE}.",
+        f"What fits stays within {budget}, the fastest first.",
+        "Fragmentation is the share of what PyTorch's caching allocator would reserve that no tensor needs.",
+    ]
     if device.index is not None:
-        text += " Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
+        found.append(
+            "Card is what the GPU must have, its context and what libraries keep included, and live what tensors take of it."
+        )
     if any(row["max_bytes"] is None and row["floor_bytes"] is not None for row in rows):
-        text += " In parentheses: the least that a policy without a plan would need."
+        found.append("In parentheses: the least that a policy without a plan would need.")
     if any(row["policy"] == InCore.name for row in rows):
-        text += f" {InCore.name} keeps every feature map to the end of backward; PyTorch frees them as liveness does."
+        found.append(
+            f"{InCore.name} keeps every feature map to the end of backward; PyTorch frees them as liveness does."
+        )
     if library_bytes:
-        text += f" cuBLAS keeps {format_bytes(library_bytes)} beside live bytes, which `overspill estimate` counts."
+        found.append(
+            f"cuBLAS keeps {format_bytes(library_bytes)} beside live bytes, which `overspill estimate` counts."
+        )
     if lower_bound_seconds is not None:
-        text += f" Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}."
-    return text
+        found.append(f"Lower bound by relaxation within {budget}: {format_seconds(lower_bound_seconds)}.")
+    return found
 
 
 def remarks(rows: Sequence[Mapping[str, Any]], device: Device) -> list[str]:

@@ -273,3 +273,57 @@ def test_tables_sort_and_charts_can_be_read(browser: Browser, tmp_path: Path) ->
     assert len(browser.all(".view")) == 2
     browser.shot("parts")
     assert browser.complaints() == []
+
+
+@pytest.mark.long
+def test_a_long_table_shows_its_first_rows_until_all_are_asked_for_and_a_wide_one_stays_in_the_page(
+    browser: Browser, tmp_path: Path
+) -> None:
+    rows = tuple((f"tensor {i}", *(float(i * 10**6 + j) for j in range(12))) for i in range(40))
+    wide = Table("t", (Column("name"), *(Column("simulated step", Unit.BYTES) for _ in range(12))), rows)
+    text = Table("u", (Column("change"), Column("cost")), (("less", "words " * 60), ("more", "")))
+    write_page(tmp_path / "tables.html", Page("tables", Verdict("nothing is judged", None), (wide, text)))
+    browser.open(tmp_path / "tables.html", (1280, 1200))
+    spilling = "return [...document.querySelectorAll('.wide')].map((box) => box.scrollWidth - box.clientWidth)"
+    assert browser.run(spilling) == [0, 0]
+    first = browser.all(".table")[0]
+    assert len(first.find_elements("css selector", "tbody tr")) == 15
+    button = first.find_element("css selector", "button.more")
+    assert button.text == "Show all 40"
+    first.find_elements("css selector", "thead button")[1].click()  # sorts all, the largest first
+    assert first.find_element("css selector", "tbody th").text == "tensor 39"
+    button.click()
+    assert len(first.find_elements("css selector", "tbody tr")) == 40
+    assert first.find_elements("css selector", "button.more") == []
+
+
+@pytest.mark.long
+def test_names_of_points_that_lie_together_do_not_lie_upon_one_another(browser: Browser, tmp_path: Path) -> None:
+    points = tuple(Point(f"policy-{i}", 100 + i % 2, 1 + i % 3 / 100, good=bool(i % 2)) for i in range(6))
+    chart = Points("p", Axis("memory"), Axis("time"), points, marks=(Mark("budget", 101, on_x=True),))
+    write_page(tmp_path / "points.html", Page("points", Verdict("nothing is judged", None), (chart,)))
+    browser.open(tmp_path / "points.html")
+    boxes = browser.run(
+        "return [...document.querySelectorAll('svg text.name, svg text.mark')].map((t) => t.getBoundingClientRect())"
+        ".map((b) => [b.left, b.top + 3, b.right, b.bottom - 3])"
+    )
+    assert len(boxes) == len(points) + 1
+    for i, one in enumerate(boxes):
+        for other in boxes[:i]:
+            apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+            assert apart, (one, other)
+
+
+@pytest.mark.long
+def test_the_views_of_blocks_speak_of_blocks(browser: Browser, tmp_path: Path) -> None:
+    trace = Trace((Block(0, 0, 4, 4096, "a"), Block(1, 1, 3, 8192, "b")))
+    layout = Layout("by hand", (0, 4096), 12288, 12288)
+    views = addresses(trace, layout, "a layout", position="event")
+    write_page(tmp_path / "blocks.html", Page("blocks", Verdict("nothing is judged", None), (views,)))
+    browser.open(tmp_path / "blocks.html")
+    text = browser.find("body").text
+    for words in ("Live bytes", "largest blocks", "At the peak, event 1: 12.0 KiB live", "Click a block in any view"):
+        assert words in text
+    for words in ("tensor", "on the device", "shape", "instr"):
+        assert words not in text
+    assert browser.find(".search").get_attribute("placeholder") == "Find a block"

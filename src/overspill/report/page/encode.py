@@ -18,18 +18,20 @@ from .sections import Page
 
 MOST_LETTERS = 500
 """The longest name that is kept whole."""
+MOST_OF_A_NOTE = 10_000
 _SHORT_COLUMN = 64
 _IN_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def encode(page: Page) -> str:
     """`page` as JSON that ends no `<script>`, whatever names it holds."""
-    return json.dumps(_plain(page), ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
+    content = _plain(page) | {"notes": [visible(note, MOST_OF_A_NOTE) for note in page.notes]}
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate(_IN_HTML)
 
 
-def visible(text: str) -> str:
-    """`text` with what has no look of its own, such as marks of direction, spelled out; and a very long one in part."""
-    text = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 100]}…{text[-99:]}"
+def visible(text: str, most: int = MOST_LETTERS) -> str:
+    """`text` with what has no look of its own, such as marks of direction, spelled out; and one of more than `most` letters in part."""
+    text = text if len(text) <= most else f"{text[: most - 100]}…{text[-99:]}"
     return spelled_out(text)
 
 

@@ -223,12 +223,23 @@ class Run:
     measured: bool = False
 
 
+@dataclass(frozen=True)
+class Words:
+    """What the views of a step call things: the memory, what is in it, where, and what the positions count."""
+
+    memory: str = "Memory over the step"
+    thing: str = "tensor"
+    place: str = "on the device"
+    position: str = "instruction"
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """The linked views of one step: memory, streams, addresses and layers, of one of `runs` at a time.
 
     The first run is shown first; the others are a click away, and their memory is a line beside it. What a run does not
-    know, as streams or addresses, has no view. `marks` are lines across the memory, as the budget.
+    know, as streams or addresses, has no view. `marks` are lines across the memory, as the budget. `words`: for what is no
+    step of a model.
     """
 
     title: str
@@ -239,6 +250,7 @@ class Step:
     marks: tuple[Mark, ...] = ()
     note: str = ""
     frames: Frames = field(default_factory=Frames)
+    words: Words = Words()
 
 
 Section = Table | Lines | Points | Step

@@ -15,7 +15,7 @@ from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
 from overspill.simulate import owned_trace
 
-from .sections import Frames, Integers, Mark, Ops, Run, Step, Tensors
+from .sections import Frames, Integers, Mark, Ops, Run, Step, Tensors, Words
 
 STREAMS = tuple(Stream)
 VERBS = tuple(Verb)
@@ -110,10 +110,11 @@ def addresses(
     capacity_bytes: int | None = None,
     frames: Sequence[Frame] = (),
     made_by: Sequence[int] = (),
+    position: str = "position",
 ) -> Step:
     """The views of a layout alone: its blocks by their size, positions in place of time, each space above the one before.
 
-    `made_by` has for each block the line that asked for it, by its position among `frames`.
+    `made_by` has for each block the line that asked for it, by its position among `frames`; `position` is what one is called.
     """
     blocks = trace.blocks
     base, bases = 0, {}
@@ -147,7 +148,8 @@ def addresses(
     )
     ops = Ops((), (), nothing, nothing, integers((0,)), nothing, integers((0,)), nothing)
     marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes),)
-    return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames))
+    words = Words("Live bytes", "block", "live", position)
+    return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames), words=words)
 
 
 def frames_of(frames: Sequence[Frame]) -> Frames:

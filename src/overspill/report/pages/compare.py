@@ -14,7 +14,7 @@ COLUMNS = {
     "fits": Column("fits"),
     "device_bytes": Column("card", Unit.BYTES, bar=True),
     "max_bytes": Column("live", Unit.BYTES, bar=True),
-    "floor_bytes": Column("the least that would do", Unit.BYTES),
+    "floor_bytes": Column("needs at least", Unit.BYTES),
     "step_seconds": Column("simulated step", Unit.SECONDS),
     "slowdown": Column("slowdown", Unit.RATIO),
     "average_bytes": Column("average", Unit.BYTES),
@@ -23,7 +23,6 @@ COLUMNS = {
     "overlapped_seconds": Column("overlap", Unit.SECONDS),
     "exposed_transfer_seconds": Column("exposed", Unit.SECONDS),
     "fragmentation": Column("fragmentation", Unit.SHARE),
-    "stall_cause": Column("longest wait for"),
 }
 SHORT = (
     Column("policy"),
@@ -43,8 +42,9 @@ def compare_page(compared: Comparison, title: str | None = None) -> Page:
         "All figures", tuple(COLUMNS[key] for key in keys), tuple(tuple(row[key] for key in keys) for row in rows)
     )
     bound = compared.lower_bound_seconds
-    notes = (explanation(rows, compared.device, compared.budget_bytes, bound), *remarks(rows, compared.device))
-    return Page(name, compare_verdict(compared), (_points(compared), table), notes)
+    explained = explanation(rows, compared.device, compared.budget_bytes, bound)
+    notes = [said for said in explained if "parentheses" not in said] + remarks(rows, compared.device)
+    return Page(name, compare_verdict(compared), (_points(compared), table), tuple(notes))
 
 
 def compare_verdict(compared: Comparison) -> Verdict:
@@ -82,15 +82,19 @@ def _short(row: Row) -> tuple[Cell, ...]:
 def _points(compared: Comparison) -> Points:
     planned = [(row, row.plan) for row in compared if row.plan is not None]
     points = tuple(
-        Point(row.policy, plan.needed_bytes, plan.step_seconds, row.fits, f"slowdown {row.slowdown:.3f}")
-        for row, plan in planned
+        Point(row.policy, plan.needed_bytes, plan.step_seconds, row.fits, _note(row)) for row, plan in planned
     )
     budget, of_card = compared.budget_bytes, any(plan.device_bytes for _, plan in planned)
     most = max((plan.needed_bytes for _, plan in planned), default=budget)
     marks = (Mark("budget", budget, on_x=True),) if budget <= 2 * most else ()
-    bound = compared.lower_bound_seconds
-    curves = (
-        () if bound is None else (Curve("proven lower bound", (0, min(budget, most)), (bound, bound), dashed=True),)
-    )
+    bounds = compared.bounds()
+    budgets, seconds = [budget for budget, _ in bounds], [least for _, least in bounds]
+    curves = (Curve("proven lower bound", budgets, seconds, dashed=True),) if bounds else ()
     memory = Axis("card" if of_card else "memory", Unit.BYTES)
     return Points("Memory against time", memory, TIME, points, curves, marks, "Left is less memory, down is faster.")
+
+
+def _note(row: Row) -> str:
+    """What the picture says of a policy that is pointed at."""
+    waits = "" if row.stall_cause is None else f"; waits longest for {row.stall_cause}"
+    return f"slowdown {row.slowdown:.3f}{waits}"

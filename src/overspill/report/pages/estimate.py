@@ -86,19 +86,19 @@ def _layers(made: Figures) -> Table:
 
 
 def _largest(made: Figures) -> Table:
-    """The largest things that are there at the peak, and who made them."""
+    """The largest things that are there at the peak, and which line made them."""
     recording = made.recording
     rows = []
     for position in made.peak.largest:
         it = recording.allocations[position]
         maker = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else ""
         rows.append((
-            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), recording.source(it.frame),
-            int(made.demand.nbytes[position]), it.layer, maker,
+            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), it.layer,
+            recording.source(it.frame), int(made.demand.nbytes[position]),
         ))  # fmt: skip
     columns = (
-        Column("tensor"), Column("kind"), Column("shape"), Column("line"), Column("bytes", Unit.BYTES, bar=True),
-        Column("layer"), Column("made by"),
+        Column("tensor"), Column("kind"), Column("shape"), Column("layer"), Column("line"),
+        Column("bytes", Unit.BYTES, bar=True),
     )  # fmt: skip
     return Table("The largest tensors at the peak", columns, tuple(rows))
 

@@ -18,7 +18,7 @@ def snapshot_page(found: SnapshotReplay, snapshot: Snapshot, title: str) -> Page
     offsets = _closed_up(trace, addressed)
     peak = max((offset + block.nbytes for offset, block in zip(offsets, trace.blocks, strict=True)), default=0)
     layout = Layout("recorded", offsets, peak, trace.lower_bound_bytes)
-    views = addresses(trace, layout, "Recorded addresses over time", frames=frames, made_by=made_by)
+    views = addresses(trace, layout, "Recorded addresses over time", frames=frames, made_by=made_by, position="event")
     notes = (
         "Blocks lie where the recording says. Positions are its events; holes of 64 MiB and more are left out of the addresses.",
         "Peaks are simulated.",

@@ -126,24 +126,30 @@ function setTheme(theme) {
   redraw();
 }
 
+const ROWS_AT_FIRST = 15;
+const MANY_COLUMNS = 8;
+const LONG_TEXT = 48;
+
 function tableOf(section) {
+  let whole = section.rows.length <= ROWS_AT_FIRST + 5;
   const head = el("tr", {});
   const body = el("tbody", {});
   const largest = section.columns.map((_, at) =>
     Math.max(0, ...section.rows.map((row) => (typeof row[at] === "number" ? Math.abs(row[at]) : 0))),
   );
+  const long = section.columns.map((_, at) => section.rows.some((row) => typeof row[at] === "string" && row[at].length > LONG_TEXT));
   let sortedBy = null;
   let downwards = false;
   const fill = (rows) =>
     body.replaceChildren(
-      ...rows.map((row) =>
+      ...(whole ? rows : rows.slice(0, ROWS_AT_FIRST)).map((row) =>
         el(
           "tr",
           {},
           row.map((cell, at) => {
             const { unit, bar } = section.columns[at];
             const exact = unit === "bytes" && typeof cell === "number" ? `${cell.toLocaleString("en")} bytes` : null;
-            const kind = unit === "text" ? null : "number";
+            const kind = unit !== "text" ? "number" : long[at] ? "long" : null;
             const made = el(at === 0 ? "th" : "td", { class: kind, scope: at === 0 ? "row" : null, title: exact });
             if (bar && typeof cell === "number" && largest[at] > 0) {
               made.classList.add("bar");
@@ -155,25 +161,31 @@ function tableOf(section) {
         ),
       ),
     );
+  let shown = section.rows;
   const sort = (at) => {
     downwards = sortedBy === at ? !downwards : section.columns[at].unit !== "text";
     sortedBy = at;
     const known = (cell) => cell !== null && cell !== undefined;
     const order = (a, b) => (typeof a === "string" ? String(a).localeCompare(String(b)) : a - b);
-    const rows = [...section.rows].sort(([...a], [...b]) => {
+    shown = [...section.rows].sort(([...a], [...b]) => {
       if (!known(a[at]) || !known(b[at])) return known(b[at]) - known(a[at]);
       return downwards ? order(b[at], a[at]) : order(a[at], b[at]);
     });
     [...head.children].forEach((cell, index) =>
       index === at ? cell.setAttribute("aria-sort", downwards ? "descending" : "ascending") : cell.removeAttribute("aria-sort"),
     );
-    fill(rows);
+    fill(shown);
   };
   head.append(
     ...section.columns.map((found, at) =>
       el("th", { scope: "col", class: found.unit === "text" ? null : "number" }, el("button", { type: "button", onclick: () => sort(at) }, found.name)),
     ),
   );
-  fill(section.rows);
-  return el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": section.title }, el("table", {}, el("thead", {}, head), body));
+  fill(shown);
+  const table = el("table", { class: section.columns.length > MANY_COLUMNS ? "dense" : null }, el("thead", {}, head), body);
+  const wide = el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": section.title }, table);
+  if (whole) return wide;
+  const more = el("button", { type: "button", class: "more", onclick: () => ((whole = true), fill(shown), more.remove()) }, `Show all ${section.rows.length}`);
+  addEventListener("beforeprint", () => more.click());
+  return el("div", {}, wide, more);
 }

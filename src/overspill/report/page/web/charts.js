@@ -1,6 +1,7 @@
 // Curves and points on two axes, as SVG.
 
 const HEIGHT = 320;
+const LETTER = 7.2; // pixels, of which a name takes about so many
 const CURVE_COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 const DASHES = [null, null, "8 3", "3 3", "10 3 3 3"];
 
@@ -51,21 +52,27 @@ function drawChart(section, width) {
     svg.append(el("svg:line", { x1: left, x2: width - right, y1: py(y), y2: py(y), class: "grid" }));
     svg.append(el("svg:text", { x: left - 8, y: py(y) + 4, "text-anchor": "end" }, show(y, section.y.unit)));
   }
+  const counts = section.x.unit === "number" && [...section.curves, { x: (section.points || []).map((point) => point.x) }].every((of) => of.x.every(Number.isInteger));
   for (const x of ticks(x0, x1, narrow ? 3 : 7, section.x.unit)) {
+    if (counts && !Number.isInteger(x)) continue; // there is no step one and a half
     svg.append(el("svg:line", { x1: px(x), x2: px(x), y1: top, y2: HEIGHT - bottom, class: "grid" }));
     svg.append(el("svg:text", { x: px(x), y: HEIGHT - bottom + 18, "text-anchor": "middle" }, show(x, section.x.unit)));
   }
   svg.append(el("svg:text", { x: width - right, y: HEIGHT - 8, "text-anchor": "end", class: "axis" }, section.x.name));
   svg.append(el("svg:text", { x: left + 6, y: top + 10, class: "axis" }, section.y.name));
+  const taken = [[left, top, left + 12 + LETTER * section.y.name.length, top + 14]];
   for (const mark of section.marks) {
     const at = mark.on_x ? px(mark.at) : py(mark.at);
     const ends = mark.on_x ? { x1: at, x2: at, y1: top, y2: HEIGHT - bottom } : { x1: left, x2: width - right, y1: at, y2: at };
     svg.append(el("svg:line", { ...ends, class: "mark" }));
-    const place = mark.on_x ? { x: at - 5, y: HEIGHT - bottom - 8, "text-anchor": "end" } : { x: width - right - 4, y: at - 5, "text-anchor": "end" };
-    svg.append(el("svg:text", { ...place, class: "mark" }, `${mark.name}, ${show(mark.at, (mark.on_x ? section.x : section.y).unit)}`));
+    const text = `${mark.name}, ${show(mark.at, (mark.on_x ? section.x : section.y).unit)}`;
+    const long = LETTER * text.length;
+    const [x, y] = mark.on_x ? [at - 5 > left + long + 130 ? at - 5 - long : at + 5, top + 10] : [width - right - 4 - long, at - 5];
+    taken.push([x, y - 11, x + long, y + 3]);
+    svg.append(el("svg:text", { x, y, class: "mark" }, text));
   }
   section.curves.forEach((curve, at) => drawCurve(svg, section, curve, at, px, py));
-  drawPoints(svg, section, px, py, width);
+  drawPoints(svg, section, px, py, width, taken);
   return svg;
 }
 
@@ -96,9 +103,9 @@ function drawCurve(svg, section, curve, at, px, py) {
   svg.append(el("svg:path", { d: path, stroke: "transparent", "stroke-width": 14, fill: "none", onpointermove: nearest, onpointerleave: hush }));
 }
 
-// Labels stand beside their points, and where two would meet the later one moves.
-function drawPoints(svg, section, px, py, width) {
-  const taken = [];
+// Labels stand beside their points, and where one would meet another, a point or what is `taken` it moves.
+function drawPoints(svg, section, px, py, width, taken) {
+  for (const { x, y } of section.points || []) taken.push([px(x) - 7, py(y) - 7, px(x) + 7, py(y) + 7]);
   for (const [at, point] of (section.points || []).entries()) {
     const x = px(point.x), y = py(point.y);
     const ink = `var(--${CURVE_COLOURS[at % CURVE_COLOURS.length]})`;
@@ -112,12 +119,14 @@ function drawPoints(svg, section, px, py, width) {
     };
     const label = lines.filter(Boolean).map((line) => (Array.isArray(line) ? line.join(" ") : line)).join(", ");
     svg.append(el("svg:g", { tabindex: 0, role: "img", "aria-label": label, class: "point", onpointerenter: here, onfocus: here, onpointerleave: hush, onblur: hush }, shape));
-    const size = 7.2 * point.name.length;
-    for (const [dx, dy, anchor] of [[10, 4, 0], [-10, 4, -1], [0, -11, -0.5], [0, 20, -0.5], [10, 18, 0], [10, -10, 0], [-10, 18, -1], [-10, -10, -1]]) {
+    const size = LETTER * point.name.length;
+    const around = [4, 18, -10, 32, -24, 46, -38, 60, -52].flatMap((dy) => [[10, dy, 0], [-10, dy, -1]]);
+    for (const [dx, dy, anchor] of [...around.slice(0, 2), [0, -11, -0.5], [0, 22, -0.5], ...around.slice(2)]) {
       const box = [x + dx + anchor * size, y + dy - 11, x + dx + (1 + anchor) * size, y + dy + 3];
-      const outside = box[0] < 74 || box[2] > width - 4;
+      const outside = box[0] < 74 || box[2] > width - 4 || box[1] < 0 || box[3] > HEIGHT - 46;
       if (outside || taken.some((other) => box[0] < other[2] && other[0] < box[2] && box[1] < other[3] && other[1] < box[3])) continue;
       taken.push(box);
+      if (Math.abs(dy) > 22) svg.append(el("svg:line", { x1: x, y1: y, x2: x + dx, y2: y + dy - 4, class: "leader" }));
       svg.append(el("svg:text", { x: box[0], y: y + dy, class: "name" }, point.name));
       break;
     }

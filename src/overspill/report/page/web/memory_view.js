@@ -5,7 +5,7 @@ const LEAST_BAND = 3;
 class MemoryView {
   constructor(views) {
     this.views = views;
-    this.sheet = new Sheet("Memory over the step", 340, views.help);
+    this.sheet = new Sheet(views.step.words.memory, 340, views.help);
   }
   y(nbytes) {
     return this.sheet.height - (nbytes / this.views.most) * this.sheet.height;

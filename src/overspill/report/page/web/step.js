@@ -67,7 +67,7 @@ class StepViews {
     if (this.run.streams.length) this.views.push(new StreamView(this));
     if (this.run.offset.length) this.views.push(new AddressView(this));
     this.axisSheet = el("canvas", { class: "ruler", "aria-hidden": "true" });
-    const titles = { Addresses: `Addresses, placed by ${this.run.placer}`, Streams: "Streams" };
+    const titles = { Addresses: this.run.placer === "recorded" ? "Addresses, as recorded" : `Addresses, placed by ${this.run.placer}` };
     this.streamKey = el("div", { class: "legend" });
     const panes = this.views.map(({ sheet }) => {
       const title = `${titles[sheet.label] || sheet.label}${this.run.measured ? ", measured" : ""}`;
@@ -95,7 +95,7 @@ class StepViews {
       choice("Colours", modes, this.mode, (mode) => this.choose({ mode })),
       choice("Axis", axes, this.axis, (axis) => this.choose({ axis })),
       el("div", { class: "choice", role: "group", "aria-label": "Zoom" }, zoom("−", "Zoom out", () => this.zoom(2)), zoom("+", "Zoom in", () => this.zoom(0.5)), zoom("All", "Show all", () => this.show(0, this.longest))),
-      el("input", { type: "search", class: "search", placeholder: "Find a tensor", "aria-label": "Find a tensor by its name or its line of Python", value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
+      el("input", { type: "search", class: "search", placeholder: `Find a ${this.step.words.thing}`, "aria-label": `Find a ${this.step.words.thing} by its name or its line of Python`, value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
       this.crumb = el("button", { type: "button", class: "crumb", hidden: true, title: "Clear the filter", onclick: () => this.pick(null) }),
     ].filter(Boolean));
   }
@@ -164,7 +164,7 @@ class StepViews {
       if (x > GUTTER + 18 && x < this.right - 24) pen.fillText(this.axis === "time" ? preciseTime(at, span) : show(at, unit), x, 17);
     }
     pen.textAlign = "right";
-    pen.fillText(this.axis === "time" ? "time" : "instr.", GUTTER - 8, 17);
+    pen.fillText(this.axis === "time" ? "time" : this.step.words.position, GUTTER - 8, 17);
     this.element.dataset.window = this.window.join(" ");
   }
   // What follows the pointer: the instant in all views, the tensor in all views.
@@ -312,7 +312,7 @@ class StepViews {
         ["takes", `${FORMATS.seconds(run.ended[found.event] - run.begun[found.event])} from ${FORMATS.seconds(run.begun[found.event])}`],
         flops ? ["computes", FORMATS.flops(flops)] : null, found.tensor === null ? null : ["makes", this.size(found.tensor)]];
     }
-    if (found.tensor === null) return [run.at(found.position), ["on the device", FORMATS.bytes(run.total[found.position] || 0)], view === this.memory ? null : "nothing here"];
+    if (found.tensor === null) return [run.at(found.position), [step.words.place, FORMATS.bytes(run.total[found.position] || 0)], view === this.memory ? null : "nothing here"];
     const lines = [step.nameOf(found.tensor), ["size", this.size(found.tensor, true)], ["kind", spelled(step.kindOf(found.tensor))]];
     if (found.tensor >= 0 && step.tensors.shape[found.tensor]) lines.push(["shape", step.tensors.shape[found.tensor]]);
     const layer = step.layers[step.layerOf(found.tensor)];
@@ -375,6 +375,7 @@ class StepViews {
     const position = this.instant ?? this.run.peakAt;
     const tree = this.step.layers.length > 1 ? (this.treeView ||= new TreeView(this)) : null;
     if (tree) tree.show(position);
+    this.parts.below.classList.toggle("single", !tree);
     this.parts.below.replaceChildren(...[tree?.element, el("div", {}, this.instantTable(position), this.card())].filter(Boolean));
   }
   // The largest tensors at an instant, or of all whose name or line is searched for.
@@ -386,21 +387,23 @@ class StepViews {
     const spans = [...run.start.keys()].filter((i) => (sought ? isSought(run.tensor[i]) : run.start[i] <= position && position < run.end[i]));
     const sizes = new Map(spans.map((i) => [run.tensor[i], run.nbytes[i]]));
     const found = [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
+    const shaped = step.tensors.shape.some(Boolean);
     const rows = found.slice(0, TENSORS_LISTED).map((tensor) => {
       const chosen = tensor === this.selected;
       const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
       const nbytes = sizes.get(tensor);
-      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : ""), el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)));
+      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), shaped ? el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : "") : null, el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)));
     });
     const rest = found.slice(TENSORS_LISTED).reduce((sum, tensor) => sum + sizes.get(tensor), 0);
-    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", {}), el("td", {}), el("td", { class: "number" }, FORMATS.bytes(rest))));
+    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", {}), shaped ? el("td", {}) : null, el("td", { class: "number" }, FORMATS.bytes(rest))));
     const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
-    const heading = sought ? `${found.length} tensors whose name or line has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} on the device`;
-    const head = el("tr", {}, ["largest tensors", "kind", "shape", "size"].map((name, at) => el("th", { scope: "col", class: at === 3 ? "number" : null }, name)));
+    const { thing, place } = step.words;
+    const heading = sought ? `${found.length} ${thing}s whose name or line has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} ${place}`;
+    const head = el("tr", {}, [`largest ${thing}s`, ...(shaped ? ["kind", "shape"] : ["kind"]), "size"].map((name) => el("th", { scope: "col", class: name === "size" ? "number" : null }, name)));
     return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }
   card() {
-    if (this.selected === null) return el("p", { class: "note" }, "Click a tensor in any view to follow it through all of them. Drag to zoom in, double-click to see all; ctrl and wheel zooms, shift and drag moves.");
+    if (this.selected === null) return el("p", { class: "note" }, `Click a ${this.step.words.thing} in any view to follow it through all of them. Drag to zoom in, double-click to see all; ctrl and wheel zooms, shift and drag moves.`);
     const { run, step } = this;
     const tensor = this.selected;
     const facts = [["size", this.size(tensor, true)], ["kind", spelled(step.kindOf(tensor))], ["shape", tensor >= 0 ? step.tensors.shape[tensor] : ""], ["layer", step.layers[step.layerOf(tensor)] || ""], ["line", step.lines.source(step.linesOf(tensor))]];

@@ -31,6 +31,7 @@ class StepModel {
     for (const name of ["layer", "flops", "first_read", "read", "first_written", "written", "first_frame", "frame"]) this.ops[name] = column(this.ops[name]);
     this.lines = new SourceLines(section.frames);
     this.marks = section.marks;
+    this.words = section.words;
     this.runs = section.runs.map((run) => new RunModel(this, run));
     this.root = this.tree();
     this.byKind = this.kinds();
@@ -221,7 +222,7 @@ class RunModel {
     return order.filter((span) => this.start[span] <= position && position < this.end[span]);
   }
   at(position) {
-    return this.timed ? FORMATS.seconds(this.edges.time[position]) : `position ${position}`;
+    return this.timed ? FORMATS.seconds(this.edges.time[position]) : `${this.step.words.position} ${position}`;
   }
 
   // What becomes of a tensor, in order: [when, what].

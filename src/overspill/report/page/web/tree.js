@@ -5,7 +5,7 @@ class TreeView {
     const most = [...views.step.root.children].sort((a, b) => b.layers.length - a.layers.length)[0];
     this.opened = new Set(["", most.path]);
     this.list = el("ul", { role: "tree", "aria-label": "Layers", onkeydown: (event) => this.key(event) });
-    this.element = el("div", { class: "tree" }, el("h3", {}, "Layers"), el("div", { class: "row head", "aria-hidden": "true" }, el("span", {}, "click to filter"), el("span", {}, "bytes here"), el("span", {}, "compute")), this.list);
+    this.element = el("div", { class: "tree" }, el("h3", {}, "Layers"), el("div", { class: "row head", "aria-hidden": "true" }, el("span", {}, "click to filter"), el("span", {}, "bytes here"), el("span", {}, views.run.timed ? "compute" : "")), this.list);
   }
   show(position) {
     const { nbytes, seconds } = this.views.run.byLayer(position);
