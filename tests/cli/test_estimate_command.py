@@ -40,7 +40,7 @@ def test_the_peak_and_its_largest_tensors_have_lines(overspill: Overspill) -> No
     assert (made["source"], made["kind"], made["dtype"]) == (f"nets.py:{tanh} forward", "activation", "float32")
     assert answer["peak"]["source"] is None or answer["peak"]["source"].startswith(("nets.py:", "backward of nets.py:"))
     page = Path("page.html").read_text(encoding="utf-8")
-    assert f'"4096x64 float32","nets.py:{tanh} forward",{4096 * 64 * 4},"","tanh"' in page
+    assert f'["tanh","activation","4096x64 float32","","nets.py:{tanh} forward",{4096 * 64 * 4}]' in page
 
 
 def test_without_a_gpu_there_is_no_verdict_but_a_list_of_those_it_fits(overspill: Overspill) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from overspill.core import Timeline
 from overspill.core.errors import RequestError
 from overspill.plans.plan import Plan, make_plan
 from overspill.report.memory_plot import Curve, curve_of, plot_memory
+from overspill.report.plan import limits_of
 from overspill.report.plot import GIB
 
 STEP = network([Layer(3 * 2**20) for _ in range(8)])
@@ -31,6 +33,12 @@ def test_the_peak_of_a_curve_is_the_peak_of_its_plan(plan: Plan) -> None:
     assert max(planned.gib) * GIB == plan.peak_bytes
     assert max(unmanaged.gib) * GIB == plan.unmanaged_peak_bytes > plan.peak_bytes
     assert planned.seconds[-1] == plan.step_seconds
+
+
+def test_a_plan_stays_below_its_budget_and_of_a_card_below_what_is_reserved(plan: Plan) -> None:
+    assert limits_of(plan) == [("budget", 24 * 2**20)]
+    card = replace(plan, reserved_bytes=22 * 2**20, device_bytes=25 * 2**20)
+    assert limits_of(card) == [("budget less the context", card.most_live_bytes), ("reserved by PyTorch", 22 * 2**20)]
 
 
 def test_it_is_drawn(plan: Plan, tmp_path: Path) -> None:

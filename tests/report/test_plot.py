@@ -19,6 +19,7 @@ def row(policy: str, gib: float | None, slowdown: float | None, *, fits: bool = 
     return {
         "policy": policy,
         "max_bytes": None if gib is None else int(gib * GIB),
+        "device_bytes": None,
         "slowdown": slowdown,
         "fits": fits,
     }
@@ -56,6 +57,17 @@ def test_every_policy_with_figures_is_one_point_inside_the_axes() -> None:
         assert made.memory_range[0] < point.gib < made.memory_range[1]
         assert made.time_range[0] < point.slowdown < made.time_range[1]
     assert made.budget_gib == 12.0
+
+
+def test_of_a_gpu_the_card_that_each_needs_is_drawn() -> None:
+    rows = [row("auto", 9.0, 1.2) | {"device_bytes": 11 * GIB}, row("window", 8.0, 1.1) | {"device_bytes": 10 * GIB}]
+    rows += [row("dymem", None, None, fits=False)]
+    made = picture(rows, "", 12 * GIB, "oracle")
+    assert [(p.name, p.gib) for p in made.points] == [("window", 10.0), ("auto", 11.0)]
+    assert (made.memory_axis, picture(ROWS, "", 12 * GIB, "oracle").memory_axis) == (
+        "card (GiB)",
+        "maximum memory (GiB)",
+    )
 
 
 def test_a_budget_above_all_points_is_inside_the_axes() -> None:

@@ -10,9 +10,10 @@ from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 
+from .plan import limits_of
 from .plot import COLOURS, GIB, check_plot
 
-SIZE_INCHES = (9.0, 4.0)
+SIZE_INCHES = (9.0, 4.4)
 TIME_AXIS, MEMORY_AXIS = "simulated time of one step (s)", "memory on the device (GiB)"
 
 
@@ -48,18 +49,12 @@ def plot_memory(plan: Plan, path: Path, title: str) -> None:
         curve_of(plan.timeline, f"within it, {plan.schedule.policy}", COLOURS[0]),
     )
     try:
-        _draw_png(
-            curves,
-            "budget" if plan.device_bytes is None else "budget less the context",
-            plan.most_live_bytes,
-            path,
-            title,
-        )
+        _draw_png(curves, limits_of(plan), path, title)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror or error}; name another file") from None
 
 
-def _draw_png(curves: tuple[Curve, ...], what: str, budget_bytes: int, path: Path, title: str) -> None:
+def _draw_png(curves: tuple[Curve, ...], limits: list[tuple[str, int]], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - an optional library
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -69,11 +64,12 @@ def _draw_png(curves: tuple[Curve, ...], what: str, budget_bytes: int, path: Pat
     for curve in curves:
         axes.fill_between(curve.seconds, curve.gib, step="post", color=curve.colour, alpha=0.15, linewidth=0)
         axes.step(curve.seconds, curve.gib, where="post", color=curve.colour, linewidth=1.2, label=curve.label)
-    label = f"{what}: {format_bytes(budget_bytes)}"
-    axes.axhline(budget_bytes / GIB, color="0.25", linestyle="--", linewidth=1, label=label)
+    for style, (what, nbytes) in zip(("--", ":"), limits, strict=False):
+        label = f"{what}: {format_bytes(nbytes)}"
+        axes.axhline(nbytes / GIB, color="0.25", linestyle=style, linewidth=1, label=label)
     axes.set(title=title, xlabel=TIME_AXIS, ylabel=MEMORY_AXIS)
     axes.set_xlim(0, max(curve.seconds[-1] for curve in curves))
     axes.set_ylim(0)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(loc="upper left", frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)

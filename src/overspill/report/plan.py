@@ -165,6 +165,13 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
     ]
 
 
+def limits_of(plan: Plan) -> list[tuple[str, int]]:
+    """What the live bytes of a plan stay below: the budget, and of a card what the allocator takes for them."""
+    if plan.device_bytes is None or plan.reserved_bytes is None:
+        return [("budget", plan.budget_bytes)]
+    return [("budget less the context", plan.most_live_bytes), ("reserved by PyTorch", plan.reserved_bytes)]
+
+
 def unmanaged_notes(plan: Plan) -> list[tuple[str, int]]:
     """What `overspill estimate` counts otherwise of the unmanaged step on a GPU, by name: with it both say the same."""
     found = [("  cuBLAS keeps beside it", plan.library_bytes or 0)]

@@ -16,7 +16,11 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
     *("#882255", "#999933", "#332288", "#44AA99", "#AA4499"),
 )
-MEMORY_AXIS, TIME_AXIS = "maximum memory (GiB)", "simulated slowdown (step time over that of {baseline})"
+LIVE_AXIS, CARD_AXIS, TIME_AXIS = (
+    "maximum memory (GiB)",
+    "card (GiB)",
+    "simulated slowdown (step time over that of {baseline})",
+)
 VERDICTS = {True: "fits", False: "does not fit"}
 SIZE_INCHES = (9.0, 5.5)
 _AXES_POINTS = (600.0, 345.0)
@@ -59,6 +63,7 @@ class Picture:
     """What is drawn: the points, the budget, and the ranges of the axes, which leave room for the labels."""
 
     title: str
+    memory_axis: str
     time_axis: str
     points: tuple[Point, ...]
     budget_gib: float
@@ -86,9 +91,11 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path, title: str, budget_bytes
 
 def picture(rows: Sequence[Mapping[str, Any]], title: str, budget_bytes: int, baseline: str) -> Picture:
     """The picture of `rows`, from the least memory to the most, with labels that keep clear of one another."""
-    known = sorted((r for r in rows if r["max_bytes"] is not None), key=lambda r: (r["max_bytes"], r["slowdown"]))
+    of_card = any(row["device_bytes"] is not None for row in rows)
+    needed = "device_bytes" if of_card else "max_bytes"
+    known = sorted((r for r in rows if r[needed] is not None), key=lambda r: (r[needed], r["slowdown"]))
     points = [
-        Point(row["policy"], row["max_bytes"] / GIB, row["slowdown"], row["fits"], COLOURS[i % len(COLOURS)])
+        Point(row["policy"], row[needed] / GIB, row["slowdown"], row["fits"], COLOURS[i % len(COLOURS)])
         for i, row in enumerate(known)
     ]
     budget_gib = budget_bytes / GIB
@@ -97,7 +104,8 @@ def picture(rows: Sequence[Mapping[str, Any]], title: str, budget_bytes: int, ba
     memory_range = (0.0, 1.15 * max([budget_gib, *(p.gib for p in points)]))
     time_range = (min(slowdowns) - margin, max(slowdowns) + margin)
     placed = _placed(points, budget_gib, memory_range, time_range)
-    return Picture(title, TIME_AXIS.format(baseline=baseline), placed, budget_gib, memory_range, time_range)
+    axes = CARD_AXIS if of_card else LIVE_AXIS, TIME_AXIS.format(baseline=baseline)
+    return Picture(title, *axes, placed, budget_gib, memory_range, time_range)
 
 
 Box = tuple[float, float, float, float]
@@ -159,7 +167,9 @@ def _draw_png(made: Picture, path: Path) -> None:
             point.name, (point.gib, point.slowdown), point.place.offset, textcoords="offset points",
             color=point.colour, ha=point.place.horizontal, va=point.place.vertical,
         )  # fmt: skip
-    axes.set(title=made.title, xlabel=MEMORY_AXIS, ylabel=made.time_axis, xlim=made.memory_range, ylim=made.time_range)
+    axes.set(
+        title=made.title, xlabel=made.memory_axis, ylabel=made.time_axis, xlim=made.memory_range, ylim=made.time_range
+    )
     axes.grid(visible=True, alpha=0.3)
     figure.legend(loc="outside lower right", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)

@@ -13,6 +13,7 @@ from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
+from overspill.report.plan import limits_of
 from overspill.simulate import owned_trace
 
 from .sections import Frames, Integers, Mark, Ops, Run, Step, Tensors, Words
@@ -31,8 +32,7 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
         run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups),
         run(plan.graph, plain, plan.unmanaged_timeline, "unmanaged", placer),
     )
-    what = "budget" if plan.device_bytes is None else "budget less the context"
-    return of_graph(plan.graph, runs, title, (Mark(what, plan.most_live_bytes),))
+    return of_graph(plan.graph, runs, title, tuple(Mark(what, nbytes) for what, nbytes in limits_of(plan)))
 
 
 def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:

@@ -147,7 +147,7 @@ class MemoryView {
   }
   marks(pen) {
     const { views, sheet } = this;
-    for (const mark of views.step.marks) {
+    for (const [at, mark] of views.step.marks.entries()) {
       const y = Math.round(this.y(mark.at)) + 0.5;
       if (y < 0) continue;
       pen.strokeStyle = colour("ink");
@@ -157,7 +157,8 @@ class MemoryView {
       pen.lineTo(sheet.width - MARGIN, y);
       pen.stroke();
       pen.setLineDash([]);
-      this.tag(pen, `${mark.name} ${FORMATS.bytes(mark.at)}`, sheet.width - MARGIN - 4, y - 11, "right");
+      const [x, side] = at % 2 ? [GUTTER + 6, "left"] : [sheet.width - MARGIN - 4, "right"]; // so that two that are near can be read
+      this.tag(pen, `${mark.name} ${FORMATS.bytes(mark.at)}`, x, y - 11, side);
     }
     const x = views.px(views.run.edges[views.axis][views.run.peakAt]);
     if (x >= GUTTER && x <= sheet.width - MARGIN) {
