@@ -6,6 +6,7 @@ from the device for them is simulated, over the first steps of a run and by the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -119,11 +120,14 @@ class Card:
         Of several plans that fit the fastest counts (`card_search.py`). Raises InfeasibleBudget with the size of a card that
         would do.
         """
+        begun = time.perf_counter()
         search = CardSearch(budget_bytes - self.context_bytes, make, self.reserved_bytes)
         if (found := search.fastest()) is None:
             raise self._too_small(budget_bytes, *search.from_floor())
         plan = self._counted(found.plan, found.reserved_bytes, budget_bytes)
-        return found.answer, replace(plan, unmanaged_device_bytes=self.unmanaged_bytes(plan.graph, plan.device))
+        unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
+        took = time.perf_counter() - begun  # with all the plans that were made for it
+        return found.answer, replace(plan, unmanaged_device_bytes=unmanaged, plan_seconds=took)
 
     def _too_small(self, budget_bytes: int, least: Tried[T], fewest: Tried[T], cause: str) -> InfeasibleBudget:
         """The error for a card that has no room for the plan that takes `least`."""

@@ -22,6 +22,7 @@ from .sections import Table as Table
 from .sections import Tensors as Tensors
 from .sections import Unit as Unit
 from .sections import Verdict as Verdict
+from .sections import Words as Words
 from .step import addresses as addresses
 from .step import step as step
 from .write import check_page as check_page

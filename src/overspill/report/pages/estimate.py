@@ -10,7 +10,7 @@ from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.text import line_of, trained, verdict
-from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict
+from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict, Words
 from overspill.report.page.step import columns_of, frames_of, shape_of
 
 MOST_LAYERS = 30
@@ -146,4 +146,4 @@ def _step(made: Figures) -> Step:
     room = made.device.memory_bytes - made.outside_bytes
     marks = (Mark(f"{made.device.name} less its context", room),) if room < FAR * made.peak_requested_bytes else ()
     title, lines = f"Memory over step {step + 1}", frames_of(recording.frames)
-    return Step(title, tuple(layers), tensors, recorded, (run,), marks, frames=lines)
+    return Step(title, tuple(layers), tensors, recorded, (run,), marks, frames=lines, words=Words(position="event"))

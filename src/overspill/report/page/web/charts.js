@@ -1,6 +1,6 @@
 // Curves and points on two axes, as SVG.
 
-const HEIGHT = 320;
+const HEIGHT = 360;
 const LETTER = 7.2; // pixels, of which a name takes about so many
 const CURVE_COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 const DASHES = [null, null, "8 3", "3 3", "10 3 3 3"];

@@ -75,7 +75,7 @@ class StepModel {
     this.layers.forEach((layer, index) => {
       let node = root;
       node.layers.push(index);
-      for (const part of (layer || "(no layer)").split(".")) {
+      for (const part of (layer || "(outside layers)").split(".")) {
         if (!node.children.has(part)) {
           node.children.set(part, { name: part, path: node.path ? `${node.path}.${part}` : part, children: new Map(), layers: [] });
         }
@@ -141,7 +141,7 @@ class StepModel {
       const shade = SHADES[Math.round((at * (SHADES.length - 1)) / Math.max(1, parts.length - 1))];
       return { label: first === last ? first : `${first} … ${last}`, colour: shade, pattern: at % 2 ? 1 : 0 };
     });
-    groups.push({ label: "of no layer", colour: "#8A8F98", pattern: 0 });
+    groups.push({ label: "outside layers", colour: "#8A8F98", pattern: 0 });
     return { groups, of: (tensor) => (this.layerOf(tensor) < 0 ? groups.length - 1 : home[this.layerOf(tensor)]) };
   }
 }
