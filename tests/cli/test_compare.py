@@ -134,7 +134,7 @@ def test_a_gpu_offers_convolutions_a_choice_of_algorithms_and_a_cpu_does_not(ove
 
 @pytest.mark.long
 def test_the_whole_step_needs_less_for_parameters_and_state_move_too(overspill: Overspill) -> None:
-    words = "compare alexnet --small --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1%"
+    words = "compare alexnet --batch 2 --optimizer adam --gpu titan-x --policies auto --json --budget 1%"
     staying, moving = (overspill(f"{words}{more}").answer for more in ("", " --whole-step"))
     assert (staying["whole_step"], moving["whole_step"]) == (False, True)
     assert moving["floor_bytes"] < staying["floor_bytes"]

@@ -108,7 +108,10 @@ def test_the_snapshot_has_the_peak_that_was_measured(run: Recorded, tmp_path: Pa
     assert layers <= {op.layer or "(outside layers)" for op in plan.graph.ops}
     assert layers
     lines = {(f["filename"], f["line"]) for e in entries for f in e["frames"] if f["filename"].endswith(".py")}
-    assert {(Path(file).name, line) for file, line in lines} == ({HERE} if done.partition is None else set())
+    names_lines = (
+        done.partition is None or not plan.graph.whole_step
+    )  # of Inductor's programs calls of a library have them
+    assert {(Path(file).name, line) for file, line in lines} == ({HERE} if names_lines else set())
 
 
 def test_what_is_there_before_it_is_made_has_the_name_by_which_a_graph_was_given_it(run: Recorded) -> None:

@@ -10,7 +10,21 @@ from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
 from overspill.estimation.text import line_of, trained, verdict
-from overspill.report.page import Column, Figure, Mark, Ops, Page, Run, Section, Step, Table, Tensors, Unit, Verdict, Words
+from overspill.report.page import (
+    Column,
+    Figure,
+    Mark,
+    Ops,
+    Page,
+    Run,
+    Section,
+    Step,
+    Table,
+    Tensors,
+    Unit,
+    Verdict,
+    Words,
+)
 from overspill.report.page.step import columns_of, frames_of, shape_of
 
 MOST_LAYERS = 30
