@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,13 +27,14 @@ _SIZES = tuple(1 << power for power in (30, 28, 26, 24, 22, 20, 18, 16, 12))
 
 def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step:
     """The views of `plan` and of the same step unmanaged; its blocks lie as `placer` puts them (None: as PyTorch does)."""
+    is_placed = (
+        plan.device_bytes is not None or placer is not None
+    )  # the budget is for addresses too, not for live bytes
     placer = placer or "pytorch"
-    plain = Liveness().plan(plan.graph, plan.device)
-    runs = (
-        run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups),
-        run(plan.graph, plain, plan.unmanaged_timeline, "unmanaged", placer),
-    )
-    return of_graph(plan.graph, runs, title, tuple(Mark(what, nbytes) for what, nbytes in limits_of(plan)))
+    budget, *taken = (Mark(what, nbytes, on_addresses=is_placed) for what, nbytes in limits_of(plan))
+    planned = run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups)
+    plain = run(plan.graph, Liveness().plan(plan.graph, plan.device), plan.unmanaged_timeline, "unmanaged", placer)
+    return of_graph(plan.graph, (replace(planned, marks=tuple(taken)), plain), title, (budget,))
 
 
 def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:
@@ -147,8 +149,8 @@ def addresses(
         frame=integers(made_by),
     )
     ops = Ops((), (), nothing, nothing, integers((0,)), nothing, integers((0,)), nothing)
-    marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes),)
-    words = Words("Live bytes", "block", "live", position)
+    marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes, on_addresses=True),)
+    words = Words("Live bytes", "block", "live", position, "size class")
     return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames), words=words)
 
 
