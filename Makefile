@@ -79,6 +79,7 @@ $(DEFINITIONS)/.ready: $(READY)
 	touch $@
 
 install: $(READY)
+	@echo 'installed into $(VENV): source $(BIN)/activate, then overspill doctor'
 
 # The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
 $(READY) $(RECIPES) $(DOCS): export PIP_CONSTRAINT = constraints.txt

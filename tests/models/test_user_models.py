@@ -257,3 +257,12 @@ def test_options_that_do_not_apply_to_a_users_model_are_refused(write: Write) ->
         load(spec, image_size=8)
     with pytest.raises(RequestError, match="only built-in ones have a small configuration"):
         load(spec, small=True)
+
+
+def test_who_has_a_file_of_a_built_in_name_is_told_which_model_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load("unet", small=True).assumed == ""
+    Path("unet.py").write_text("", encoding="utf-8")
+    assert load("unet", small=True).assumed == "unet is the built-in model; one of your unet.py is unet:FUNCTION"

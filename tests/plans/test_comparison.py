@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from tests.simulate.graphs import DEVICE, Layer, network
 
-from overspill.core import Graph, LayerType
-from overspill.core.errors import RequestError
+from overspill.core import Device, Graph, LayerType, Schedule
+from overspill.core.errors import PolicyError, RequestError
 from overspill.plans.comparison import BASELINE, Comparison, compare, in_order
 from overspill.plans.plan import make_plan, unmanaged_peak
-from overspill.policies import POLICIES
+from overspill.policies import POLICIES, Policy
 
 LIMITLESS = 1 << 40
 
@@ -99,6 +99,42 @@ def test_a_name_counts_once_and_every_one_is_announced(graph: Graph) -> None:
     rows = compare(graph, DEVICE, ("liveness", "vdnn-all:m", "liveness"), LIMITLESS, progress=told.append)
     assert told == ["liveness", "vdnn-all:m"]
     assert {row.policy for row in rows} == set(told)
+
+
+class Careless(Policy):
+    """What somebody else wrote, in a hurry."""
+
+    name = "careless"
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        return graph.nothing_of_this_name  # type: ignore[attr-defined, no-any-return]
+
+
+class Lossy(Careless):
+    """One that makes a schedule that reads what is gone."""
+
+    name = "lossy"
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
+        made = POLICIES["liveness"]().plan(graph, device)
+        return replace(made, instructions=made.instructions[1:])
+
+
+def test_a_policy_that_fails_has_a_row_that_says_so_and_the_others_have_theirs(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for policy in (Careless, Lossy):
+        monkeypatch.setitem(POLICIES._known, policy.name, policy)
+    rows = {row.policy: row for row in compare(graph, DEVICE, ("careless", "lossy", "liveness"))}
+    assert rows["liveness"].fits
+    assert not rows["careless"].fits
+    said = rows["careless"].error or ""
+    assert said.startswith("policy careless raised AttributeError: 'Graph' object has no attribute")
+    assert "test_comparison.py, line " in said
+    assert rows["lossy"].plan is None
+    assert rows["lossy"].error
+    with pytest.raises(PolicyError, match="policy careless raised AttributeError"):
+        make_plan(graph, DEVICE, "careless", LIMITLESS)
 
 
 def test_an_unknown_name_is_refused_before_anything_is_planned(graph: Graph) -> None:

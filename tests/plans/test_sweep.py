@@ -103,6 +103,11 @@ def test_a_larger_budget_whose_plan_is_slower_is_left_out(graph: Graph, monkeypa
     assert not [b for b, _, _ in of(found, "auto") if 0.7 * top < b < 0.9 * top]
 
 
+def test_no_plan_stands_in_two_rows(found: Sweep) -> None:
+    made = [(p.policy, p.plan.needed_bytes, p.plan.step_seconds) for p in found.points if p.plan is not None]
+    assert len(made) == len(set(made))
+
+
 def test_a_policy_that_makes_one_schedule_has_one_point_at_its_peak(found: Sweep) -> None:
     ((budget, _, _),) = of(found, "vdnn-all")
     assert budget == found.floors["vdnn-all"].nbytes

@@ -81,7 +81,8 @@ def _on_purpose(error: OverspillError) -> Failure:
         "cause": error.cause,
         "feasible": False,
     }
-    return Failure(f"{message}; --budget {error.floor_bytes} would do", error.exit_code, floor)
+    would_do = f"budget={error.floor_bytes} would do"
+    return Failure(message if would_do in message else f"{message}; {would_do}", error.exit_code, floor)
 
 
 def _without_frames(message: str) -> str:

@@ -90,7 +90,7 @@ def sweep(
         )
         narrator.now(f"capturing {model} for {device.name}")
         graph, device = graph_for(training, options)
-        found = sweep_on(options, graph, device, names, points, lambda what: narrator.now(what, lasting=False))
+        found = sweep_on(options, graph, device, names, points, narrator.now)
     request = {
         "model": model,
         "batch": batch,

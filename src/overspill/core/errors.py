@@ -61,6 +61,12 @@ class InvalidSchedule(OverspillError):
     """The reference machine refused a schedule: a defect of the policy that made it."""
 
 
+class PolicyError(OverspillError):
+    """A policy of another package failed; the message says which, and where in its code."""
+
+    exit_code = 2
+
+
 class InvalidLayout(OverspillError):
     """A layout puts two live blocks on the same bytes, or breaks its own bounds."""
 

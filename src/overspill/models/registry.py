@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from overspill.core.errors import RequestError
 from overspill.core.registry import Registry, did_you_mean
@@ -166,6 +167,8 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
     module, function = entry.builder.split(":")
     build = getattr(importlib.import_module(module if "." in module else f"{__package__}.{module}"), function)
     job: Job = build(name, small=small, size=size)
+    if Path(f"{name}.py").is_file():  # which somebody who is here may mean
+        return replace(job, assumed=f"{name} is the built-in model; one of your {name}.py is {name}:FUNCTION")
     return job
 
 

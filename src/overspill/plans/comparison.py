@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, Protocol, overload
 
 from overspill.core import Device, Graph
-from overspill.core.errors import InfeasibleBudget
+from overspill.core.errors import InfeasibleBudget, InvalidSchedule, PolicyError
 from overspill.core.reportable import Reportable
 from overspill.costs import MeasuredTimes
 from overspill.policies import policy_named
@@ -178,5 +178,7 @@ def _row(
     except InfeasibleBudget as error:
         message = " ".join(str(error).split())
         return Row(name, None, False, 0.0, message, error.floor_bytes)
+    except (PolicyError, InvalidSchedule) as error:  # the others have their rows all the same
+        return Row(name, None, False, 0.0, " ".join(str(error).split()))
     plan = replace(plan, device_budget_bytes=budget_bytes)
     return Row(name, plan, plan.needed_bytes <= budget_bytes and plan.fits_device, 0.0)

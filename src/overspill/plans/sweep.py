@@ -203,11 +203,12 @@ class _Curve:
         return min(within, key=lambda plan: plan.step_seconds, default=None)
 
     def is_beaten(self, budget: int) -> bool:
-        """Whether the plan for a smaller budget is faster."""
-        own = self.plans.get(budget)
-        return own is not None and any(
-            less < budget and plan.step_seconds < own.step_seconds for less, plan in self.plans.items()
-        )
+        """Whether the plan for a smaller budget is faster, or the same."""
+        if (own := self.plans.get(budget)) is None:
+            return False
+        smaller = [plan for less, plan in self.plans.items() if less < budget]
+        took = own.step_seconds, own.needed_bytes
+        return any(p.step_seconds < took[0] or (p.step_seconds, p.needed_bytes) == took for p in smaller)
 
 
 def budget_of_share(thousandths: int, unmanaged_bytes: int) -> int:

@@ -7,9 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from traceback import extract_tb
 from typing import ClassVar
 
 from overspill.core import Device, Graph, Schedule
+from overspill.core.errors import OverspillError, PolicyError, is_out_of_memory
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.algorithms import folded, folded_seconds, memory_optimal, unfolded
 
@@ -21,8 +24,10 @@ class Policy(ABC):
     """One way to keep a step in memory. Subclasses decide in `_plan`; every schedule passes `simulate.check` before use."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    source: ClassVar[str]
+    summary: ClassVar[str] = ""
+    """What it does, in a few words, for lists."""
+    source: ClassVar[str] = ""
+    """Where it comes from."""
     offloads: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     plans_for_budget: ClassVar[bool] = False
@@ -39,17 +44,31 @@ class Policy(ABC):
     ) -> Schedule:
         """The schedule of this policy; its peak is within `budget_bytes` if the policy plans for budgets.
 
-        Raises InfeasibleBudget when such a policy cannot meet the budget.
+        Raises InfeasibleBudget when such a policy cannot meet the budget, and PolicyError when one of another package fails.
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget of {budget_bytes} bytes")
         seconds = op_seconds(graph, device, times)
-        with _without_collection():
+        with _without_collection(), self._failing_by_name():
             if not self.memory_optimal:
                 return self._plan(graph, device, budget_bytes, seconds)
             choice = memory_optimal(graph)
             made = self._plan(folded(graph, choice), device, budget_bytes, folded_seconds(graph, choice, seconds))
         return replace(unfolded(made, choice), policy=f"{self.name}{MEMORY_OPTIMAL}")
+
+    @contextmanager
+    def _failing_by_name(self) -> Iterator[None]:
+        """What a policy of another package raises inside is its own failure, and says so."""
+        try:
+            yield
+        except Exception as error:
+            ours = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
+            if ours or isinstance(error, OverspillError) or is_out_of_memory(error):
+                raise
+            at = extract_tb(error.__traceback__)[-1]
+            raise PolicyError(
+                f"policy {self.name} raised {type(error).__name__}: {error} ({Path(at.filename).name}, line {at.lineno})"
+            ) from error
 
     @abstractmethod
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:

@@ -260,7 +260,8 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
             instead = "; the optimizer's update takes it, which overspill.train_step (--whole-step) would split"
         elif f"at {REST} of" in error.cause:
             instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
-        raise error.told(f"{instead} (the {what} graph, on inputs of {shapes})") from None
+        would_do = f"budget={error.floor_bytes} would do"
+        raise error.told(f"{instead} (the {what} graph, on inputs of {shapes}); {would_do}") from None
 
 
 def store_bytes(plan: Plan) -> int:

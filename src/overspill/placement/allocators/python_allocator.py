@@ -16,8 +16,8 @@ from .result import Replay
 class PythonAllocator(Allocator):
     """An allocator in Python. Subclasses find and return blocks in `_find_block` and `_return_block`."""
 
-    summary: ClassVar[str]
-    source: ClassVar[str]
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
     config_type: ClassVar[type[Any]]
     by_references: ClassVar[bool] = False
     """Whether its paper asks for blocks in the order of `Events.of(…, by_references=True)`."""

@@ -88,8 +88,8 @@ class Solver(ABC):
     """An offline solver. Subclasses solve one space in `_pack`; `solve` checks what they find before it is used."""
 
     name: str
-    summary: str
-    source: str
+    summary: str = ""
+    source: str = ""
     handles_pins: ClassVar[bool] = True
 
     @abstractmethod
