@@ -51,7 +51,8 @@ class LayerNames:
         path, leaf = _module_of(node)
         kind = _match(_MODULE_TYPES, leaf) if leaf else None
         kind = kind or _match(_OP_TYPES, op_name(node)) or LayerType.OTHER
-        found = (path if leaf else f"{path}.{node.name}".lstrip("."), kind)
+        # A model that is one of torch's layers itself has no path.
+        found = (path if leaf and path else f"{path}.{node.name}".lstrip("."), kind)
         sequence = node.meta.get("seq_nr")
         # An op that saves nothing repeats the number of the one before it; the first one owns it.
         if sequence is not None:

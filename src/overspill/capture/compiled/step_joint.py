@@ -3,7 +3,7 @@
 The step is a function of its parameters and buffers; backward starts from ones in place of an input.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_joint_with_descriptors` and its result's
-`_aot_graph_capture`, the descriptors' class names, `fx.traceback.current_meta`, and FakeTensor's exceptions.
+`_aot_graph_capture`, the descriptors' class names, and FakeTensor's exceptions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.fx import traceback
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
@@ -33,18 +31,23 @@ from .causal_masks import causal_masks_known
 from .effects import without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
+from .layer_calls import layers_noted
 from .lines import lines_noted
 
 
 def joint_of_step(
-    step: Callable[..., Tensor | tuple[Tensor, ...]], module: nn.Module, values: Sequence[FakeTensor]
+    step: Callable[..., Tensor | tuple[Tensor, ...]],
+    module: nn.Module,
+    values: Sequence[FakeTensor],
+    named: Callable[[str], str] = str,
 ) -> JointGraph:
     """The joint graph of forward and backward of `step(*values)`, whose backward starts from the loss itself.
 
+    Its nodes carry the layer of `module` that they are of, by what `named` makes of its path.
     Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
     """
     with (
-        ExitStack() as stack, _layers_noted(module), lines_noted(), _explained(), causal_masks_known(),
+        ExitStack() as stack, layers_noted(module, named), lines_noted(), _explained(), causal_masks_known(),
         eager_kernels() as casts,
     ):  # fmt: skip
         exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
@@ -127,31 +130,3 @@ def _seed_backward(graph: fx.Graph) -> None:
             seed.meta = {"val": tangent.meta["val"], "partitioner_tag": "is_backward"}
             tangent.replace_all_uses_with(seed)
         graph.erase_node(tangent)
-
-
-@contextmanager
-def _layers_noted(module: nn.Module) -> Iterator[None]:
-    """While this lasts, nodes that are traced carry the path and class of the module that is being called."""
-    paths = {id(m): (path, type(m)) for path, m in module.named_modules()}
-    stack: list[dict[str, Any]] = []
-
-    def note(current: dict[str, Any]) -> None:
-        traceback.current_meta["nn_module_stack"] = current
-
-    def before(called: nn.Module, _args: Any) -> None:
-        if id(called) in paths:
-            stack.append({"innermost": paths[id(called)]})
-            note(stack[-1])
-
-    def after(called: nn.Module, _args: Any, _result: Any) -> None:
-        if id(called) in paths:
-            stack.pop()
-            note(stack[-1] if stack else {})
-
-    hooks = register_module_forward_pre_hook(before), register_module_forward_hook(after)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        traceback.current_meta.pop("nn_module_stack", None)

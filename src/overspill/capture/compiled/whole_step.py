@@ -120,15 +120,17 @@ def capture_step(
     ops: GradientOps,
     name: str = "step",
     elsewhere: tuple[tuple[TensorKind, int], ...] = (),
+    named: Callable[[str], str] = str,
 ) -> CapturedStep:
     """The Graph of one training step, from fake tensors: nothing is computed.
 
-    `step(*values)` returns the scalar loss, or a tuple of it and of other tensors without gradients. `values` are fake tensors of one mode, described by `inputs`: parameters
-    and buffers of `module`, whose layers ops are named after, and what the caller passes at each step. `elsewhere`
-    are bytes that are on the device during the whole step and that no op of it touches, by kind.
+    `step(*values)` returns the scalar loss, or a tuple of it and of other tensors without gradients. `values` are fake
+    tensors of one mode, described by `inputs`: parameters and buffers of `module`, and what the caller passes at each
+    step. Ops are named after the layers of `module`: `named` makes the name of a layer of its path. `elsewhere` are bytes
+    that are on the device during the whole step and that no op of it touches, by kind.
     Raises UnsupportedError for a step that cannot be captured.
     """
-    joint = joint_of_step(step, module, values)
+    joint = joint_of_step(step, module, values, named)
     return CaptureOfWholeStep(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
 
 

@@ -425,7 +425,7 @@ class StepPlans:
         """The step `function` as aten ops, and the Python that it follows from."""
 
         def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
-            return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere)
+            return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere, named=readable)
 
         found, python = watched(
             lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code

@@ -234,8 +234,8 @@ def _mended_stand_ins() -> bool:
 
 
 def readable(name: str) -> str:
-    """A parameter's name as the user's model has it."""
-    return name.removeprefix("model.")
+    """A parameter's or a layer's name as the user's model has it."""
+    return "" if name == "model" else name.removeprefix("model.")
 
 
 class Guarded(dict[str, Any]):

@@ -1,0 +1,53 @@
+"""Which module is being called while a step's Python is traced as it runs: its nodes carry that, as Dynamo's do.
+
+`nn.Module._call_impl` is another one meanwhile. Not `__call__`: the tracer calls the one that it knew when it was
+imported. Nor are there hooks for all modules: they are Python state, which a capture of a training step puts back before
+it runs the model (`runtime/step/python_state.py`), so that they would never be called.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `nn.Module._call_impl`, by which all modules are called,
+and `fx.traceback.current_meta`, of which tracers give each node `nn_module_stack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+from torch.fx import traceback
+
+_STACK = "nn_module_stack"
+
+
+@contextmanager
+def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterator[None]:
+    """While this lasts, nodes that are traced carry the class and the path in `module` of the innermost module called.
+
+    The path is what `named` makes of it. What modules outside of `module` do is their caller's.
+    """
+    places = {id(m): (named(path), type(m)) for path, m in module.named_modules()}
+    plain: Callable[..., Any] = nn.Module._call_impl
+
+    def call(called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        place = places.get(id(called))
+        if place is None:
+            return plain(called, *args, **kwargs)
+        # The dictionary is asked for anew each time, for tracers put others in its place.
+        before = traceback.current_meta.get(_STACK)
+        traceback.current_meta[_STACK] = {"innermost": place}
+        try:
+            return plain(called, *args, **kwargs)
+        finally:
+            _put_back(before)
+
+    with patch.object(nn.Module, "_call_impl", call):
+        yield
+
+
+def _put_back(before: Any) -> None:
+    if before is None:
+        traceback.current_meta.pop(_STACK, None)
+    else:
+        traceback.current_meta[_STACK] = before
