@@ -395,18 +395,19 @@ class StepViews {
     const sizes = new Map(spans.map((i) => [run.tensor[i], run.nbytes[i]]));
     const found = [...sizes.keys()].sort((a, b) => sizes.get(b) - sizes.get(a));
     const shaped = step.tensors.shape.some(Boolean);
+    const columns = [`largest ${step.words.thing}s`, "size", step.words.kind, ...(shaped ? ["shape"] : []), ...(step.lines.known ? ["line"] : [])];
     const rows = found.slice(0, TENSORS_LISTED).map((tensor) => {
       const chosen = tensor === this.selected;
       const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), "data-tensor": tensor, onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
       const nbytes = sizes.get(tensor);
-      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), shaped ? el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : "") : null, el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)));
+      return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)), el("td", {}, spelled(step.kindOf(tensor))), shaped ? el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : "") : null, step.lines.known ? el("td", {}, step.lines.source(step.linesOf(tensor))) : null);
     });
     const rest = found.slice(TENSORS_LISTED).reduce((sum, tensor) => sum + sizes.get(tensor), 0);
-    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", {}), shaped ? el("td", {}) : null, el("td", { class: "number" }, FORMATS.bytes(rest))));
+    if (rest) rows.push(el("tr", { class: "rest" }, el("th", { scope: "row" }, `${found.length - TENSORS_LISTED} more`), el("td", { class: "number" }, FORMATS.bytes(rest)), ...columns.slice(2).map(() => el("td", {}))));
     const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
     const { thing, place } = step.words;
     const heading = sought ? `${found.length} ${thing}s whose name or line has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} ${place}`;
-    const head = el("tr", {}, [`largest ${thing}s`, this.step.words.kind, ...(shaped ? ["shape"] : []), "size"].map((name) => el("th", { scope: "col", class: name === "size" ? "number" : null }, name)));
+    const head = el("tr", {}, columns.map((name) => el("th", { scope: "col", class: name === "size" ? "number" : null }, name)));
     return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }
   card() {

@@ -9,6 +9,7 @@ const KINDS = {
 // Light to dark, for what has an order: sizes, and layers from first to last.
 const SHADES = ["#FDE725", "#B5DE2B", "#6ECE58", "#35B779", "#1F9E89", "#26828E", "#3E6FA3", "#6A5ACD"];
 const MOST_GROUPS = 8;
+const MOST_PARTS = 200; // nodes of the tree that are joined to groups
 const MOST_STACKS = 8;
 const spelled = (kind) => kind.replaceAll("_", " ");
 
@@ -113,19 +114,20 @@ class StepModel {
     return this.tensors.nbytes[this.tensors.kind.indexOf(kind)];
   }
 
-  // Layers in the order in which they run, neighbours together until there are few groups.
+  // Layers in the order in which they run, neighbours together until there are few groups. What makes most is taken apart.
   chunks() {
-    let nodes = [this.root];
-    for (;;) {
-      const widest = nodes.filter((node) => node.children.length).sort((a, b) => b.layers.length - a.layers.length)[0];
-      if (!widest || nodes.length >= MOST_GROUPS) break;
-      nodes = nodes.flatMap((node) => (node === widest ? node.children : [node]));
-    }
-    nodes.sort((a, b) => a.layers[0] - b.layers[0]);
     const weight = new Float64Array(this.layers.length);
     this.tensors.layer.forEach((layer, tensor) => layer >= 0 && (weight[layer] += this.tensors.nbytes[tensor]));
-    const weights = nodes.map((node) => node.layers.reduce((sum, layer) => sum + weight[layer], 0));
-    const share = weights.reduce((sum, found) => sum + found, 0) / MOST_GROUPS;
+    const weightOf = (node) => node.layers.reduce((sum, layer) => sum + weight[layer], 0);
+    const share = weightOf(this.root) / MOST_GROUPS;
+    let nodes = [this.root];
+    while (nodes.length < MOST_PARTS) {
+      const heaviest = nodes.filter((node) => node.children.length).reduce((a, b) => (a && weightOf(a) >= weightOf(b) ? a : b), null);
+      if (!heaviest || weightOf(heaviest) <= share) break;
+      nodes = nodes.flatMap((node) => (node === heaviest ? node.children : [node]));
+    }
+    nodes.sort((a, b) => a.layers[0] - b.layers[0]);
+    const weights = nodes.map(weightOf);
     const parts = [];
     let filled = 0;
     nodes.forEach((node, at) => {
