@@ -21,7 +21,7 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
             (kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in peak.by_kind.items()
         ),
     )
-    figures = Table("All figures", (Column("figure"), Column("value")), tuple(_figures(plan)))
+    figures = Table("All figures of the plan", (Column("figure"), Column("value")), tuple(_figures(plan)))
     notes = ("Times and memory are simulated, not measured.", *whole_step_notes(plan))
     return Page(title, plan_verdict(plan), (step(plan, placer), kinds, figures), notes)
 

@@ -27,9 +27,9 @@ from .plan import plan_page
 from .recording import views_title
 
 
-def training_page(trained: Trained) -> Page:
+def training_page(trained: Trained, title: str | None = None) -> Page:
     """The report of a run: what was measured first, and then its plan, which is simulated."""
-    title = title_of(trained)
+    title = title or title_of(trained)
     planned = plan_page(trained.plan, title, trained.options.placer)
     views, measured = _views(trained, planned.sections)
     sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *views)
@@ -62,14 +62,24 @@ def _verdict(trained: Trained) -> Verdict:
             if trained.identical
             else f", but with other numbers: {trained.difference}"
         )
-    figures = [
+    figures = (
         Figure("measured peak", format_bytes(run.measured_peak_bytes), f"{percent(run.measured_peak_bytes, plan.asked_bytes)} of the budget"),
         Figure("planned peak", format_bytes(run.planned_peak_bytes)),
-        Figure("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes), "planned"),
+        _unmanaged(trained),
         Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
         Figure("a step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
-    ]  # fmt: skip
-    return Verdict(text, good, tuple(figures))
+    )  # fmt: skip
+    return Verdict(text, good, figures)
+
+
+def _unmanaged(trained: Trained) -> Figure:
+    """What the run takes without Overspill: as measured, where that was done."""
+    planned = format_bytes(trained.plan.unmanaged_peak_bytes)
+    if trained.reference is None:
+        return Figure("unmanaged peak", planned, "planned")
+    whole = trained.reference.measured_peak_bytes
+    share = percent(trained.managed.measured_peak_bytes, whole)
+    return Figure("unmanaged peak", format_bytes(whole), f"measured, the run took {share} of it; planned {planned}")
 
 
 def _peaks(trained: Trained) -> Table:
