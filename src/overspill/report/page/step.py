@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from overspill.core import Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
-from overspill.core.units import format_bytes
+from overspill.core.units import format_apart, format_bytes
+from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.packing import SOLVERS, solver_named
 from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
@@ -32,7 +34,20 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
         run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups),
         run(plan.graph, plain, plan.unmanaged_timeline, "unmanaged", placer),
     )
-    return of_graph(plan.graph, runs, title, tuple(Mark(what, nbytes) for what, nbytes in limits_of(plan)))
+    marks = tuple(Mark(what, nbytes) for what, nbytes in limits_of(plan))
+    return replace(of_graph(plan.graph, runs, title, marks), note=_above(plan, runs[0]))
+
+
+def _above(plan: Plan, planned: Run) -> str:
+    """Why addresses reach above a budget that is kept: it is one of live bytes, whatever lies between them."""
+    if plan.device_bytes is not None or (planned.reserved_bytes or 0) <= plan.asked_bytes:
+        return ""
+    placer = "PyTorch's caching allocator" if planned.placer == CachingAllocator.name else planned.placer
+    reach, budget = format_apart(planned.reserved_bytes or 0, plan.asked_bytes)
+    return (
+        f"The budget, {budget}, is of live bytes. The addresses reach {reach}: they are where {placer} would "
+        "put the blocks, with the room that it leaves between them."
+    )
 
 
 def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:

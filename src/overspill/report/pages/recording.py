@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from overspill.core.units import format_bytes, format_seconds
 from overspill.report.page import (
     Column,
@@ -104,4 +106,4 @@ def _views(found: Recording) -> Step:
     both = with_measured(step(plan, title=title), record, [plan.graph])
     *simulated, measured = both.runs
     marks = (Mark("budget", plan.budget_bytes),)
-    return Step(title, both.layers, both.tensors, both.ops, (measured, *simulated), marks)
+    return replace(both, runs=(measured, *simulated), marks=marks)
