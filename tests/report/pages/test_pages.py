@@ -16,7 +16,7 @@ from torch import nn
 
 import overspill
 from overspill.core import Block, Graph, LayerType, Trace
-from overspill.core.errors import RequestError
+from overspill.core.errors import Amount, InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
 from overspill.estimation import Estimate
 from overspill.plans.comparison import Comparison, compare
@@ -24,6 +24,7 @@ from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
 from overspill.report.page import Lines, Points, Step, Table
 from overspill.report.pages.estimate import estimate_page
+from overspill.report.pages.plan import infeasible_page
 from overspill.report.pages.results import page_of
 from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
 
@@ -154,6 +155,26 @@ def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate)
     assert page.verdict.good is False
     assert page.sections[0].title == "What would help, the cheapest first"
     assert estimate_page(estimated, asked=False).verdict.good is None
+
+
+def test_a_plan_that_does_not_exist_has_a_table_of_what_would_help() -> None:
+    error = InfeasibleBudget(
+        "infeasible: 5.0 GiB do not do",
+        budget_bytes=5 << 30,
+        floor_bytes=8703180800,
+        cause="at least 4.2 GiB of live tensors: at relu",
+        parts=(Amount("context", 344 << 20),),
+        changes=(Amount('placement="planned"', 6 << 30),),
+    )
+    page = infeasible_page(error.told("; another model (the forward graph)"), "title", str.upper)
+    assert [(f.label, f.value) for f in page.verdict.figures] == [
+        ("the least that works", "8.1 GiB"),
+        ("context", "344.0 MiB"),
+    ]
+    (table,) = page.sections
+    assert isinstance(table, Table)
+    assert table.rows == (('PLACEMENT="PLANNED"', 6 << 30), ("a card of that size", 8703180800))
+    assert page.notes == ("ANOTHER MODEL (THE FORWARD GRAPH).",)
 
 
 def test_large_holes_between_segments_are_left_out_of_the_map_and_small_ones_are_not() -> None:

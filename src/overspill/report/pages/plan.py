@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from overspill.core import Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import percent
 from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
@@ -26,11 +28,24 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
     return Page(title, plan_verdict(plan), (step(plan, placer), kinds, figures), notes)
 
 
-def infeasible_page(error: InfeasibleBudget, title: str, message: str) -> Page:
-    """The report where there is no plan: the least that one needs, and what holds that up."""
-    floor = Figure("the least that works", format_bytes(error.floor_bytes), error.cause)
-    verdict = Verdict(f"Does not fit in {format_bytes(error.budget_bytes)}", good=False, figures=(floor,))
-    return Page(title, verdict, (), (message,))
+def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:
+    """The report where there is no plan: the least that one needs, what that is made of, and what would help.
+
+    `spelled` writes the names of settings as whoever asked gives them.
+    """
+    budget, floor = format_apart(error.budget_bytes, error.floor_bytes)
+    figures = [Figure("the least that works", floor, error.cause)]
+    figures += [Figure(part.what, format_bytes(part.nbytes)) for part in error.parts]
+    changes = [(spelled(change.what), change.nbytes) for change in error.changes]
+    changes.append(("a card of that size" if error.parts else "a budget of that size", error.floor_bytes))
+    helps = Table(
+        "What would help, the least first",
+        (Column("change"), Column("needs then", Unit.BYTES, bar=True)),
+        tuple(sorted(changes, key=lambda change: change[1])),
+        "A smaller batch takes less in any case.",
+    )
+    verdict = Verdict(f"Does not fit in {budget}", good=False, figures=tuple(figures))
+    return Page(title, verdict, (helps,), tuple(f"{hint[0].upper()}{hint[1:]}." for hint in map(spelled, error.hints)))
 
 
 def plan_verdict(plan: Plan) -> Verdict:
