@@ -19,9 +19,10 @@ from overspill.core import Block, Graph, LayerType, Trace
 from overspill.core.errors import Amount, InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
 from overspill.estimation import Estimate
-from overspill.plans.comparison import Comparison, compare
+from overspill.plans.comparison import Comparison, Row, compare
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
+from overspill.report.listing import recomputed
 from overspill.report.page import Lines, Points, Step, Table
 from overspill.report.pages.estimate import estimate_page
 from overspill.report.pages.plan import infeasible_page
@@ -132,6 +133,25 @@ def test_compared_policies_are_points_that_say_who_fits(compared: Comparison) ->
     page = page_of(nothing)
     assert page.verdict.good is False
     assert "would do" in page.verdict.text
+
+
+def test_a_comparison_says_what_is_done_again_as_the_terminal_does_and_by_how_much_a_policy_is_over(
+    graph: Graph,
+) -> None:
+    made = make_plan(graph, DEVICE, "checkpoint", 1 << 40)
+    rows = (
+        Row("again", made, fits=True, baseline_seconds=made.step_seconds),
+        Row("over", None, fits=False, baseline_seconds=1.0, error="too small", floor_bytes=(2 << 30) + 7),
+    )
+    page = page_of(Comparison(rows, DEVICE, 2 << 30))
+    table = page.sections[1]
+    assert isinstance(table, Table)
+    cells = [dict(zip((column.name for column in table.columns), row, strict=True)) for row in table.rows]
+    assert made.recomputed_ops > 0
+    assert cells[0]["recomputed"] == recomputed(made.recomputed_flops, made.recomputed_ops)
+    assert [row["over the budget"] for row in cells] == [None, 7]
+    assert [f.note for f in page.verdict.figures][-1].endswith("above it")
+    assert "2147483655 bytes" in page_of(Comparison(rows[1:], DEVICE, 2 << 30)).verdict.text
 
 
 def test_the_memory_of_an_estimate_over_its_step_peaks_where_the_estimate_does(estimated: Estimate) -> None:

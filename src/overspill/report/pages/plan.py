@@ -38,10 +38,11 @@ def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str]
     figures += [Figure(part.what, format_bytes(part.nbytes)) for part in error.parts]
     changes = [(spelled(change.what), change.nbytes) for change in error.changes]
     changes.append(("a card of that size" if error.parts else "a budget of that size", error.floor_bytes))
+    ranked = tuple(sorted(changes, key=lambda change: change[1]))
     helps = Table(
         "What would help, the least first",
         (Column("change"), Column("needs then", Unit.BYTES, bar=True)),
-        tuple(sorted(changes, key=lambda change: change[1])),
+        ranked,
         "A smaller batch takes less in any case.",
     )
     verdict = Verdict(f"Does not fit in {budget}", good=False, figures=tuple(figures))
