@@ -169,6 +169,32 @@ def test_the_memory_of_an_estimate_over_its_step_peaks_where_the_estimate_does(e
     assert max(step.tensors.frame.max(), step.ops.frame.max(initial=-1)) < len(step.frames.function)
 
 
+def test_the_tables_of_an_estimate_say_what_its_views_say(estimated: Estimate) -> None:
+    sections = estimate_page(estimated).sections
+    step = next(section for section in sections if isinstance(section, Step))
+    made_of, layers = (
+        next(s for s in sections if isinstance(s, Table) and s.title.startswith(title))
+        for title in ("What it is made of", "Layers that hold")
+    )
+    *parts, (name, _, total, share) = made_of.rows
+    assert (name, total, share) == ("total", estimated.total_bytes, 1)
+    assert sum(int(row[2] or 0) for row in parts) == total
+    assert {kind.replace("_", " ") for kind in step.tensors.kind} >= {"parameter", "activation", "optimizer state"}
+    assert {"parameter", "activation", "optimizer state"} <= {row[1] for row in parts}
+    run = step.runs[0]
+    change = np.zeros(run.positions + 1, dtype=np.int64)
+    np.add.at(change, run.start, run.nbytes)
+    np.add.at(change, run.end, -run.nbytes)
+    at = int(np.cumsum(change).argmax())
+    there = (run.start <= at) & (at < run.end)
+    in_views = {
+        layer or "(outside layers)": int(run.nbytes[there & (step.tensors.layer[run.tensor] == number)].sum())
+        for number, layer in enumerate(step.layers)
+    }
+    assert {row[0]: row[1] for row in layers.rows} == {layer: nbytes for layer, nbytes in in_views.items() if nbytes}
+    assert in_views["0"] >= 4 * 64 * 128
+
+
 def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate) -> None:
     small = replace(estimated.device, memory_bytes=estimated.minimum_capacity_bytes - (1 << 20))
     page = page_of(estimated.on(small))
