@@ -51,7 +51,7 @@ def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
     return Group(
         Text(head),
         "",
-        listing(("", "peak memory", "first loss", "last loss", "step"), rows, numbers=(1, 2, 3, 4)),
+        listing(("", "peak memory", "first loss", "last loss", "usual step"), rows, numbers=(1, 2, 3, 4)),
         "",
         *map(Text, lines),
         "",

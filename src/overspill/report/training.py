@@ -192,8 +192,8 @@ def _losses(trained: Trained) -> str:
 
 
 def _times(trained: Trained) -> str:
-    """The usual step time: compilation falls into the first step (and the second, which may plan anew)."""
-    measured = f"step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
+    """The usual step time, and what comes before it."""
+    measured = f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
     return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
@@ -210,8 +210,8 @@ def _partition(run: Run) -> str:
 
 
 def usual_step_seconds(run: Run) -> float:
-    """Seconds of a step once all is compiled and planned."""
-    return median(run.step_seconds[2:] or run.step_seconds[-1:])
+    """Seconds of a step once all is compiled and planned: the second, which may plan anew, does not weigh in a median."""
+    return median(run.step_seconds[1:] or run.step_seconds)
 
 
 def usual_steps(run: Run) -> str:
@@ -219,9 +219,9 @@ def usual_steps(run: Run) -> str:
     count = len(run.step_seconds)
     if count == 1:
         return "the only step, with planning and compiling"
-    if count <= 3:
-        return "the last step; the first plans and compiles"
-    return "the median without the first two, which plan and compile"
+    if count == 2:
+        return "the second step; the first plans and compiles"
+    return "the median of the steps after the first, which plans and compiles"
 
 
 def _plain(trained: Trained) -> str:

@@ -46,7 +46,7 @@ def recording_verdict(found: Recording) -> Verdict:
     moved = sum(found.offloaded_bytes + found.prefetched_bytes) / count
     waited = sum(found.waited_seconds) / count
     figures = (
-        Figure("a step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
+        Figure("usual step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
         Figure("live bytes", format_bytes(found.peak_bytes), "measured, the most at once"),
         Figure("planned peak", format_bytes(planned), "of live bytes"),
         Figure("moved each step", format_bytes(round(moved)), "measured, both ways"),

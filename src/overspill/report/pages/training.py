@@ -67,9 +67,18 @@ def _verdict(trained: Trained) -> Verdict:
         Figure("planned peak", format_bytes(run.planned_peak_bytes)),
         _unmanaged(trained),
         Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
-        Figure("a step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
+        Figure("usual step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
+        *_slowdown(trained),
     )  # fmt: skip
     return Verdict(text, good, figures)
+
+
+def _slowdown(trained: Trained) -> list[Figure]:
+    """How much longer a step is than without Overspill, where that was measured."""
+    if trained.reference is None or not (plain := usual_step_seconds(trained.reference)):
+        return []
+    ratio = usual_step_seconds(trained.managed) / plain
+    return [Figure("slowdown", f"{ratio:.3f}", f"measured, {format_seconds(plain)} without Overspill")]
 
 
 def _unmanaged(trained: Trained) -> Figure:
@@ -107,8 +116,8 @@ def _steps(trained: Trained) -> Lines:
     note = "Measured on this machine. The first step captures, plans and compiles."
     if trained.managed.record is not None:
         note += " What each step did was recorded, which takes a little time."
-    marks = (Mark("usual", usual_step_seconds(trained.managed)),)
-    return Lines("Time of each step", Axis("step"), Axis("measured", Unit.SECONDS), tuple(curves), marks, note)
+    marks = (Mark("usual step", usual_step_seconds(trained.managed)),)
+    return Lines("Time of each step", Axis("step"), Axis("step time", Unit.SECONDS), tuple(curves), marks, note)
 
 
 def _curve(name: str, values: list[float], *, dashed: bool = False) -> Curve:
