@@ -73,8 +73,8 @@ def test_a_page_has_every_row_and_figure_and_needs_nothing_else(overspill: Overs
         "Fig. 2",
         "28 GB",
         "\\u003e 2 x",
-        "three (fitted)",
-        "four (aside)",
+        '"fitted"',
+        '"aside"',
         "Fig. 3, ours: bars",
         "simulated",
     ):
