@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overspill.capture.compiled.whole_step import NORM
-from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
+from overspill.core import Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
@@ -119,7 +119,6 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
 
 
 def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
-    timeline = plan.timeline
     return [
         *memory_figures(plan, placed),
         (
@@ -132,7 +131,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
         *([("simulated recomputing", format_seconds(plan.recomputing_seconds))] if plan.recomputed_ops else []),
-        ("simulated waiting for transfers", format_seconds(timeline.exposed_transfer_seconds)),
+        ("simulated waiting", waiting(plan.timeline)),
         (
             "lower bound by relaxation",
             f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)",
@@ -163,6 +162,14 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
         ("  of it live tensors", format_bytes(plan.unmanaged_peak_bytes)),
         *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
     ]
+
+
+def waiting(timeline: Timeline) -> str:
+    """How long compute stands still, and where it does, for what."""
+    if not (whole := timeline.exposed_transfer_seconds):
+        return format_seconds(whole)
+    host = timeline.host_seconds
+    return f"{format_seconds(whole)} (for transfers {format_seconds(max(0.0, whole - host))}, for the host {format_seconds(host)})"
 
 
 def limits_of(plan: Plan) -> list[tuple[str, int]]:

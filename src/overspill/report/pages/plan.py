@@ -10,7 +10,7 @@ from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import percent
 from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
-from overspill.report.plan import memory_figures, peak_of, too_small, whole_step_notes
+from overspill.report.plan import memory_figures, peak_of, too_small, waiting, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -68,7 +68,7 @@ def plan_verdict(plan: Plan) -> Verdict:
 def _figures(plan: Plan) -> list[tuple[str, str]]:
     return [
         *memory_figures(plan),
-        ("waiting for transfers", format_seconds(plan.timeline.exposed_transfer_seconds)),
+        ("waiting", waiting(plan.timeline)),
         ("lower bound of the step", f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)"),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]
