@@ -25,6 +25,7 @@ from overspill.plans.sweep import Sweep, sweep
 from overspill.report.listing import recomputed
 from overspill.report.page import Lines, Points, Step, Table
 from overspill.report.pages.estimate import estimate_page
+from overspill.report.pages.pack import pack_page
 from overspill.report.pages.plan import infeasible_page
 from overspill.report.pages.results import page_of
 from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
@@ -221,6 +222,18 @@ def test_a_plan_that_does_not_exist_has_a_table_of_what_would_help() -> None:
     assert isinstance(table, Table)
     assert table.rows == (('PLACEMENT="PLANNED"', 6 << 30), ("a card of that size", 8703180800))
     assert page.notes == ("ANOTHER MODEL (THE FORWARD GRAPH).",)
+
+
+def test_a_packing_above_its_capacity_names_the_blocks_that_are_too_much() -> None:
+    trace = Trace((Block(0, 0, 4, 8192, "a"), Block(1, 0, 4, 16384, "b"), Block(2, 4, 6, 1024, "c")))
+    page = pack_page(overspill.pack(trace), trace, "title", 16 << 10)
+    assert page.verdict.text == "Does not fit: takes 24.0 KiB of the 16.0 KiB, optimal, and no layout fits"
+    table = page.sections[0]
+    assert isinstance(table, Table)
+    assert (table.title, [row[0] for row in table.rows]) == ("What cannot lie together", ["b", "a"])
+    assert table.note == "24.0 KiB in all, of a capacity of 16.0 KiB."
+    assert pack_page(overspill.pack(trace), trace, "title", 24 << 10).verdict.good
+    assert "no layout" not in pack_page(overspill.pack(trace), trace, "title").verdict.text
 
 
 def test_large_holes_between_segments_are_left_out_of_the_map_and_small_ones_are_not() -> None:
