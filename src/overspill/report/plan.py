@@ -19,7 +19,7 @@ from overspill.policies.in_core import Liveness
 from overspill.runtime.options import store_bytes
 from overspill.simulate import check
 
-from .listing import format_flops, listing, percent
+from .listing import count, format_flops, listing, percent
 
 SHOWN_TENSORS = 5
 
@@ -123,10 +123,10 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         *memory_figures(plan, placed),
         (
             "offloaded each step",
-            f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors",
+            f"{format_bytes(plan.offloaded_bytes)} in {count(plan.schedule.counts[Verb.OFFLOAD], 'tensor')}",
         ),
         *([("  room in the store, host memory or disk", format_bytes(room))] if (room := store_bytes(plan)) else []),
-        ("recomputed each step", f"{plan.recomputed_ops} ops, {format_flops(plan.recomputed_flops)}"),
+        ("recomputed each step", f"{count(plan.recomputed_ops, 'op')}, {format_flops(plan.recomputed_flops)}"),
         ("simulated step", format_seconds(plan.step_seconds)),
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
@@ -134,7 +134,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ("simulated waiting", waiting(plan.timeline)),
         (
             "lower bound by relaxation",
-            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)",
+            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
         ),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]

@@ -58,8 +58,8 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
 
 
 def counted(counts: Counts) -> str:
-    """`22 of 25 figures within 15%, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
-    said = [f"{counts.agreeing} of {counts.figures} figures within {TOLERANCE:.0%}"] if counts.figures else []
+    """`22 of 25 figures within 15 %, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
+    said = [f"{counts.agreeing} of {counts.figures} figures within {100 * TOLERANCE:.0f} %"] if counts.figures else []
     said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []
     fitted = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
     aside = f"{counts.aside} are other readings of figures that count" if counts.aside else ""

@@ -18,7 +18,7 @@ from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options, placed
 from overspill.runtime.training import Run, Training, same_bits
 
-from .listing import format_flops, listing, percent
+from .listing import count, format_flops, listing, percent
 from .plan import stored_by_kind, whole_step_notes
 
 
@@ -96,7 +96,7 @@ def title_of(trained: Trained) -> str:
     """What was trained, and how."""
     training, options = trained.training, trained.options
     return (
-        f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "
+        f"{trained.model}, batch {training.batch}, {training.optimizer}, {count(training.steps, 'step')} on {training.device}: "
         f"policy {options.policy}, {options.store} store, {options.backend} backend{training.manner}"
     )
 
@@ -141,7 +141,7 @@ def moved(trained: Trained) -> str:
     """What each step did to keep within the budget, in words."""
     plan = trained.plan
     again = (
-        f"recomputed {plan.recomputed_ops} ops ({format_flops(plan.recomputed_flops)})"
+        f"recomputed {count(plan.recomputed_ops, 'op')} ({format_flops(plan.recomputed_flops)})"
         if plan.recomputed_ops
         else "recomputed nothing"
     )

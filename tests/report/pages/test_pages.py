@@ -26,7 +26,7 @@ from overspill.report.listing import recomputed
 from overspill.report.page import Lines, Points, Step, Table
 from overspill.report.pages.estimate import estimate_page
 from overspill.report.pages.pack import pack_page
-from overspill.report.pages.plan import infeasible_page
+from overspill.report.pages.plan import infeasible_page, plan_verdict
 from overspill.report.pages.results import page_of
 from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
 
@@ -222,6 +222,14 @@ def test_a_plan_that_does_not_exist_has_a_table_of_what_would_help() -> None:
     assert isinstance(table, Table)
     assert table.rows == (('PLACEMENT="PLANNED"', 6 << 30), ("a card of that size", 8703180800))
     assert page.notes == ("ANOTHER MODEL (THE FORWARD GRAPH).",)
+
+
+def test_figures_of_a_plan_are_in_words_that_fit_their_number(planned: Plan) -> None:
+    verdict = plan_verdict(replace(planned, schedule=replace(planned.schedule, instructions=())))
+    assert [f.note or f.value for f in verdict.figures[-2:]] == ["0 tensors", "0 ops"]
+    figures = page_of(planned).sections[-1]
+    assert isinstance(figures, Table)
+    assert all(not re.search(r"\d%", str(cell)) for row in figures.rows for cell in row)
 
 
 def test_a_packing_above_its_capacity_names_the_blocks_that_are_too_much() -> None:

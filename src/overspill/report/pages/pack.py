@@ -61,7 +61,7 @@ def pack_verdict(solution: Solution, capacity_bytes: int | None = None, found: J
     took = Figure("searched", format_seconds(solution.seconds), solution.stopped)
     if layout is None:
         return Verdict("No layout was found", good=False, figures=(bound, took))
-    gap = "optimal" if solution.optimal else f"at most {solution.gap:.2%} above the optimum"
+    gap = "optimal" if solution.optimal else f"at most {100 * solution.gap:.3g} % above the optimum"
     fits = None if capacity_bytes is None else found.fits
     of = "" if capacity_bytes is None else f" of the {format_bytes(capacity_bytes)}"
     text = f"{'Does not fit: takes' if fits is False else 'Takes'} {format_bytes(layout.peak_bytes)}{of}, {gap}{', and no layout fits' if found.infeasible else ''}"

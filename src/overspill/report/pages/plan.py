@@ -8,7 +8,7 @@ from overspill.core import Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
-from overspill.report.listing import percent
+from overspill.report.listing import count, percent
 from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
 from overspill.report.plan import memory_figures, peak_of, too_small, waiting, whole_step_notes
 
@@ -59,8 +59,8 @@ def plan_verdict(plan: Plan) -> Verdict:
             Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
             Figure("unmanaged", format_bytes(plan.unmanaged_needed_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_needed_bytes)} of it"),
             Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
-            Figure("offloaded each step", format_bytes(plan.offloaded_bytes), f"{plan.schedule.counts[Verb.OFFLOAD]} tensors"),
-            Figure("recomputed each step", f"{plan.recomputed_ops} ops", format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
+            Figure("offloaded each step", format_bytes(plan.offloaded_bytes), count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
+            Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
         ),
     )  # fmt: skip
 
@@ -69,6 +69,9 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     return [
         *memory_figures(plan),
         ("waiting", waiting(plan.timeline)),
-        ("lower bound of the step", f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)"),
+        (
+            "lower bound of the step",
+            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
+        ),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from overspill.core.units import format_bytes, format_seconds
+from overspill.report.listing import count
 from overspill.report.page import (
     Column,
     Figure,
@@ -42,9 +43,9 @@ def recording_verdict(found: Recording) -> Verdict:
     """How long the steps took, and what they took."""
     record = found.record
     planned = max((plan.peak_bytes for plan in found.plans), default=0)
-    count = len(record.steps)
-    moved = sum(found.offloaded_bytes + found.prefetched_bytes) / count
-    waited = sum(found.waited_seconds) / count
+    steps = len(record.steps)
+    moved = sum(found.offloaded_bytes + found.prefetched_bytes) / steps
+    waited = sum(found.waited_seconds) / steps
     figures = (
         Figure("usual step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
         Figure("live bytes", format_bytes(found.peak_bytes), "measured, the most at once"),
@@ -52,7 +53,7 @@ def recording_verdict(found: Recording) -> Verdict:
         Figure("moved each step", format_bytes(round(moved)), "measured, both ways"),
         Figure("waiting for transfers", format_seconds(waited), "measured, in each step"),
     )  # fmt: skip
-    return Verdict(f"{count} {'step' if count == 1 else 'steps'} recorded", None, figures)
+    return Verdict(f"{count(steps, 'step')} recorded", None, figures)
 
 
 def steps_table(found: Recording) -> Table:
