@@ -86,6 +86,15 @@ def test_rms_norm_is_one_kernel_that_keeps_a_float_a_row() -> None:
     assert taken(many)[-1] == 4 * 32 * -(-70000 // 32)
 
 
+@row(aten.silu_backward.default, aten.mish_backward.default)
+@pytest.mark.parametrize("name", ["silu", "mish"])
+def test_the_gradient_of_an_activation_is_one_kernel(name: str) -> None:
+    recording = run(lambda: getattr(F, name)(cuda(100, 100, grad=True)).sum().backward())
+    made = names(recording, Phase.BACKWARD)
+    assert [op for op in made if op not in {"ones_like", "detach"}] == [f"{name}_backward"]
+    assert recording.peak_requested_bytes < 3.1 * 40_000  # input, output and gradient
+
+
 @row(aten.gather_backward.default)
 def test_the_gradient_of_gather_is_scattered_in_place() -> None:
     index = lambda: torch.zeros(10, 2, dtype=torch.int64, device="cuda")  # noqa: E731

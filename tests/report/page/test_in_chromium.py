@@ -10,7 +10,7 @@ import pytest
 from tests.simulate.graphs import with_lines
 
 from overspill.core import Block, Layout, Trace
-from overspill.plans.plan import Plan
+from overspill.plans.plan import Plan, make_plan
 from overspill.report.page import (
     Axis,
     Column,
@@ -120,6 +120,47 @@ def test_a_selected_tensor_stands_out_in_all_views(opened: Browser) -> None:
 
 
 @pytest.mark.long
+def test_what_is_drawn_lies_where_it_is_pointed_at(opened: Browser) -> None:
+    drawn, shown = opened.run(
+        "return [...document.querySelectorAll('.view')].map((v) => [v.lastChild.width / devicePixelRatio, v.clientWidth]).reduce("
+        "([a, b], [c, d]) => [[...a, c], [...b, d]], [[], []])"
+    )
+    assert drawn == shown
+
+
+@pytest.mark.long
+def test_a_tensor_too_small_for_a_band_stands_out_too(browser: Browser, plan: Plan, tmp_path: Path) -> None:
+    tensors = plan.graph.tensors
+    small = replace(plan.graph, tensors=(*tensors[:-1], replace(tensors[-1], name="tiny", nbytes=1024)))
+    path = tmp_path / "tiny.html"
+    write_page(path, plan_page(make_plan(small, plan.device, "liveness", 1 << 40), "a step"))
+    browser.open(path)
+    browser.find(".search").send_keys("tiny")
+    assert marked(browser)[0] is False
+    browser.find(".instant .link").click()
+    assert marked(browser)[0] is True
+
+
+@pytest.mark.long
+def test_who_presses_a_button_keeps_the_focus(opened: Browser) -> None:
+    from selenium.webdriver import Keys
+
+    for selector in (".choice button[data-value='layer']", ".instant .link"):
+        opened.run("document.querySelector(arguments[0]).focus()", selector)
+        name = opened.run("return document.activeElement.textContent")
+        opened.actions.send_keys(Keys.ENTER).perform()
+        opened.settle()
+        assert opened.run("return document.activeElement.textContent") == name
+
+
+@pytest.mark.long
+def test_on_paper_the_views_are_not_hidden_by_their_glass(opened: Browser) -> None:
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert opened.run("return [...document.querySelectorAll('.view canvas + canvas')].every((c) => !c.offsetParent)")
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+@pytest.mark.long
 def test_a_tensor_is_found_by_its_name(opened: Browser) -> None:
     opened.find(".search").send_keys("Y3")
     assert [button.text for button in opened.all(".instant .link")] == ["y3", "dy3"]
@@ -168,6 +209,8 @@ def test_what_compute_waits_for_is_red_and_named(opened: Browser, plan: Plan) ->
     told = opened.find(".tooltip").text
     assert told.startswith("compute waits ")
     assert f"for {stall.cause}" in told
+    opened.actions.click().perform()
+    assert opened.find("div.step").get_attribute("data-selected") == stall.cause.partition(" of ")[2]
 
 
 @pytest.mark.long

@@ -91,6 +91,17 @@ class _FusedRmsNorm(torch.autograd.Function):
         return d_x, None, d_weight, None
 
 
+def _one_kernel(op: Any) -> Callable[..., Tensor]:
+    """aten/src/ATen/native/native_functions.yaml: a gradient that is one kernel on CUDA and composed of several for fakes."""
+
+    def run(*args: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            made: Tensor = op(*args)
+        return made
+
+    return run
+
+
 def _gather_backward(grad: Tensor, x: Tensor, dim: int, index: Tensor, sparse_grad: bool) -> Tensor:
     """aten/src/ATen/native/TensorAdvancedIndexing.cpp, `gather_backward`: in place on zeros."""
     return grad.new_zeros(x.shape).scatter_add_(dim, index, grad)
@@ -151,6 +162,8 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.gather_backward.default: _gather_backward,
     aten.value_selecting_reduction_backward.default: _selected_backward,
     aten.ctc_loss.Tensor: _ctc_loss,
+    aten.silu_backward.default: _one_kernel(aten.silu_backward.default),
+    aten.mish_backward.default: _one_kernel(aten.mish_backward.default),
 }
 
 
@@ -225,6 +238,11 @@ def _in_place(*_: Any, **__: Any) -> None:
     """aten/src/ATen/native/cuda/FusedSgdKernel.cu, FusedAdagradKernel.cu: updates in place, and that is all."""
 
 
+def _like_its_input(grad: Tensor, x: Tensor) -> Tensor:
+    """aten/src/ATen/native/cuda/ActivationSiluKernel.cu, ActivationMishKernel.cu: the gradient, and that is all."""
+    return torch.empty_like(x)
+
+
 FAKES: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn.default: recurrent.cudnn_rnn,
     aten._cudnn_rnn_backward.default: recurrent.cudnn_rnn_backward,
@@ -237,6 +255,8 @@ FAKES: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
     aten._ctc_loss.default: _ctc,
     aten._ctc_loss_backward.default: _ctc_backward,
+    aten.silu_backward.default: _like_its_input,
+    aten.mish_backward.default: _like_its_input,
     aten._fused_sgd_.default: _in_place,
     aten._fused_sgd_.tensor_lr: _in_place,
     aten._fused_adagrad_.default: _in_place,

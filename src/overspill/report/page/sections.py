@@ -89,11 +89,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line through the chart at `at` of one axis, as a budget."""
+    """A line through the chart at `at` of one axis, as a budget.
+
+    Of a step it lies across the memory, and where addresses are bound by it too, across these.
+    """
 
     name: str
     at: float
     on_x: bool = False
+    on_addresses: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,16 +225,19 @@ class Run:
     placer: str = ""
     reserved_bytes: int | None = None
     measured: bool = False
+    marks: tuple[Mark, ...] = ()
+    """Lines for this run alone."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What the views of a step call things: the memory, what is in it, where, and what the positions count."""
+    """What the views of a step call things: the memory, what is in it, where, what the positions count, and what kinds are."""
 
     memory: str = "Memory over the step"
     thing: str = "tensor"
     place: str = "on the device"
     position: str = "instruction"
+    kind: str = "kind"
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +245,7 @@ class Step:
     """The linked views of one step: memory, streams, addresses and layers, of one of `runs` at a time.
 
     The first run is shown first; the others are a click away, and their memory is a line beside it. What a run does not
-    know, as streams or addresses, has no view. `marks` are lines across the memory, as the budget. `words`: for what is no
+    know, as streams or addresses, has no view. `marks` are lines for all runs, as the budget. `words`: for what is no
     step of a model.
     """
 

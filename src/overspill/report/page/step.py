@@ -28,25 +28,26 @@ _SIZES = tuple(1 << power for power in (30, 28, 26, 24, 22, 20, 18, 16, 12))
 
 def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step:
     """The views of `plan` and of the same step unmanaged; its blocks lie as `placer` puts them (None: as PyTorch does)."""
-    placer = placer or "pytorch"
-    plain = Liveness().plan(plan.graph, plan.device)
-    runs = (
-        run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups),
-        run(plan.graph, plain, plan.unmanaged_timeline, "unmanaged", placer),
-    )
-    marks = tuple(Mark(what, nbytes) for what, nbytes in limits_of(plan))
-    return replace(of_graph(plan.graph, runs, title, marks), note=_above(plan, runs[0]))
+    is_placed = (
+        plan.device_bytes is not None or placer is not None
+    )  # the budget is for addresses too, not for live bytes
+    placer = placer or CachingAllocator.name
+    budget, *taken = (Mark(what, nbytes, on_addresses=is_placed) for what, nbytes in limits_of(plan))
+    planned = run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups)
+    plain = run(plan.graph, Liveness().plan(plan.graph, plan.device), plan.unmanaged_timeline, "unmanaged", placer)
+    views = of_graph(plan.graph, (replace(planned, marks=tuple(taken)), plain), title, (budget,))
+    return views if is_placed else replace(views, note=_above(plan, planned))
 
 
 def _above(plan: Plan, planned: Run) -> str:
     """Why addresses reach above a budget that is kept: it is one of live bytes, whatever lies between them."""
-    if plan.device_bytes is not None or (planned.reserved_bytes or 0) <= plan.asked_bytes:
+    reach = planned.reserved_bytes or 0
+    if reach <= plan.asked_bytes:
         return ""
-    placer = "PyTorch's caching allocator" if planned.placer == CachingAllocator.name else planned.placer
-    reach, budget = format_apart(planned.reserved_bytes or 0, plan.asked_bytes)
+    reaches, budget = format_apart(reach, plan.asked_bytes)
     return (
-        f"The budget, {budget}, is of live bytes. The addresses reach {reach}: they are where {placer} would "
-        "put the blocks, with the room that it leaves between them."
+        f"The budget, {budget}, is of live bytes. The addresses reach {reaches}: they are where PyTorch's caching allocator "
+        "would put the blocks, with the room that it leaves between them."
     )
 
 
@@ -162,8 +163,8 @@ def addresses(
         frame=integers(made_by),
     )
     ops = Ops((), (), nothing, nothing, integers((0,)), nothing, integers((0,)), nothing)
-    marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes),)
-    words = Words("Live bytes", "block", "live", position)
+    marks = () if capacity_bytes is None else (Mark("capacity", capacity_bytes, on_addresses=True),)
+    words = Words("Live bytes", "block", "live", position, "size class")
     return Step(title, (), tensors, ops, (found,), marks, frames=frames_of(frames), words=words)
 
 

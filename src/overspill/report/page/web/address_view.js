@@ -5,7 +5,9 @@ class AddressView {
     this.views = views;
     this.sheet = new Sheet("Addresses", 300, views.help);
     const { offset, nbytes } = views.run;
-    this.most = 1.02 * offset.reduce((top, address, i) => Math.max(top, address + nbytes[i]), 0) || 1;
+    const top = offset.reduce((most, address, i) => Math.max(most, address + nbytes[i]), 0);
+    this.marks = views.marks.filter((mark) => mark.on_addresses && mark.at < 2 * top);
+    this.most = 1.02 * Math.max(top, ...this.marks.map((mark) => mark.at)) || 1;
   }
   y(address) {
     return this.sheet.height - (address / this.most) * this.sheet.height;
@@ -23,13 +25,13 @@ class AddressView {
     const inks = grouping.groups.map((group) => [this.pixel(group.colour, 255), this.pixel(group.colour, 60), this.pixel(group.colour, 255, 0.62)]);
     const edges = run.edges[views.axis];
     const scale = width / (views.window[1] - views.window[0]), rise = height / this.most;
-    const group = run.stack(views.mode, grouping, (LEAST_BAND / 340) * views.most).group;
+    const group = Int32Array.from(run.tensor, (tensor) => grouping.of(tensor));
     const named = [];
     for (let i = 0; i < run.start.length; i++) {
       const from = (edges[run.start[i]] - views.window[0]) * scale, until = (edges[run.end[i]] - views.window[0]) * scale;
       if (until < 0 || from > width || !run.nbytes[i]) continue;
       const left = Math.max(0, Math.floor(from)), right = Math.min(width, Math.max(Math.round(until), Math.floor(from) + 1));
-      const low = Math.max(0, Math.floor(height - (run.offset[i] + run.nbytes[i]) * rise));
+      const low = Math.max(0, Math.round(height - (run.offset[i] + run.nbytes[i]) * rise));
       const high = Math.min(height, Math.max(low + 1, Math.round(height - run.offset[i] * rise)));
       const [full, pale, dark] = inks[group[i]];
       const plain = !filter || filter.has(step.layerOf(run.tensor[i]));
@@ -55,6 +57,7 @@ class AddressView {
       pen.fillStyle = inkOn(grouping.groups[group[i]].colour);
       label(pen, step.nameOf(run.tensor[i]), GUTTER + left + 5, (low + high) / 2, right - left - 8);
     }
+    for (const mark of this.marks) markLine(pen, sheet, Math.round(this.y(mark.at)) + 0.5);
   }
   pixel(hex, alpha, shade = 1) {
     const [red, green, blue] = [1, 3, 5].map((at) => Math.round(parseInt(hex.slice(at, at + 2), 16) * shade));

@@ -71,7 +71,7 @@ function ticks(low, high, count, unit) {
     step = base * [1, 2, 5, 10].find((factor) => factor * base >= rough * 0.999);
   }
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(at);
+  for (let at = Math.ceil(low / step - 1e-9) * step; at <= high + step * 1e-9; at += step) found.push(at + 0); // for -0 is written so
   return found;
 }
 
@@ -134,9 +134,11 @@ function tableOf(section) {
   let whole = section.rows.length <= ROWS_AT_FIRST + 5;
   const head = el("tr", {});
   const body = el("tbody", {});
-  const largest = section.columns.map((_, at) =>
-    Math.max(0, ...section.rows.map((row) => (typeof row[at] === "number" ? Math.abs(row[at]) : 0))),
-  );
+  // Bars of one unit have one scale, whichever column they are in.
+  const largest = {};
+  section.columns.forEach(({ unit, bar }, at) => {
+    for (const row of bar ? section.rows : []) if (typeof row[at] === "number") largest[unit] = Math.max(largest[unit] || 0, Math.abs(row[at]));
+  });
   const long = section.columns.map((_, at) => section.rows.some((row) => typeof row[at] === "string" && row[at].length > LONG_TEXT));
   let sortedBy = null;
   let downwards = false;
@@ -151,9 +153,9 @@ function tableOf(section) {
             const exact = unit === "bytes" && typeof cell === "number" ? `${cell.toLocaleString("en")} bytes` : null;
             const kind = unit !== "text" ? "number" : long[at] ? "long" : null;
             const made = el(at === 0 ? "th" : "td", { class: kind, scope: at === 0 ? "row" : null, title: exact });
-            if (bar && typeof cell === "number" && largest[at] > 0) {
+            if (bar && typeof cell === "number" && largest[unit] > 0) {
               made.classList.add("bar");
-              made.style.setProperty("--share", Math.abs(cell) / largest[at]);
+              made.style.setProperty("--share", Math.abs(cell) / largest[unit]);
             }
             made.append(show(cell, unit));
             return made;

@@ -3,6 +3,7 @@
 const HEIGHT = 360;
 const LETTER = 7.2; // pixels, of which a name takes about so many
 const CURVE_COLOURS = ["c1", "c2", "c3", "c4", "c5", "c6", "c7"];
+const MOST_DOTS = 40; // so many points of a curve are shown as such
 const DASHES = [null, null, "8 3", "3 3", "10 3 3 3"];
 
 function chartOf(section) {
@@ -67,7 +68,8 @@ function drawChart(section, width) {
     svg.append(el("svg:line", { ...ends, class: "mark" }));
     const text = `${mark.name}, ${show(mark.at, (mark.on_x ? section.x : section.y).unit)}`;
     const long = LETTER * text.length;
-    const [x, y] = mark.on_x ? [at - 5 > left + long + 130 ? at - 5 - long : at + 5, top + 10] : [width - right - 4 - long, at - 5];
+    const beside = at - 5 > left + long + 130 ? [at - 5 - long, top + 10] : at + 5 + long < width ? [at + 5, top + 10] : [at - 5 - long, top + 28];
+    const [x, y] = mark.on_x ? beside : [width - right - 4 - long, at - 5];
     taken.push([x, y - 11, x + long, y + 3]);
     svg.append(el("svg:text", { x, y, class: "mark" }, text));
   }
@@ -91,6 +93,8 @@ function drawCurve(svg, section, curve, at, px, py) {
     pen = true;
   });
   svg.append(el("svg:path", { d: path, ...stroke(curve, at) }));
+  const ends = curve.x.map((_, i) => i).filter((i) => curve.x[i] !== null && curve.y[i] !== null);
+  if (ends.length <= MOST_DOTS && !curve.dashed) for (const i of ends) svg.append(el("svg:circle", { cx: px(curve.x[i]), cy: py(curve.y[i]), r: 3, fill: stroke(curve, at).stroke }));
   // What a finger or a pointer can meet is wider than the line.
   const nearest = (event) => {
     const mouse = event.clientX - svg.getBoundingClientRect().left;
@@ -112,7 +116,8 @@ function drawPoints(svg, section, px, py, width, taken) {
     const shape = point.good
       ? el("svg:circle", { cx: x, cy: y, r: 6, fill: ink })
       : el("svg:path", { d: `M${x - 5} ${y - 5}l10 10m0 -10l-10 10`, stroke: ink, "stroke-width": 3 });
-    const lines = describe(section, point.name, point.x, point.y, point.note);
+    const near = section.points.filter((other) => Math.hypot(px(other.x) - x, py(other.y) - y) < 6);
+    const lines = near.flatMap((other) => describe(section, other.name, other.x, other.y, other.note));
     const here = () => {
       const box = svg.getBoundingClientRect();
       tell(lines, box.left + x, box.top + y);

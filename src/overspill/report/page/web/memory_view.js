@@ -16,22 +16,23 @@ class MemoryView {
     const pen = sheet.pen(sheet.picture);
     yAxis(pen, sheet, views.most, "bytes");
     this.least = (LEAST_BAND / sheet.height) * views.most;
-    this.stack = run.stack(views.mode, grouping, this.least);
+    this.stack = run.stack(views.mode, grouping, this.least, views.filter);
     this.columns = columnsOf(run, run.total, views.axis, views.window, sheet.plot);
     pen.save();
     pen.beginPath();
     pen.rect(GUTTER, 0, sheet.plot, sheet.height);
     pen.clip();
     const base = new Float64Array(this.columns.length);
-    this.stack.sums.forEach((sum, group) => this.area(pen, sum, base, grouping.groups[group]));
+    this.stack.sums.forEach((sum, at) => this.area(pen, sum, base, this.stack.parts[at]));
     if (!views.moving) this.bands(pen);
     for (const other of views.compared) this.line(pen, other);
     pen.restore();
     this.marks(pen);
   }
-  // One group, upon `base`, which it lifts. With a filter, what it does not let through is grey.
-  area(pen, sum, base, group) {
+  // One part of the stack, upon `base`, which it lifts. What a filter does not let through is pale.
+  area(pen, sum, base, part) {
     const { columns } = this;
+    const group = this.views.grouping.groups[part.group];
     const path = new Path2D();
     const tops = new Float64Array(columns.length);
     let any = false;
@@ -44,7 +45,7 @@ class MemoryView {
     path.moveTo(GUTTER, this.y(base[0]));
     for (let c = 0; c < columns.length; c++) path.lineTo(GUTTER + c, this.y(tops[c])), path.lineTo(GUTTER + c + 1, this.y(tops[c]));
     for (let c = columns.length - 1; c >= 0; c--) path.lineTo(GUTTER + c + 1, this.y(base[c])), path.lineTo(GUTTER + c, this.y(base[c]));
-    pen.globalAlpha = this.views.filter ? 0.22 : 0.92;
+    pen.globalAlpha = part.passes ? 0.92 : 0.22;
     pen.fillStyle = group.colour;
     pen.fill(path);
     if (group.pattern) {
@@ -58,24 +59,19 @@ class MemoryView {
   eachBand(visit) {
     const { columns, stack } = this;
     const { run } = this.views;
-    const groups = stack.sums.length;
     const beneath = new Float64Array(columns.length);
-    let group = -1;
+    let part = 0;
+    // Small spans lie upon the large ones of their part: the next part begins at the sum of those before.
     const rise = (until) => {
-      for (; group < until; group++) {
-        // Small spans lie upon the large ones of their group: the next group begins at the sum of those before.
-        if (group + 1 < groups) {
-          for (let c = 0; c < columns.length; c++) {
-            let sum = 0;
-            if (columns[c] >= 0) for (let before = 0; before <= group; before++) sum += stack.sums[before][columns[c]];
-            beneath[c] = sum;
-          }
-        }
+      part = until;
+      for (let c = 0; c < columns.length; c++) {
+        beneath[c] = 0;
+        if (columns[c] >= 0) for (let before = 0; before < part; before++) beneath[c] += stack.sums[before][columns[c]];
       }
     };
     const [first, last] = [columns.find((p) => p >= 0) ?? 0, columns.findLast((p) => p >= 0) ?? 0];
     for (const span of stack.large) {
-      if (stack.group[span] > group) rise(stack.group[span]);
+      if (stack.part[span] > part) rise(stack.part[span]);
       if (run.start[span] > last || run.end[span] <= first) continue;
       const here = [];
       for (let c = 0; c < columns.length; c++) {
@@ -87,15 +83,10 @@ class MemoryView {
     }
   }
   bands(pen) {
-    const { run, grouping, filter, step } = this.views;
+    const { run } = this.views;
     pen.lineWidth = 1;
     this.eachBand((span, here) => {
-      const passes = !filter || filter.has(step.layerOf(run.tensor[span]));
       const high = (run.nbytes[span] / this.views.most) * this.sheet.height;
-      if (filter && passes) {
-        pen.fillStyle = grouping.groups[this.stack.group[span]].colour;
-        for (let i = 0; i < here.length; i += 2) pen.fillRect(GUTTER + here[i], this.y(here[i + 1] + run.nbytes[span]), 1, high);
-      }
       if (here.length < 6) return; // outlines would hide what is so narrow
       pen.strokeStyle = colour("card");
       pen.globalAlpha = 0.55;
@@ -105,10 +96,11 @@ class MemoryView {
         if (i === 0 || here[i - 2] !== here[i] - 1) pen.moveTo(GUTTER + here[i], this.y(here[i + 1])), pen.lineTo(GUTTER + here[i], top);
         pen.lineTo(GUTTER + here[i], top);
         pen.lineTo(GUTTER + here[i] + 1, top);
+        if (here[i + 2] !== here[i] + 1) pen.lineTo(GUTTER + here[i] + 1, this.y(here[i + 1]));
       }
       pen.stroke();
       pen.globalAlpha = 1;
-      if (high >= 12 && passes) this.nameBand(pen, span, here, high);
+      if (high >= 12 && this.stack.parts[this.stack.part[span]].passes) this.nameBand(pen, span, here, high);
     });
   }
   // The name stands in the longest stretch in which the band neither rises nor falls.
@@ -121,7 +113,7 @@ class MemoryView {
       from = i;
     }
     const { run, grouping, step } = this.views;
-    pen.fillStyle = inkOn(grouping.groups[this.stack.group[span]].colour);
+    pen.fillStyle = inkOn(grouping.groups[this.stack.parts[this.stack.part[span]].group].colour);
     pen.textAlign = "left";
     const x = GUTTER + here[best[0]];
     label(pen, step.nameOf(run.tensor[span]), x + 5, this.y(here[best[0] + 1]) - high / 2, (best[1] - best[0]) / 2 - 8);
@@ -147,19 +139,15 @@ class MemoryView {
   }
   marks(pen) {
     const { views, sheet } = this;
-    for (const [at, mark] of views.step.marks.entries()) {
+    this.tags = [];
+    views.marks.forEach((mark, at) => {
       const y = Math.round(this.y(mark.at)) + 0.5;
-      if (y < 0) continue;
-      pen.strokeStyle = colour("ink");
-      pen.setLineDash([8, 4]);
-      pen.beginPath();
-      pen.moveTo(GUTTER, y);
-      pen.lineTo(sheet.width - MARGIN, y);
-      pen.stroke();
-      pen.setLineDash([]);
-      const [x, side] = at % 2 ? [GUTTER + 6, "left"] : [sheet.width - MARGIN - 4, "right"]; // so that two that are near can be read
-      this.tag(pen, `${mark.name} ${FORMATS.bytes(mark.at)}`, x, y - 11, side);
-    }
+      const text = `${mark.name} ${FORMATS.bytes(mark.at)}`;
+      const [x, side] = at % 2 ? [GUTTER + 6, "left"] : [sheet.width - MARGIN - 4, "right"];
+      if (y < 0) return this.tag(pen, `↑ ${text}`, x, 8, side); // far above all that is drawn
+      markLine(pen, sheet, y);
+      this.tag(pen, text, x, y - 11, side);
+    });
     const x = views.px(views.run.edges[views.axis][views.run.peakAt]);
     if (x >= GUTTER && x <= sheet.width - MARGIN) {
       const y = this.y(views.run.peak);
@@ -174,31 +162,39 @@ class MemoryView {
   // Words on a ground of their own, to be read upon anything.
   tag(pen, text, x, y, align) {
     const wide = pen.measureText(text).width + 8;
+    const left = align === "right" ? x - wide + 4 : x - 4;
+    const meets = (top) => this.tags.some((other) => left < other.right && other.left < left + wide && top < other.top + 16 && other.top < top + 16);
+    const tops = [0, 22, -16, 38, -32, 54].map((move) => Math.max(0, y - 8 + move));
+    const top = tops.find((at) => !meets(at)) ?? tops[0];
+    this.tags.push({ left, right: left + wide, top });
     pen.fillStyle = colour("card");
     pen.globalAlpha = 0.85;
-    pen.fillRect(align === "right" ? x - wide + 4 : x - 4, Math.max(0, y - 8), wide, 16);
+    pen.fillRect(left, top, wide, 16);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("ink");
     pen.textAlign = align;
-    pen.fillText(text, x, Math.max(8, y));
+    pen.fillText(text, x, top + 8);
   }
   over(pen) {
     const { views } = this;
     const wanted = [views.selected, views.hovered?.tensor].filter((tensor) => tensor !== null && tensor !== undefined);
     if (!wanted.length || views.moving) return;
+    const { run } = views;
     pen.fillStyle = colour("ink");
-    this.eachBand((span, here) => {
-      const tensor = views.run.tensor[span];
-      if (!wanted.includes(tensor)) return;
-      const high = Math.max(2, (views.run.nbytes[span] / views.most) * this.sheet.height);
-      for (let i = 0; i < here.length; i += 2) {
-        pen.globalAlpha = tensor === views.selected ? 0.3 : 0.18;
-        pen.fillRect(GUTTER + here[i], this.y(here[i + 1] + views.run.nbytes[span]), 1, high);
+    for (let span = 0; span < run.tensor.length; span++) {
+      if (!wanted.includes(run.tensor[span])) continue;
+      const beneath = run.beneath(span, this.stack);
+      const high = Math.max(3, (run.nbytes[span] / views.most) * this.sheet.height); // what is small can be seen too
+      this.columns.forEach((p, c) => {
+        if (p < run.start[span] || p >= run.end[span]) return;
+        const bottom = this.y(beneath[p]);
+        pen.globalAlpha = run.tensor[span] === views.selected ? 0.3 : 0.18;
+        pen.fillRect(GUTTER + c, bottom - high, 1, high);
         pen.globalAlpha = 1;
-        pen.fillRect(GUTTER + here[i], this.y(here[i + 1] + views.run.nbytes[span]), 1, 1.5);
-        pen.fillRect(GUTTER + here[i], this.y(here[i + 1]) - 1.5, 1, 1.5);
-      }
-    });
+        pen.fillRect(GUTTER + c, bottom - high, 1, 1.5);
+        pen.fillRect(GUTTER + c, bottom - 1.5, 1, 1.5);
+      });
+    }
   }
   find(x, y) {
     const position = this.columns[Math.floor(x - GUTTER)];

@@ -83,6 +83,18 @@ function yAxis(pen, sheet, most, unit) {
   }
 }
 
+// A line across a view, as the budget.
+function markLine(pen, sheet, y) {
+  pen.strokeStyle = colour("ink");
+  pen.lineWidth = 1;
+  pen.setLineDash([8, 4]);
+  pen.beginPath();
+  pen.moveTo(GUTTER, y);
+  pen.lineTo(sheet.width - MARGIN, y);
+  pen.stroke();
+  pen.setLineDash([]);
+}
+
 // Text where it fits, cut where it does not.
 function label(pen, text, x, y, room) {
   if (room < 24) return;

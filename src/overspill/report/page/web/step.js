@@ -1,6 +1,5 @@
 // The linked views of one step: one window in time, one instant, one selected tensor and one filter for all of them.
 
-const HELP = "Arrow keys move and zoom, comma and full stop step through instructions, Home shows all, Escape clears.";
 const TENSORS_LISTED = 12;
 
 function stepOf(section) {
@@ -9,8 +8,8 @@ function stepOf(section) {
 
 class StepViews {
   constructor(section) {
-    this.help = HELP;
     this.step = new StepModel(section);
+    this.help = `Arrow keys move and zoom, comma and full stop step through each ${this.step.words.position}, p goes to the peak, Home shows all, Escape clears.`;
     this.run = this.step.runs[0];
     this.axis = this.run.timed ? "time" : "positions";
     this.mode = "kind";
@@ -40,11 +39,14 @@ class StepViews {
     const alike = (run) => run !== this.run && run.timed && run.measured === this.run.measured;
     return this.axis === "time" && this.run.timed ? this.step.runs.filter(alike) : [];
   }
+  get marks() {
+    return [...this.step.marks, ...this.run.marks];
+  }
   // The top of the memory view; it stays as it is when the window moves.
   highest() {
     const shown = [this.run, ...this.compared].map((run) => run.peak);
     const tallest = Math.max(...shown);
-    const marks = this.step.marks.map((mark) => mark.at).filter((at) => at < 2 * tallest);
+    const marks = this.marks.map((mark) => mark.at).filter((at) => at < 2 * tallest);
     return 1.1 * Math.max(tallest, ...marks, 1);
   }
   get longest() {
@@ -90,14 +92,14 @@ class StepViews {
     const modes = this.step.byLayer ? [["kind", "by kind"], ["layer", "by layer"]] : [];
     const axes = this.run.timed && !this.run.measured ? [["time", "time"], ["positions", "instructions"]] : [];
     const zoom = (text, name, act) => el("button", { type: "button", "aria-label": name, title: name, onclick: act }, text);
-    this.parts.controls.replaceChildren(...[
+    keepingFocus(this.parts.controls, (it) => `${it.parentElement.getAttribute("aria-label")} ${it.dataset.value ?? it.getAttribute("aria-label")}`, () => this.parts.controls.replaceChildren(...[
       choice("Run", runs, String(this.step.runs.indexOf(this.run)), (at) => this.choose({ run: this.step.runs[at] })),
       choice("Colours", modes, this.mode, (mode) => this.choose({ mode })),
       choice("Axis", axes, this.axis, (axis) => this.choose({ axis })),
       el("div", { class: "choice", role: "group", "aria-label": "Zoom" }, zoom("−", "Zoom out", () => this.zoom(2)), zoom("+", "Zoom in", () => this.zoom(0.5)), zoom("All", "Show all", () => this.show(0, this.longest))),
       el("input", { type: "search", class: "search", placeholder: `Find a ${this.step.words.thing}`, "aria-label": `Find a ${this.step.words.thing} by its name or its line of Python`, value: this.sought, oninput: (event) => ((this.sought = event.target.value.trim()), this.below()) }),
       this.crumb = el("button", { type: "button", class: "crumb", hidden: true, title: "Clear the filter", onclick: () => this.pick(null) }),
-    ].filter(Boolean));
+    ].filter(Boolean)));
   }
 
   choose(change) {
@@ -130,12 +132,12 @@ class StepViews {
       return el("span", {}, made, name);
     };
     const phases = [...new Set(this.step.ops.phase)].map((phase) => box(PHASES[phase], phase));
-    this.streamKey.replaceChildren(...(this.mode === "layer" ? [] : phases), box(this.mode === "layer" ? "transparent" : RECOMPUTED, "recomputed", "pattern1"), box("var(--stall)", "compute waits"));
+    this.streamKey.replaceChildren(...(this.mode === "layer" ? [] : phases), box(this.mode === "layer" ? "#8A8F98" : RECOMPUTED, "recomputed", "pattern1"), box("var(--stall)", "compute waits"));
   }
 
   fit() {
     this.most = this.highest();
-    const width = Math.max(280, this.parts.views.clientWidth || 900);
+    const width = Math.max(280, this.memory.sheet.element.clientWidth || 900);
     for (const { sheet } of this.views) sheet.fit(width);
     this.draw();
     this.below();
@@ -156,12 +158,14 @@ class StepViews {
     pen.textAlign = "center";
     pen.fillStyle = colour("muted");
     const unit = this.axis === "time" ? "seconds" : "number";
-    const wanted = Math.max(2, Math.floor(sheet.plot / 130));
+    const wanted = Math.max(3, Math.floor(sheet.plot / 130));
     const span = this.window[1] - this.window[0];
     for (const at of ticks(...this.window, wanted, unit)) {
       const x = this.px(at);
       pen.fillRect(x, 0, 1, 5);
-      if (x > GUTTER + 18 && x < this.right - 24) pen.fillText(this.axis === "time" ? preciseTime(at, span) : show(at, unit), x, 17);
+      if (x > this.right - 24) continue;
+      pen.textAlign = x < GUTTER + 18 ? "left" : "center"; // beside the name of the axis
+      pen.fillText(this.axis === "time" ? preciseTime(at, span) : show(at, unit), x, 17);
     }
     pen.textAlign = "right";
     pen.fillText(this.axis === "time" ? "time" : this.step.words.position, GUTTER - 8, 17);
@@ -231,8 +235,8 @@ class StepViews {
       else if (was && !was.pan) this.press(view, x, y);
     });
     area.addEventListener("pointercancel", () => ((pressed = this.brush = null), this.glass()));
-    area.addEventListener("pointerleave", () => {
-      if (pressed) return;
+    area.addEventListener("pointerleave", (event) => {
+      if (pressed || event.pointerType !== "mouse") return; // a finger leaves as it lifts, and what it touched is told
       this.hovered = null;
       hush();
       this.glass();
@@ -313,7 +317,7 @@ class StepViews {
         flops ? ["computes", FORMATS.flops(flops)] : null, found.tensor === null ? null : ["makes", this.size(found.tensor)]];
     }
     if (found.tensor === null) return [run.at(found.position), [step.words.place, FORMATS.bytes(run.total[found.position] || 0)], view === this.memory ? null : "nothing here"];
-    const lines = [step.nameOf(found.tensor), ["size", this.size(found.tensor, true)], ["kind", spelled(step.kindOf(found.tensor))]];
+    const lines = [step.nameOf(found.tensor), ["size", this.size(found.tensor, true)], [step.words.kind, spelled(step.kindOf(found.tensor))]];
     if (found.tensor >= 0 && step.tensors.shape[found.tensor]) lines.push(["shape", step.tensors.shape[found.tensor]]);
     const layer = step.layers[step.layerOf(found.tensor)];
     if (layer) lines.push(["layer", layer]);
@@ -376,7 +380,10 @@ class StepViews {
     const tree = this.step.layers.length > 1 ? (this.treeView ||= new TreeView(this)) : null;
     if (tree) tree.show(position);
     this.parts.below.classList.toggle("single", !tree);
-    this.parts.below.replaceChildren(...[tree?.element, el("div", {}, this.instantTable(position), this.card())].filter(Boolean));
+    const facts = el("div", {}, this.instantTable(position), this.card());
+    if (tree && tree.element.parentElement !== this.parts.below) this.parts.below.prepend(tree.element); // once: it would lose its place
+    keepingFocus(this.parts.below, (it) => it.dataset.tensor, () => (this.facts ? this.facts.replaceWith(facts) : this.parts.below.append(facts)));
+    this.facts = facts;
   }
   // The largest tensors at an instant, or of all whose name or line is searched for.
   instantTable(position) {
@@ -390,7 +397,7 @@ class StepViews {
     const shaped = step.tensors.shape.some(Boolean);
     const rows = found.slice(0, TENSORS_LISTED).map((tensor) => {
       const chosen = tensor === this.selected;
-      const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
+      const button = el("button", { type: "button", class: "link", "aria-pressed": String(chosen), "data-tensor": tensor, onclick: () => this.select(chosen ? null : tensor) }, step.nameOf(tensor));
       const nbytes = sizes.get(tensor);
       return el("tr", { class: chosen ? "chosen" : null }, el("th", { scope: "row" }, button), el("td", {}, spelled(step.kindOf(tensor))), shaped ? el("td", {}, tensor >= 0 ? step.tensors.shape[tensor] : "") : null, el("td", { class: "number", title: `${nbytes.toLocaleString("en")} bytes` }, FORMATS.bytes(nbytes)));
     });
@@ -399,14 +406,14 @@ class StepViews {
     const where = this.instant === null || position === run.peakAt ? "At the peak" : "At the chosen instant";
     const { thing, place } = step.words;
     const heading = sought ? `${found.length} ${thing}s whose name or line has “${this.sought}”` : `${where}, ${run.at(position)}: ${FORMATS.bytes(run.total[position] || 0)} ${place}`;
-    const head = el("tr", {}, [`largest ${thing}s`, ...(shaped ? ["kind", "shape"] : ["kind"]), "size"].map((name) => el("th", { scope: "col", class: name === "size" ? "number" : null }, name)));
+    const head = el("tr", {}, [`largest ${thing}s`, this.step.words.kind, ...(shaped ? ["shape"] : []), "size"].map((name) => el("th", { scope: "col", class: name === "size" ? "number" : null }, name)));
     return el("div", { class: "instant" }, el("h3", {}, heading), el("div", { class: "wide" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }
   card() {
-    if (this.selected === null) return el("p", { class: "note" }, `Click a ${this.step.words.thing} in any view to follow it through all of them. Drag to zoom in, double-click to see all; ctrl and wheel zooms, shift and drag moves.`);
+    if (this.selected === null) return el("p", { class: "note" }, `Click a ${this.step.words.thing} in any view to follow it through all of them. Drag to zoom in, double-click to see all; ctrl and wheel zooms, shift and drag moves. ${this.help}`);
     const { run, step } = this;
     const tensor = this.selected;
-    const facts = [["size", this.size(tensor, true)], ["kind", spelled(step.kindOf(tensor))], ["shape", tensor >= 0 ? step.tensors.shape[tensor] : ""], ["layer", step.layers[step.layerOf(tensor)] || ""], ["line", step.lines.source(step.linesOf(tensor))]];
+    const facts = [["size", this.size(tensor, true)], [step.words.kind, spelled(step.kindOf(tensor))], ["shape", tensor >= 0 ? step.tensors.shape[tensor] : ""], ["layer", step.layers[step.layerOf(tensor)] || ""], ["line", step.lines.source(step.linesOf(tensor))]];
     const history = run.history(tensor);
     const shown = history.length > 14 ? [...history.slice(0, 7), ["…", `${history.length - 14} more`], ...history.slice(-7)] : history;
     return el("div", { class: "card" }, el("h3", {}, step.nameOf(tensor)),
@@ -414,6 +421,13 @@ class StepViews {
       step.lines.lists(step.linesOf(tensor)),
       el("ol", { class: "history" }, shown.map(([when, what]) => el("li", {}, el("span", {}, when), what))));
   }
+}
+
+// What had the focus has it again after `change`, found by its `key`.
+function keepingFocus(holder, key, change) {
+  const active = holder.contains(document.activeElement) && document.activeElement.tagName === "BUTTON" ? key(document.activeElement) : null;
+  change();
+  if (active !== null && active !== undefined) [...holder.querySelectorAll("button")].find((it) => key(it) === active)?.focus();
 }
 
 // A time that can be told from its neighbours on the ruler.

@@ -2,13 +2,14 @@
 
 // Okabe and Ito's colours, which the colour-blind tell apart; kinds that come together have a pattern as well.
 const KINDS = {
-  parameter: ["#0072B2", 0], optimizer_state: ["#CC79A7", 0], buffer: ["#56B4E9", 1], input: ["#8A8F98", 0],
-  gradient: ["#E69F00", 0], activation: ["#009E73", 0], output_gradient: ["#F0E442", 2], temporary: ["#B6A6E0", 1],
+  parameter: ["#0072B2", 0], optimizer_state: ["#CC79A7", 2], buffer: ["#56B4E9", 1], input: ["#8A8F98", 0],
+  gradient: ["#E69F00", 0], activation: ["#009E73", 0], output_gradient: ["#D9C81E", 2], temporary: ["#B6A6E0", 1],
   communication: ["#332288", 2], workspace: ["#9C6B4A", 3],
 };
 // Light to dark, for what has an order: sizes, and layers from first to last.
-const SHADES = ["#FDE725", "#A0DA39", "#4AC16D", "#1FA187", "#277F8E", "#365C8D", "#46327E", "#440154"];
+const SHADES = ["#FDE725", "#B5DE2B", "#6ECE58", "#35B779", "#1F9E89", "#26828E", "#3E6FA3", "#6A5ACD"];
 const MOST_GROUPS = 8;
+const MOST_STACKS = 8;
 const spelled = (kind) => kind.replaceAll("_", " ");
 
 // The first index at which a sorted column is above `value`.
@@ -186,18 +187,33 @@ class RunModel {
     return found.map((sum) => sum.subarray(0, this.positions));
   }
 
-  // The stack under a grouping: sums by group, and spans in the order in which they lie on one another. In each group
-  // the large ones lie below, so that each can be drawn by itself; `large` are they.
-  stack(key, grouping, least) {
-    const name = `${key} ${least}`;
+  // The stack under a grouping: its parts, and spans in the order in which they lie on one another. A part is a group, or
+  // under a filter what of a group passes it, and upon that the rest; `sums` has the bytes of each at each position. In
+  // each part the large spans lie below, so that each can be drawn by itself; `large` are they.
+  stack(key, grouping, least, filter = null) {
+    const name = `${key} ${least} ${filter ? [...filter].join() : ""}`;
     if (this.stacks.has(name)) return this.stacks.get(name);
-    const group = Int32Array.from(this.tensor, (tensor) => grouping.of(tensor));
-    const order = Array.from(group, (_, at) => at).sort(
-      (a, b) => group[a] - group[b] || (this.nbytes[b] >= least) - (this.nbytes[a] >= least) || this.start[a] - this.start[b] || a - b,
+    const parts = grouping.groups.flatMap((_, group) => (filter ? [true, false] : [true]).map((passes) => ({ group, passes })));
+    const partOf = (tensor) => (filter ? 2 * grouping.of(tensor) + !filter.has(this.step.layerOf(tensor)) : grouping.of(tensor));
+    const part = Int32Array.from(this.tensor, partOf);
+    const order = Array.from(part, (_, at) => at).sort(
+      (a, b) => part[a] - part[b] || (this.nbytes[b] >= least) - (this.nbytes[a] >= least) || this.start[a] - this.start[b] || a - b,
     );
-    const made = { group, order, large: order.filter((span) => this.nbytes[span] >= least), sums: this.sums(grouping.of, grouping.groups.length) };
+    const made = { parts, part, order, large: order.filter((span) => this.nbytes[span] >= least), sums: this.sums(partOf, parts.length) };
+    if (this.stacks.size >= MOST_STACKS) this.stacks.clear();
     this.stacks.set(name, made);
     return made;
+  }
+  // The bytes beneath a span in a stack, at each position.
+  beneath(span, stack) {
+    const found = new Float64Array(this.positions + 1);
+    for (const other of stack.order) {
+      if (other === span) break;
+      found[this.start[other]] += this.nbytes[other];
+      found[this.end[other]] -= this.nbytes[other];
+    }
+    for (let p = 1; p <= this.positions; p++) found[p] += found[p - 1];
+    return found;
   }
 
   endOf(axis) {
@@ -231,9 +247,9 @@ class RunModel {
     const note = (position, what) => found.push([position, this.at(position), what]);
     for (let i = 0; i < this.start.length; i++) {
       if (this.tensor[i] !== tensor) continue;
-      if (this.start[i] === 0 && this.step.tensors.maker[tensor] !== 0) note(0, "on the device as the step begins");
+      if (this.start[i] === 0 && this.step.tensors.maker[tensor] !== 0) note(0, "there from the beginning");
       if (this.end[i] < this.positions) note(this.end[i], this.leaves(tensor, this.end[i]) ? "gone from the device, kept in the store" : "freed");
-      else note(this.positions, "still there as the step ends");
+      else note(this.positions, "still there at the end");
     }
     for (let event = 0; event < this.target.length; event++) {
       const verb = this.verbs[this.verb[event]], op = this.target[event];

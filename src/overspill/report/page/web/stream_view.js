@@ -86,10 +86,17 @@ class StreamView {
   stalls(pen) {
     const { views } = this;
     const top = (this.rows.length - 1) * ROW + 4, high = ROW - 4;
+    const dust = new Map();
+    pen.fillStyle = colour("stall");
     for (let i = 0; i < views.run.stall_begun.length; i++) {
       const [left, right] = this.stallPlace(i);
       if (right < GUTTER || left > views.right) continue;
-      const wide = Math.max(1.5, right - left);
+      const wide = right - left;
+      if (wide < 1) {
+        const at = Math.floor(left);
+        dust.set(at, Math.min(1, (dust.get(at) || 0) + wide));
+        continue;
+      }
       pen.fillStyle = colour("stall");
       pen.fillRect(left, top, wide, high);
       pen.globalAlpha = 0.25; // and on the stream that waits
@@ -101,6 +108,27 @@ class StreamView {
         label(pen, views.run.stall_cause[i], Math.max(left, GUTTER) + 4, top + high / 2, Math.min(right, views.right) - Math.max(left, GUTTER) - 8);
       }
     }
+    pen.fillStyle = colour("stall");
+    for (const [at, share] of dust) {
+      pen.globalAlpha = Math.max(0.2, share);
+      pen.fillRect(at, top, 1, high);
+    }
+    pen.globalAlpha = 1;
+  }
+  // The stall at a pixel: waits that are narrow are met beside it too.
+  stallAt(x, reach) {
+    const { run } = this.views;
+    for (let i = 0; i < run.stall_begun.length; i++) {
+      const [left, right] = this.stallPlace(i);
+      if (x >= left - reach && x <= Math.max(right, left + reach) + reach) return i;
+    }
+    return null;
+  }
+  // What a stall is found as: with the tensor that it waits for, which all views then mark.
+  foundStall(stall, position) {
+    const name = this.views.run.stall_cause[stall].replace(/^\S+ of /, "");
+    const tensor = this.views.step.tensors.name.indexOf(name);
+    return { position, tensor: tensor < 0 ? null : tensor, stall };
   }
   stallPlace(stall) {
     const { run, axis } = this.views;
@@ -134,11 +162,8 @@ class StreamView {
     const row = Math.floor((y - 2) / ROW);
     const at = views.at(x), position = run.positionAt(at, views.axis);
     if (row === this.rows.length - 1) {
-      for (let i = 0; i < run.stall_begun.length; i++) {
-        const [left, right] = this.stallPlace(i);
-        if (x >= left - 2 && x <= Math.max(right, left + 2) + 2) return { position, tensor: null, stall: i };
-      }
-      return { position, tensor: null };
+      const stall = this.stallAt(x, 2);
+      return stall === null ? { position, tensor: null } : this.foundStall(stall, position);
     }
     let best = null;
     for (const event of run.eventsOf[row] || []) {
@@ -146,7 +171,10 @@ class StreamView {
       if (begun > at) break;
       if (ended >= at) best = event;
     }
-    if (best === null) return { position, tensor: null };
+    if (best === null) {
+      const stall = row === 0 ? this.stallAt(x, 0) : null;
+      return stall === null ? { position, tensor: null } : this.foundStall(stall, position);
+    }
     if (row > 0) return { position, tensor: run.target[best], event: best };
     const made = [...views.step.writes(run.target[best])];
     const largest = made.reduce((a, b) => (a === null || views.step.tensors.nbytes[b] > views.step.tensors.nbytes[a] ? b : a), null);

@@ -11,7 +11,7 @@ class TreeView {
     const { nbytes, seconds } = this.views.run.byLayer(position);
     this.sum = (node) => [node.layers.reduce((sum, layer) => sum + nbytes[layer], 0), node.layers.reduce((sum, layer) => sum + seconds[layer], 0)];
     this.whole = this.sum(this.views.step.root);
-    this.fill();
+    this.fill(this.list.contains(document.activeElement) ? document.activeElement.dataset.path : undefined);
   }
   fill(focused) {
     const rows = [];
@@ -20,7 +20,9 @@ class TreeView {
       if (this.opened.has(node.path)) node.children.forEach((child) => add(child, depth + 1));
     };
     add(this.views.step.root, 0);
+    const scrolled = this.list.scrollTop;
     this.list.replaceChildren(...rows);
+    this.list.scrollTop = scrolled;
     this.mark(this.views.filterPath);
     const wanted = focused !== undefined ? rows.find((row) => row.dataset.path === focused) : null;
     (wanted || rows[0]).tabIndex = 0;
