@@ -167,7 +167,7 @@ def test_what_it_says_of_itself_is_short(tmp_path: Path) -> None:
     loop = Loop("train_step")
     with overspill.record(loop.trained) as recording:
         loop.steps(1)
-    assert str(recording).startswith("1 step recorded\n  a step: ")
+    assert str(recording).startswith("1 step recorded\n  usual step: ")
     assert "1 step recorded" in recording._repr_html_()
     recording.report(tmp_path / "run.html", title="my run")
     assert '"title":"my run"' in (tmp_path / "run.html").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 from tests.cli.commands import Overspill
 
 from overspill.cli import demo
+from overspill.core.units import format_bytes
 from overspill.report.demo import NEXT
 
 
@@ -30,7 +31,9 @@ def test_it_trains_in_its_budget_with_equal_numbers(overspill: Overspill, quick:
     assert answer["offloaded_bytes"] or answer["recomputed_ops"]
     assert torch.get_num_threads() == threads
     assert answer["report"] == demo.PAGE
-    assert "</html>" in Path(demo.PAGE).read_text(encoding="utf-8")
+    page = Path(demo.PAGE).read_text(encoding="utf-8")
+    for said in (format_bytes(answer["reference_peak_bytes"]), "the same numbers to the last bit", '"Losses"'):
+        assert said in page
 
 
 @pytest.mark.parametrize(

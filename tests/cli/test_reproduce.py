@@ -48,7 +48,7 @@ def test_the_table_says_that_it_is_simulated_and_what_each_figure_is(overspill: 
     done = overspill("reproduce vdnn")
     assert done.code == 0
     assert "simulated" in done.out
-    assert "1 of 1 figures within 15%, 1 of 1 limits kept; 1 rows do not count" in " ".join(done.out.split())
+    assert "1 of 1 figures within 15 %, 1 of 1 limits kept; 1 rows do not count" in " ".join(done.out.split())
     assert "Does not count: the clock is set by it." in done.out
     assert "1 are other readings" in " ".join(done.out.split())
     assert "Another reading, not counted: the other way." in done.out
@@ -73,8 +73,8 @@ def test_a_page_has_every_row_and_figure_and_needs_nothing_else(overspill: Overs
         "Fig. 2",
         "28 GB",
         "\\u003e 2 x",
-        "three (fitted)",
-        "four (aside)",
+        '"fitted"',
+        '"aside"',
         "Fig. 3, ours: bars",
         "simulated",
     ):

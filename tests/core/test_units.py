@@ -90,6 +90,8 @@ def test_a_written_size_reads_back_within_6_percent(nbytes: int) -> None:
         (1024, "1.0 KiB"),
         (-1536, "-1.5 KiB"),
         (2**20 - 1, "1.0 MiB"),
+        (65 * 2**18, "16.3 MiB"),
+        (65 * 2**18 - 1, "16.2 MiB"),
         (12_133_283_021, "11.3 GiB"),
         (5 * 2**40, "5.0 TiB"),
         (3000 * 2**40, "3000.0 TiB"),

@@ -99,6 +99,9 @@ def test_what_would_do_with_less_is_advised_and_does() -> None:
         r'with placement="planned" (\S+ MiB) would do, with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \S+ MiB would do',
         advice,
     )
+    planned_bytes, expanding_bytes = (change.nbytes for change in error.value.changes)
+    assert planned_bytes <= expanding_bytes < error.value.floor_bytes
+    assert sum(part.nbytes for part in error.value.parts[:2]) == error.value.floor_bytes
     expandable = replace(CARD, config=CachingConfig(expandable_segments=True))
     with pytest.raises(InfeasibleBudget) as error:
         planned(310 * MIB, expandable, uneven)

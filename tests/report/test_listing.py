@@ -12,7 +12,7 @@ from tests.simulate.graphs import DEVICE
 
 from overspill.core import Device
 from overspill.report.devices import devices_table, profile_table
-from overspill.report.listing import format_flops, listing, percent, whole_columns
+from overspill.report.listing import format_flops, listing, percent, recomputed, whole_columns
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,10 @@ def test_a_table_can_be_shown_narrow_and_then_wide() -> None:
     table = listing(columns, rows, numbers=(1,))
     at(40, table)
     assert at(120, table) == at(120, listing(columns, rows, numbers=(1,)))
+
+
+def test_what_is_done_again_is_told_in_flops_or_in_ops_that_count_none() -> None:
+    assert recomputed(0, 0) == ""
+    assert recomputed(3.2e9, 4) == "3.2 GFLOP"
+    assert recomputed(0, 1) == "1 op"
+    assert recomputed(0, 68) == "68 ops"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console, RenderableType
 from tests.simulate.graphs import DEVICE, Build, with_lines
 
-from overspill.core import Graph, Phase, TensorKind
+from overspill.core import HOST, Graph, Phase, Stall, TensorKind, Timeline
 from overspill.placement.place import place
 from overspill.plans.plan import Plan, make_plan
-from overspill.report.plan import peak_of, plan_report
+from overspill.report.plan import peak_of, plan_report, waiting
 from overspill.simulate import trace_of
 
 
@@ -91,3 +92,11 @@ def test_the_report_shows_names_with_brackets_and_labels_times_as_simulated() ->
     ]
     assert len(times) == 6
     assert "Times are simulated, not measured." in text
+
+
+def test_waiting_is_told_by_what_it_is_for() -> None:
+    stalls = (Stall(0, 0.0, 0.002, HOST), Stall(1, 0.002, 0.005, "prefetch of a"))
+    timeline = Timeline((), stalls, (), 1.0)
+    assert timeline.host_seconds == pytest.approx(0.002)
+    assert waiting(timeline) == "5.0 ms (for transfers 3.0 ms, for the host 2.0 ms)"
+    assert waiting(Timeline((), (), (), 1.0)) == "0 µs"

@@ -89,12 +89,12 @@ def _default_page() -> Path:
 
 
 def _write_page(trained: Trained, path: Path) -> None:
-    """Write the report page of the plan that was trained by."""
+    """Write the report page of the run."""
     from overspill.report.page import write_page
-    from overspill.report.pages.plan import plan_page
+    from overspill.report.pages.training import training_page
 
     title = f"{MODEL}, batch {BATCH}, {OPTIMIZER}, as overspill demo trained it"
-    write_page(path, plan_page(trained.plan, title))
+    write_page(path, training_page(trained, title))
 
 
 def _has_display() -> bool:

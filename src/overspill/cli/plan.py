@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,7 @@ from .common import (
     narrate,
     quiet_torch,
 )
-from .failures import explain
+from .failures import explain, in_options
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ MemoryPlot = Annotated[
 ]
 
 DOES_NOT_FIT = 1
+SETTINGS = ("--placement", "--whole-step")
+"""What errors advise."""
 
 
 def plan(
@@ -224,5 +227,5 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
         from overspill.report.page import write_page
         from overspill.report.pages.plan import infeasible_page
 
-        write_page(report, infeasible_page(error, title, message))
+        write_page(report, infeasible_page(error, title, partial(in_options, options=SETTINGS)))
     return Outcome(answer, None, error.exit_code, message)

@@ -14,6 +14,7 @@ from .layout import Layout as Layout
 from .schedule import Instruction as Instruction
 from .schedule import Schedule as Schedule
 from .schedule import Verb as Verb
+from .timeline import HOST as HOST
 from .timeline import Event as Event
 from .timeline import Stall as Stall
 from .timeline import Stream as Stream

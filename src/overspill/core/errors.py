@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -24,25 +25,46 @@ class UnsupportedError(OverspillError):
     exit_code = 2
 
 
+@dataclass(frozen=True)
+class Amount:
+    """So many bytes of something: of a part of what is needed, or of what is needed after a change."""
+
+    what: str
+    nbytes: int
+
+
 class InfeasibleBudget(OverspillError):
     """No schedule of this policy fits the budget.
 
-    `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that hold it up.
+    `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that hold it up. Where they are
+    known, `parts` say what `floor_bytes` are made of, `changes` what a change of the settings would make of them, and `hints`
+    what else would do. The message has all of that in words.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, budget_bytes: int, floor_bytes: int, cause: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        floor_bytes: int,
+        cause: str,
+        parts: tuple[Amount, ...] = (),
+        changes: tuple[Amount, ...] = (),
+        hints: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.cause = cause
+        self.parts = parts
+        self.changes = changes
+        self.hints = hints
 
     def told(self, more: str) -> InfeasibleBudget:
         """The same error with `more` behind its message."""
-        return InfeasibleBudget(
-            f"{self}{more}", budget_bytes=self.budget_bytes, floor_bytes=self.floor_bytes, cause=self.cause
-        )
+        return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, more.strip("; "))})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that pass it on: arguments by keyword are not pickled by themselves."""

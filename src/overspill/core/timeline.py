@@ -9,6 +9,9 @@ from functools import cached_property
 from .saved import Saved
 from .schedule import Verb
 
+HOST = "the host, which issues ops and transfers"
+"""The cause of a stall that is not for a transfer."""
+
 
 class Stream(StrEnum):
     """Where an instruction runs: one compute stream and one copy stream each way."""
@@ -77,8 +80,13 @@ class Timeline(Saved):
 
     @cached_property
     def exposed_transfer_seconds(self) -> float:
-        """Seconds in which the compute stream waited for a transfer."""
+        """Seconds in which the compute stream waited: for a transfer, or for the host that issues what it does."""
         return sum((stall.end_seconds - stall.start_seconds for stall in self.stalls), 0.0)
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """Seconds of these in which it waited for the host."""
+        return sum((s.end_seconds - s.start_seconds for s in self.stalls if s.cause == HOST), 0.0)
 
     @cached_property
     def transfer_seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from math import floor
 
 from .errors import RequestError
 
@@ -54,15 +55,19 @@ def is_share(text: str | float) -> bool:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` for a reader, in binary units with one decimal: `11.3 GiB`, `512 B`."""
+    """`nbytes` for a reader, in binary units with one decimal: `11.3 GiB`, `512 B`. Half of a digit is rounded up, as on pages."""
     size, sign = abs(nbytes), "-" if nbytes < 0 else ""
     if size < 2**10:
         return f"{sign}{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB"):
         size /= 2**10
         if size < 1023.95:
-            return f"{sign}{size:.1f} {unit}"
-    return f"{sign}{size / 2**10:.1f} TiB"
+            return f"{sign}{_one_decimal(size)} {unit}"
+    return f"{sign}{_one_decimal(size / 2**10)} TiB"
+
+
+def _one_decimal(size: float) -> str:
+    return f"{floor(10 * size + 0.5) / 10:.1f}"
 
 
 def format_apart(one: int, other: int) -> tuple[str, str]:

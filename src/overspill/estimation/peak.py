@@ -40,7 +40,7 @@ class Peak:
     `by_category` has the requested bytes by category of DNNMem, `by_layer` those of feature maps, gradients of
     outputs and temporaries by the layer that made them, largest first. `ops` are the ops around the moment, the one
     that reached it marked by `at`, its position in the step. `source` is the line of Python of `op`, empty where none is
-    known; `largest` are the allocations of most bytes, by position.
+    known; `live` are all allocations that are there, by position, and `largest` those of most bytes.
     """
 
     iteration: int
@@ -54,11 +54,17 @@ class Peak:
     requested_bytes: int
     source: str
     largest: tuple[int, ...]
+    live: tuple[int, ...]
 
 
 def category(kind: TensorKind) -> str:
     """The category of DNNMem's Table 2 that a kind of tensor belongs to."""
     return _CATEGORY_OF[kind]
+
+
+def kind_of(name: str) -> TensorKind | None:
+    """The kind of tensor that a category has; None for one that has none, as the context."""
+    return next((kind for kind, found in _CATEGORY_OF.items() if found == name), None)
 
 
 def peak_of(recording: Recording, demand: Demand, replayed: Replay) -> Peak:
@@ -90,4 +96,5 @@ def peak_of(recording: Recording, demand: Demand, replayed: Replay) -> Peak:
         requested_bytes=sum(by_category.values()),
         source="" if op is None else recording.source(op.frame),
         largest=tuple(live[np.argsort(-demand.nbytes[live], kind="stable")][:MOST_TENSORS].tolist()),
+        live=tuple(live.tolist()),
     )

@@ -13,17 +13,15 @@ from itertools import product
 from typing import Literal, TypeVar
 
 from overspill.core import Device, Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
-from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_apart, format_bytes
 from overspill.plans.plan import NO_LIMIT_BYTES, Plan, make_plan
 from overspill.policies.in_core import Liveness
 
 from .allocators.caching_config import CachingConfig
-from .card_search import CardSearch, Tried
+from .card_search import CardSearch
 from .events import ALLOCATE, FREE, Events
-from .packing import DEFAULT
 from .place import place_plan
 from .replay import minimum_capacity, replay
+from .small_card import too_small
 
 T = TypeVar("T")
 STEPS = 3
@@ -123,41 +121,11 @@ class Card:
         begun = time.perf_counter()
         search = CardSearch(budget_bytes - self.context_bytes, make, self.reserved_bytes)
         if (found := search.fastest()) is None:
-            raise self._too_small(budget_bytes, *search.from_floor())
+            raise too_small(self, budget_bytes, *search.from_floor())
         plan = self._counted(found.plan, found.reserved_bytes, budget_bytes)
         unmanaged = self.unmanaged_bytes(plan.graph, plan.device)
         took = time.perf_counter() - begun  # with all the plans that were made for it
         return found.answer, replace(plan, unmanaged_device_bytes=unmanaged, plan_seconds=took)
-
-    def _too_small(self, budget_bytes: int, least: Tried[T], fewest: Tried[T], cause: str) -> InfeasibleBudget:
-        """The error for a card that has no room for the plan that takes `least`."""
-        floor_bytes = least.reserved_bytes + self.context_bytes
-        needed, budget = format_apart(floor_bytes, budget_bytes)
-        if least is not fewest:
-            cause = f"at least {format_bytes(fewest.plan.peak_bytes)}: {cause}"
-        return InfeasibleBudget(
-            f"infeasible: a card of {budget} is too small; {needed} are needed: {format_bytes(self.context_bytes)} for the "
-            f"context and {format_bytes(least.reserved_bytes)} in PyTorch's allocator, for "
-            f"{format_bytes(least.plan.peak_bytes)} of live bytes ({cause}), library workspaces and fragmentation; raise the "
-            f"budget or make the batch smaller{self._instead(fewest.plan, least.reserved_bytes)}",
-            budget_bytes=budget_bytes,
-            floor_bytes=floor_bytes,
-            cause=cause,
-        )
-
-    def _instead(self, plan: Plan, reserved_bytes: int) -> str:
-        """How `plan` would do with less than `reserved_bytes`, and with how much."""
-        if self.solver is not None:
-            return ""
-        ways = [(replace(self, solver=DEFAULT, config=CachingConfig()), 'placement="planned"')]
-        if not self.config.expandable_segments:
-            expanding = replace(self.config, expandable_segments=True, max_split_bytes=None)
-            ways.append((replace(self, config=expanding), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"))
-        found = sorted((card.reserved_bytes(plan), what) for card, what in ways)
-        less = [
-            f"with {what} {format_bytes(n + self.context_bytes)} would do" for n, what in found if n < reserved_bytes
-        ]
-        return f"; {', '.join(less)}" if less else ""
 
 
 def events_of(

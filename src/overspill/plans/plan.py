@@ -221,4 +221,5 @@ def _over_budget(graph: Graph, schedule: Schedule, device: Device, budget_bytes:
         budget_bytes=budget_bytes,
         floor_bytes=needed.nbytes,
         cause=needed.cause,
+        hints=(hint,),
     )

@@ -18,7 +18,7 @@ from overspill.plans.plan import Plan
 from overspill.policies.in_core import InCore
 from overspill.simulate import trace_of
 
-from .listing import format_flops, percent, whole_columns, yes
+from .listing import percent, recomputed, whole_columns, yes
 from .plan import peak_of, peak_rows
 
 FIGURES = (
@@ -140,18 +140,11 @@ def _cells(row: Mapping[str, Any], count: int, *, has_card: bool) -> tuple[str, 
         f"{row['slowdown']:.3f}",
         format_bytes(row["average_bytes"]),
         format_bytes(row["offloaded_bytes"]) if row["offloaded_bytes"] else "",
-        _recomputed(row),
+        recomputed(row["recomputed_flops"], row["recomputed_ops"]),
         format_seconds(row["overlapped_seconds"]) if row["overlapped_seconds"] else "",
         format_seconds(row["exposed_transfer_seconds"]) if row["exposed_transfer_seconds"] else "",
         percent(row["fragmentation"], 1) if row["allocator_fits"] or not row["fits"] else "no room",
     )
-
-
-def _recomputed(row: Mapping[str, Any]) -> str:
-    """What is done again: FLOPs, or ops where they count none, as pooling and activations do."""
-    if row["recomputed_flops"] or not row["recomputed_ops"]:
-        return format_flops(row["recomputed_flops"]) if row["recomputed_ops"] else ""
-    return f"{row['recomputed_ops']} ops"
 
 
 def explanation(

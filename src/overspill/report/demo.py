@@ -42,7 +42,7 @@ def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
         f"{verdict}.",
         f"It took {percent(measured, plain)} of plain PyTorch's memory, measured: {moved(trained)}.",
         f"All of it took {format_seconds(seconds)}.",
-        f"The step in pictures, as planned: {page}",
+        f"The run in pictures: {page}",
     ]
     head = (
         f"{trained.model}: parameters of {parameters}, trained by {training.optimizer} for {training.steps} steps of "
@@ -51,7 +51,7 @@ def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
     return Group(
         Text(head),
         "",
-        listing(("", "peak memory", "first loss", "last loss", "step"), rows, numbers=(1, 2, 3, 4)),
+        listing(("", "peak memory", "first loss", "last loss", "usual step"), rows, numbers=(1, 2, 3, 4)),
         "",
         *map(Text, lines),
         "",

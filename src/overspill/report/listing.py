@@ -143,6 +143,18 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 
+def recomputed(flops: float, ops: int) -> str:
+    """What is done again: FLOPs, or ops where they count none, as pooling and activations do; nothing where there are no ops."""
+    if not ops:
+        return ""
+    return format_flops(flops) if flops else count(ops, "op")
+
+
+def count(number: int, what: str) -> str:
+    """So many of `what`, whose plural has an s: `1 op`, `68 ops`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def format_flops(flops: float) -> str:
     """`flops` for a reader, in decimal units: `3.2 GFLOP`."""
     power = 0

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from overspill.capture.compiled.whole_step import NORM
-from overspill.core import Graph, Instruction, Tensor, TensorKind, Verb
+from overspill.core import Graph, Instruction, Tensor, TensorKind, Timeline, Verb
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
@@ -19,7 +19,7 @@ from overspill.policies.in_core import Liveness
 from overspill.runtime.options import store_bytes
 from overspill.simulate import check
 
-from .listing import format_flops, listing, percent
+from .listing import count, format_flops, listing, percent
 
 SHOWN_TENSORS = 5
 
@@ -119,23 +119,22 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
 
 
 def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
-    timeline = plan.timeline
     return [
         *memory_figures(plan, placed),
         (
             "offloaded each step",
-            f"{format_bytes(plan.offloaded_bytes)} in {plan.schedule.counts[Verb.OFFLOAD]} tensors",
+            f"{format_bytes(plan.offloaded_bytes)} in {count(plan.schedule.counts[Verb.OFFLOAD], 'tensor')}",
         ),
         *([("  room in the store, host memory or disk", format_bytes(room))] if (room := store_bytes(plan)) else []),
-        ("recomputed each step", f"{plan.recomputed_ops} ops, {format_flops(plan.recomputed_flops)}"),
+        ("recomputed each step", f"{count(plan.recomputed_ops, 'op')}, {format_flops(plan.recomputed_flops)}"),
         ("simulated step", format_seconds(plan.step_seconds)),
         ("simulated step, unmanaged", format_seconds(plan.in_core_seconds)),
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
         *([("simulated recomputing", format_seconds(plan.recomputing_seconds))] if plan.recomputed_ops else []),
-        ("simulated waiting for transfers", format_seconds(timeline.exposed_transfer_seconds)),
+        ("simulated waiting", waiting(plan.timeline)),
         (
             "lower bound by relaxation",
-            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)",
+            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
         ),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]
@@ -163,6 +162,14 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
         ("  of it live tensors", format_bytes(plan.unmanaged_peak_bytes)),
         *((what, format_bytes(nbytes)) for what, nbytes in unmanaged_notes(plan)),
     ]
+
+
+def waiting(timeline: Timeline) -> str:
+    """How long compute stands still, and where it does, for what."""
+    if not (whole := timeline.exposed_transfer_seconds):
+        return format_seconds(whole)
+    host = timeline.host_seconds
+    return f"{format_seconds(whole)} (for transfers {format_seconds(max(0.0, whole - host))}, for the host {format_seconds(host)})"
 
 
 def limits_of(plan: Plan) -> list[tuple[str, int]]:

@@ -39,8 +39,8 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
     remarks: dict[str, int] = {}
     rows = []
     for result in found:
-        remark = " ".join(filter(None, (result.trouble, _uncounted(result), result.claim.note)))
-        number = remarks.setdefault(remark, len(remarks) + 1) if remark else None
+        said = remark(result)
+        number = remarks.setdefault(said, len(remarks) + 1) if said else None
         rows.append(_cells(result, number))
     columns = ("where", "what", "paper", "ours", "ratio", "agrees", "note")
     parts: list[RenderableType] = [
@@ -48,7 +48,7 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
         "",
         listing(columns, rows, numbers=(2, 3, 4)),
         "",
-        *(Text(f"({number}) {remark}") for remark, number in remarks.items()),
+        *(Text(f"({number}) {said}") for said, number in remarks.items()),
         *([""] if remarks else []),
         Text(
             f"Ours are simulated, on {paper.machine} and the step as the paper's framework runs it; nothing was measured."
@@ -58,12 +58,23 @@ def reproduce_report(paper: Paper, found: Sequence[Result]) -> RenderableType:
 
 
 def counted(counts: Counts) -> str:
-    """`22 of 25 figures within 15%, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
-    said = [f"{counts.agreeing} of {counts.figures} figures within {TOLERANCE:.0%}"] if counts.figures else []
+    """`22 of 25 figures within 15 %, 2 of 2 limits kept; 7 rows do not count, for a constant was set by them`."""
+    said = [f"{counts.agreeing} of {counts.figures} figures within {100 * TOLERANCE:.0f} %"] if counts.figures else []
     said += [f"{counts.limits_kept} of {counts.limits} limits kept"] if counts.limits else []
     fitted = f"{counts.fitted} rows do not count, for a constant was set by them" if counts.fitted else ""
     aside = f"{counts.aside} are other readings of figures that count" if counts.aside else ""
     return "; ".join(filter(None, (", ".join(said), fitted, aside)))
+
+
+def remark(result: Result) -> str:
+    """What is to be known of a row besides its figures; empty where that is nothing."""
+    return " ".join(filter(None, (result.trouble, _uncounted(result), result.claim.note)))
+
+
+def agreement(result: Result) -> str:
+    """Whether ours agrees, or why the row does not count, in a word."""
+    claim = result.claim
+    return "fitted" if claim.fitted else "aside" if claim.aside else yes(result.agrees) or "no"
 
 
 def _uncounted(result: Result) -> str:
@@ -81,11 +92,18 @@ def _cells(result: Result, number: int | None) -> tuple[str, ...]:
         f"{bound}{short_figure(claim.value)} {claim.unit}",
         "none" if result.ours is None else f"{short_figure(result.ours)} {claim.unit}",
         "" if result.ratio is None else f"{result.ratio:.2f}",
-        "fitted" if claim.fitted else "aside" if claim.aside else yes(result.agrees) or "no",
+        agreement(result),
         "" if number is None else f"({number})",
     )
 
 
+def settled(value: float) -> float:
+    """`value` without what rounding leaves of a difference of equals; no paper gives a figure as small as that."""
+    return round(value, 9) + 0.0
+
+
 def short_figure(value: float) -> str:
     """Three digits, more where the number has them before the point."""
+    if not (value := settled(value)):
+        return "0.0"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

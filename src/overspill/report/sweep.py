@@ -13,7 +13,7 @@ from rich.text import Text
 from overspill.core.units import format_bytes, format_seconds
 from overspill.plans.sweep import Sweep, SweepPoint
 
-from .listing import format_flops, whole_columns, yes
+from .listing import recomputed, whole_columns, yes
 
 FIGURES = ("peak_bytes", "device_bytes", "step_seconds", "slowdown", "gap", "offloaded_bytes", "recomputed_flops", "recomputed_ops", "fits")  # fmt: skip
 """What a row has of a plan; null where there is none."""
@@ -122,7 +122,6 @@ def _table(sweep: Sweep) -> Table:
 
 def _cells(row: dict[str, Any], *, has_card: bool, shows_fit: bool, several: bool) -> Sequence[str]:
     live = [format_bytes(row["peak_bytes"])] if has_card else []
-    again = format_flops(row["recomputed_flops"]) if row["recomputed_flops"] else f"{row['recomputed_ops']} ops"
     return (
         *([row["policy"]] if several else []),
         share_up(row["budget_share"]),
@@ -134,5 +133,5 @@ def _cells(row: dict[str, Any], *, has_card: bool, shows_fit: bool, several: boo
         format_seconds(row["lower_bound_seconds"]),
         f"{100 * row['gap']:.1f} %",
         format_bytes(row["offloaded_bytes"]) if row["offloaded_bytes"] else "",
-        again if row["recomputed_ops"] else "",
+        recomputed(row["recomputed_flops"], row["recomputed_ops"]),
     )

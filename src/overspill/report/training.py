@@ -18,7 +18,7 @@ from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options, placed
 from overspill.runtime.training import Run, Training, same_bits
 
-from .listing import format_flops, listing, percent
+from .listing import count, format_flops, listing, percent
 from .plan import stored_by_kind, whole_step_notes
 
 
@@ -96,7 +96,7 @@ def title_of(trained: Trained) -> str:
     """What was trained, and how."""
     training, options = trained.training, trained.options
     return (
-        f"{trained.model}, batch {training.batch}, {training.optimizer}, {training.steps} steps on {training.device}: "
+        f"{trained.model}, batch {training.batch}, {training.optimizer}, {count(training.steps, 'step')} on {training.device}: "
         f"policy {options.policy}, {options.store} store, {options.backend} backend{training.manner}"
     )
 
@@ -141,7 +141,7 @@ def moved(trained: Trained) -> str:
     """What each step did to keep within the budget, in words."""
     plan = trained.plan
     again = (
-        f"recomputed {plan.recomputed_ops} ops ({format_flops(plan.recomputed_flops)})"
+        f"recomputed {count(plan.recomputed_ops, 'op')} ({format_flops(plan.recomputed_flops)})"
         if plan.recomputed_ops
         else "recomputed nothing"
     )
@@ -192,8 +192,8 @@ def _losses(trained: Trained) -> str:
 
 
 def _times(trained: Trained) -> str:
-    """The usual step time: compilation falls into the first step (and the second, which may plan anew)."""
-    measured = f"step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
+    """The usual step time, and what comes before it."""
+    measured = f"usual step {format_seconds(usual_step_seconds(trained.managed))} (simulated {format_seconds(trained.plan.step_seconds)})"
     plain = f"; plain {format_seconds(usual_step_seconds(trained.reference))}" if trained.reference is not None else ""
     first = f"first step {format_seconds(trained.managed.step_seconds[0])}, on the {trained.options.backend} backend"
     return f"{measured}{plain}; planning took {format_seconds(trained.plan.plan_seconds)}; {first}{_partition(trained.managed)}"
@@ -210,8 +210,8 @@ def _partition(run: Run) -> str:
 
 
 def usual_step_seconds(run: Run) -> float:
-    """Seconds of a step once all is compiled and planned."""
-    return median(run.step_seconds[2:] or run.step_seconds[-1:])
+    """Seconds of a step once all is compiled and planned: the second, which may plan anew, does not weigh in a median."""
+    return median(run.step_seconds[1:] or run.step_seconds)
 
 
 def usual_steps(run: Run) -> str:
@@ -219,9 +219,9 @@ def usual_steps(run: Run) -> str:
     count = len(run.step_seconds)
     if count == 1:
         return "the only step, with planning and compiling"
-    if count <= 3:
-        return "the last step; the first plans and compiles"
-    return "the median without the first two, which plan and compile"
+    if count == 2:
+        return "the second step; the first plans and compiles"
+    return "the median of the steps after the first, which plans and compiles"
 
 
 def _plain(trained: Trained) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overspill.core import Device, Event, Graph, Instruction, Schedule, Stall, Stream, Timeline, Verb
+from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, Stall, Stream, Timeline, Verb
 
 
 def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> Timeline:
@@ -96,7 +96,7 @@ class _Clock:
     def _keep_up(self, index: int) -> None:
         """Compute cannot do what has not been issued yet."""
         if self.host > self.now:
-            self.stalls.append(Stall(index, self.now, self.host, "the host, which issues ops and transfers"))
+            self.stalls.append(Stall(index, self.now, self.host, HOST))
             self.now = self.host
 
     def _transfer(self, index: int, instruction: Instruction, stream: Stream, duration: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.simulate.graphs import DEVICE, networks
 
 from overspill.core import Block, Graph, Layout, Trace, Verb
 from overspill.core.errors import RequestError
+from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
 from overspill.policies.lms import LargeModelSupport
@@ -52,6 +54,17 @@ def test_the_tensors_at_the_peak_are_those_that_the_reference_machine_finds(grap
         tensors = {int(found.tensor[i]) for i in there if found.tensor[i] >= 0}
         assert tensors == set(result.live_at_peak)
         assert bytes_at(found, result.peak_instruction) == result.peak_bytes
+
+
+def test_addresses_above_a_budget_of_live_bytes_are_explained(plan: Plan) -> None:
+    reach = step(plan).runs[0].reserved_bytes or 0
+    within = step(replace(plan, budget_bytes=reach))
+    assert within.note == ""
+    over = step(replace(plan, budget_bytes=reach // 2))
+    assert format_bytes(reach) in over.note
+    assert f"The budget, {format_bytes(reach // 2)}, is of live bytes" in over.note
+    of_a_card = replace(plan, device_bytes=reach, device_budget_bytes=reach // 2)
+    assert step(of_a_card).note == ""
 
 
 def test_each_block_belongs_to_the_tensor_or_the_op_whose_name_it_has(plan: Plan) -> None:

@@ -16,14 +16,17 @@ from torch import nn
 
 import overspill
 from overspill.core import Block, Graph, LayerType, Trace
-from overspill.core.errors import RequestError
+from overspill.core.errors import Amount, InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
 from overspill.estimation import Estimate
-from overspill.plans.comparison import Comparison, compare
+from overspill.plans.comparison import Comparison, Row, compare
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
 from overspill.plans.sweep import Sweep, sweep
+from overspill.report.listing import recomputed
 from overspill.report.page import Lines, Points, Step, Table
 from overspill.report.pages.estimate import estimate_page
+from overspill.report.pages.pack import pack_page
+from overspill.report.pages.plan import infeasible_page, plan_verdict
 from overspill.report.pages.results import page_of
 from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
 
@@ -133,6 +136,25 @@ def test_compared_policies_are_points_that_say_who_fits(compared: Comparison) ->
     assert "would do" in page.verdict.text
 
 
+def test_a_comparison_says_what_is_done_again_as_the_terminal_does_and_by_how_much_a_policy_is_over(
+    graph: Graph,
+) -> None:
+    made = make_plan(graph, DEVICE, "checkpoint", 1 << 40)
+    rows = (
+        Row("again", made, fits=True, baseline_seconds=made.step_seconds),
+        Row("over", None, fits=False, baseline_seconds=1.0, error="too small", floor_bytes=(2 << 30) + 7),
+    )
+    page = page_of(Comparison(rows, DEVICE, 2 << 30))
+    table = page.sections[1]
+    assert isinstance(table, Table)
+    cells = [dict(zip((column.name for column in table.columns), row, strict=True)) for row in table.rows]
+    assert made.recomputed_ops > 0
+    assert cells[0]["recomputed"] == recomputed(made.recomputed_flops, made.recomputed_ops)
+    assert [row["over the budget"] for row in cells] == [None, 7]
+    assert [f.note for f in page.verdict.figures][-1].endswith("above it")
+    assert "2147483655 bytes" in page_of(Comparison(rows[1:], DEVICE, 2 << 30)).verdict.text
+
+
 def test_the_memory_of_an_estimate_over_its_step_peaks_where_the_estimate_does(estimated: Estimate) -> None:
     (step,) = (section for section in estimate_page(estimated).sections if isinstance(section, Step))
     (run,) = step.runs
@@ -148,12 +170,78 @@ def test_the_memory_of_an_estimate_over_its_step_peaks_where_the_estimate_does(e
     assert max(step.tensors.frame.max(), step.ops.frame.max(initial=-1)) < len(step.frames.function)
 
 
+def test_the_tables_of_an_estimate_say_what_its_views_say(estimated: Estimate) -> None:
+    sections = estimate_page(estimated).sections
+    step = next(section for section in sections if isinstance(section, Step))
+    made_of, layers = (
+        next(s for s in sections if isinstance(s, Table) and s.title.startswith(title))
+        for title in ("What it is made of", "Layers that hold")
+    )
+    *parts, (name, _, total, share) = made_of.rows
+    assert (name, total, share) == ("total", estimated.total_bytes, 1)
+    assert sum(int(row[2] or 0) for row in parts) == total
+    assert {kind.replace("_", " ") for kind in step.tensors.kind} >= {"parameter", "activation", "optimizer state"}
+    assert {"parameter", "activation", "optimizer state"} <= {row[1] for row in parts}
+    run = step.runs[0]
+    change = np.zeros(run.positions + 1, dtype=np.int64)
+    np.add.at(change, run.start, run.nbytes)
+    np.add.at(change, run.end, -run.nbytes)
+    at = int(np.cumsum(change).argmax())
+    there = (run.start <= at) & (at < run.end)
+    in_views = {
+        layer or "(outside layers)": int(run.nbytes[there & (step.tensors.layer[run.tensor] == number)].sum())
+        for number, layer in enumerate(step.layers)
+    }
+    assert {row[0]: row[1] for row in layers.rows} == {layer: nbytes for layer, nbytes in in_views.items() if nbytes}
+    assert in_views["0"] >= 4 * 64 * 128
+
+
 def test_an_estimate_that_does_not_fit_says_what_would_help(estimated: Estimate) -> None:
     small = replace(estimated.device, memory_bytes=estimated.minimum_capacity_bytes - (1 << 20))
     page = page_of(estimated.on(small))
     assert page.verdict.good is False
     assert page.sections[0].title == "What would help, the cheapest first"
     assert estimate_page(estimated, asked=False).verdict.good is None
+
+
+def test_a_plan_that_does_not_exist_has_a_table_of_what_would_help() -> None:
+    error = InfeasibleBudget(
+        "infeasible: 5.0 GiB do not do",
+        budget_bytes=5 << 30,
+        floor_bytes=8703180800,
+        cause="at least 4.2 GiB of live tensors: at relu",
+        parts=(Amount("context", 344 << 20),),
+        changes=(Amount('placement="planned"', 6 << 30),),
+    )
+    page = infeasible_page(error.told("; another model (the forward graph)"), "title", str.upper)
+    assert [(f.label, f.value) for f in page.verdict.figures] == [
+        ("the least that works", "8.1 GiB"),
+        ("context", "344.0 MiB"),
+    ]
+    (table,) = page.sections
+    assert isinstance(table, Table)
+    assert table.rows == (('PLACEMENT="PLANNED"', 6 << 30), ("a card of that size", 8703180800))
+    assert page.notes == ("ANOTHER MODEL (THE FORWARD GRAPH).",)
+
+
+def test_figures_of_a_plan_are_in_words_that_fit_their_number(planned: Plan) -> None:
+    verdict = plan_verdict(replace(planned, schedule=replace(planned.schedule, instructions=())))
+    assert [f.note or f.value for f in verdict.figures[-2:]] == ["0 tensors", "0 ops"]
+    figures = page_of(planned).sections[-1]
+    assert isinstance(figures, Table)
+    assert all(not re.search(r"\d%", str(cell)) for row in figures.rows for cell in row)
+
+
+def test_a_packing_above_its_capacity_names_the_blocks_that_are_too_much() -> None:
+    trace = Trace((Block(0, 0, 4, 8192, "a"), Block(1, 0, 4, 16384, "b"), Block(2, 4, 6, 1024, "c")))
+    page = pack_page(overspill.pack(trace), trace, "title", 16 << 10)
+    assert page.verdict.text == "Does not fit: takes 24.0 KiB of the 16.0 KiB, optimal, and no layout fits"
+    table = page.sections[0]
+    assert isinstance(table, Table)
+    assert (table.title, [row[0] for row in table.rows]) == ("What cannot lie together", ["b", "a"])
+    assert table.note == "24.0 KiB in all, of a capacity of 16.0 KiB."
+    assert pack_page(overspill.pack(trace), trace, "title", 24 << 10).verdict.good
+    assert "no layout" not in pack_page(overspill.pack(trace), trace, "title").verdict.text
 
 
 def test_large_holes_between_segments_are_left_out_of_the_map_and_small_ones_are_not() -> None:

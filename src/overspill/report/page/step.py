@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from overspill.core import Frame, Graph, Layout, Schedule, Stream, Timeline, Trace, Verb
-from overspill.core.units import format_bytes
+from overspill.core.units import format_apart, format_bytes
+from overspill.placement.allocators.caching import CachingAllocator
 from overspill.placement.packing import SOLVERS, solver_named
 from overspill.placement.place import SEARCH, check_placer
 from overspill.placement.replay import layout_of
@@ -30,11 +31,24 @@ def step(plan: Plan, placer: str | None = None, title: str = "The step") -> Step
     is_placed = (
         plan.device_bytes is not None or placer is not None
     )  # the budget is for addresses too, not for live bytes
-    placer = placer or "pytorch"
+    placer = placer or CachingAllocator.name
     budget, *taken = (Mark(what, nbytes, on_addresses=is_placed) for what, nbytes in limits_of(plan))
     planned = run(plan.graph, plan.schedule, plan.timeline, f"plan ({plan.schedule.policy})", placer, plan.groups)
     plain = run(plan.graph, Liveness().plan(plan.graph, plan.device), plan.unmanaged_timeline, "unmanaged", placer)
-    return of_graph(plan.graph, (replace(planned, marks=tuple(taken)), plain), title, (budget,))
+    views = of_graph(plan.graph, (replace(planned, marks=tuple(taken)), plain), title, (budget,))
+    return views if is_placed else replace(views, note=_above(plan, planned))
+
+
+def _above(plan: Plan, planned: Run) -> str:
+    """Why addresses reach above a budget that is kept: it is one of live bytes, whatever lies between them."""
+    reach = planned.reserved_bytes or 0
+    if reach <= plan.asked_bytes:
+        return ""
+    reaches, budget = format_apart(reach, plan.asked_bytes)
+    return (
+        f"The budget, {budget}, is of live bytes. The addresses reach {reaches}: they are where PyTorch's caching allocator "
+        "would put the blocks, with the room that it leaves between them."
+    )
 
 
 def of_graph(graph: Graph, runs: tuple[Run, ...], title: str, marks: tuple[Mark, ...] = ()) -> Step:

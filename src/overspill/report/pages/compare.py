@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from overspill.core.units import format_bytes, format_seconds
+from typing import Any
+
+from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.comparison import BASELINE, Comparison, Row
 from overspill.report.compare import explanation, remarks, row_figures
+from overspill.report.listing import percent, recomputed
 from overspill.report.page import Axis, Column, Curve, Figure, Mark, Page, Point, Points, Table, Unit, Verdict
 from overspill.report.page.sections import Cell
 
@@ -15,15 +18,20 @@ COLUMNS = {
     "device_bytes": Column("card", Unit.BYTES, bar=True),
     "max_bytes": Column("live", Unit.BYTES, bar=True),
     "floor_bytes": Column("needs at least", Unit.BYTES),
+    "over_bytes": Column("over the budget", Unit.BYTES),
     "step_seconds": Column("simulated step", Unit.SECONDS),
     "slowdown": Column("slowdown", Unit.RATIO),
     "average_bytes": Column("average", Unit.BYTES),
     "offloaded_bytes": Column("offloaded", Unit.BYTES),
-    "recomputed_flops": Column("recomputed", Unit.FLOPS),
+    "recomputed": Column("recomputed"),
     "overlapped_seconds": Column("overlap", Unit.SECONDS),
     "exposed_transfer_seconds": Column("exposed", Unit.SECONDS),
     "fragmentation": Column("fragmentation", Unit.SHARE),
 }
+EXPLAINED = (
+    "Average is what is live over the time of the step, in the mean. Overlap is the time in which ops ran while something was "
+    "moved; exposed is the time in which ops waited, for what was moved or for the host."
+)
 SHORT = (
     Column("policy"),
     Column("fits"),
@@ -36,7 +44,7 @@ SHORT = (
 def compare_page(compared: Comparison, title: str | None = None) -> Page:
     """The report of `compared`."""
     name = title or f"policies within {format_bytes(compared.budget_bytes)} on {compared.device.name}"
-    rows = [row_figures(row, compared.device) for row in compared]
+    rows = [_figures(row, compared) for row in compared]
     keys = [key for key in COLUMNS if any(row[key] is not None for row in rows)]
     table = Table(
         "All figures", tuple(COLUMNS[key] for key in keys), tuple(tuple(row[key] for key in keys) for row in rows)
@@ -44,7 +52,18 @@ def compare_page(compared: Comparison, title: str | None = None) -> Page:
     bound = compared.lower_bound_seconds
     explained = explanation(rows, compared.device, compared.budget_bytes, bound)
     notes = [said for said in explained if "parentheses" not in said] + remarks(rows, compared.device)
+    if any(row["average_bytes"] is not None for row in rows):
+        notes.append(EXPLAINED)
     return Page(name, compare_verdict(compared), (_points(compared), table), tuple(notes))
+
+
+def _figures(row: Row, compared: Comparison) -> dict[str, Any]:
+    """What the table of all figures has of `row`."""
+    figures = row_figures(row, compared.device)
+    least = row.least_bytes
+    over = None if row.fits or least is None or least <= compared.budget_bytes else least - compared.budget_bytes
+    again = None if row.plan is None else recomputed(row.plan.recomputed_flops, row.plan.recomputed_ops)
+    return figures | {"over_bytes": over, "recomputed": again}
 
 
 def compare_verdict(compared: Comparison) -> Verdict:
@@ -53,8 +72,10 @@ def compare_verdict(compared: Comparison) -> Verdict:
     fitting = [row for row in compared if row.fits and row.plan is not None]
     if not fitting or fitting[0].plan is None:
         least = min((row.least_bytes for row in compared if row.least_bytes is not None), default=None)
-        needs = "" if least is None else f"; {format_bytes(least)} would do"
-        return Verdict(f"No policy fits {budget}{needs}", good=False)
+        if least is None:
+            return Verdict(f"No policy fits {budget}", good=False)
+        budget, needs = format_apart(compared.budget_bytes, least)
+        return Verdict(f"No policy fits {budget}; {needs} would do", good=False)
     best, plan = fitting[0], fitting[0].plan
     figures = [
         Figure("policies that fit", f"{len(fitting)} of {len(compared)}"),
@@ -64,7 +85,13 @@ def compare_verdict(compared: Comparison) -> Verdict:
     ]
     if compared.lower_bound_seconds:
         above = plan.step_seconds / compared.lower_bound_seconds - 1
-        figures.append(Figure("proven lower bound", format_seconds(compared.lower_bound_seconds), f"{above:.1%} below"))
+        figures.append(
+            Figure(
+                "proven lower bound",
+                format_seconds(compared.lower_bound_seconds),
+                f"the plan is {percent(above, 1)} above it",
+            )
+        )
     return Verdict(f"{best.policy} is the fastest within {budget}", good=True, figures=tuple(figures))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 
+from overspill.capture.recording.recording import Allocation
+from overspill.core import TensorKind
 from overspill.core.units import format_bytes
 from overspill.estimation import Estimate
 from overspill.estimation.figures import Figures
+from overspill.estimation.peak import kind_of
 from overspill.estimation.text import line_of, trained, verdict
 from overspill.report.page import (
     Column,
@@ -28,6 +32,7 @@ from overspill.report.page import (
 from overspill.report.page.step import columns_of, frames_of, shape_of
 
 MOST_LAYERS = 30
+OUTSIDE, OPTIMIZER = "(outside layers)", "(optimizer state)"
 FAR = 3
 """A limit so many times above the peak is no line in the picture: it would press all else flat."""
 
@@ -68,15 +73,26 @@ def estimate_verdict(made: Estimate, *, asked: bool = True) -> Verdict:
 
 
 def estimate_table(made: Figures) -> Table:
-    """What the total is made of at the peak, the largest first."""
+    """What the total is made of at the peak, the largest first, with the names that the views have for it."""
     total = made.total_bytes or 1
     parts = sorted(made.breakdown.items(), key=lambda part: -part[1])
+    rows = [(name.replace("_", " "), _kind(name), nbytes, nbytes / total) for name, nbytes in parts if nbytes]
     return Table(
         "What it is made of at the peak",
-        (Column("what"), Column("bytes", Unit.BYTES, bar=True), Column("share", Unit.SHARE)),
-        tuple((name.replace("_", " "), nbytes, nbytes / total) for name, nbytes in parts if nbytes),
+        (
+            Column("what"),
+            Column("kind in the views"),
+            Column("bytes", Unit.BYTES, bar=True),
+            Column("share", Unit.SHARE),
+        ),
+        (*rows, ("total", "", made.total_bytes, made.total_bytes / total)),
         _moment(made),
     )
+
+
+def _kind(category: str) -> str:
+    kind = kind_of(category)
+    return "" if kind is None else kind.value.replace("_", " ")
 
 
 def _moment(made: Figures) -> str:
@@ -94,9 +110,30 @@ def _changes(made: Estimate) -> Table:
 
 
 def _layers(made: Figures) -> Table:
-    rows = tuple(list(made.by_layer.items())[:MOST_LAYERS])
-    columns = (Column("layer"), Column("bytes", Unit.BYTES, bar=True))
-    return Table("Layers that hold most at the peak", columns, rows, "Weights and optimizer state left out.")
+    """What each layer has at the peak, as the views' tree of layers; and what of it is no weight or buffer, as terminals print."""
+    found = Counter[str]()
+    for position in made.peak.live:
+        found[_home(made.recording.allocations[position])] += int(made.demand.nbytes[position])
+    rows = tuple(
+        (home or OUTSIDE, nbytes, made.by_layer.get(home or OUTSIDE, 0))
+        for home, nbytes in found.most_common(MOST_LAYERS)
+    )
+    columns = (
+        Column("layer"),
+        Column("bytes", Unit.BYTES, bar=True),
+        Column("without weights and buffers", Unit.BYTES),
+    )
+    note = "Weights and buffers are in the layer that has them; of which layer optimizer state is, is not known."
+    return Table("Layers that hold most at the peak", columns, rows, note)
+
+
+def _home(it: Allocation) -> str:
+    """The layer of an allocation: the one that made it, or that has the parameter; all optimizer state is together."""
+    if it.kind is TensorKind.OPTIMIZER_STATE:
+        return OPTIMIZER
+    if it.kind in (TensorKind.PARAMETER, TensorKind.BUFFER):
+        return it.layer or it.name.rpartition(".")[0]
+    return it.layer
 
 
 def _largest(made: Figures) -> Table:
@@ -107,7 +144,7 @@ def _largest(made: Figures) -> Table:
         it = recording.allocations[position]
         maker = recording.ops[it.op].name if 0 <= it.op < len(recording.ops) else ""
         rows.append((
-            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), it.layer,
+            it.name or maker, it.kind.value.replace("_", " "), shape_of(it.shape, it.dtype), _home(it),
             recording.source(it.frame), int(made.demand.nbytes[position]),
         ))  # fmt: skip
     columns = (
@@ -128,9 +165,7 @@ def _step(made: Figures) -> Step:
     wanted = [number for number, op in enumerate(recording.ops) if op.iteration == step]
     op_numbers = {number: place for place, number in enumerate(wanted)}
     ops = [recording.ops[number] for number in wanted]
-    layers = {
-        name: i for i, name in enumerate(dict.fromkeys([*(op.layer for op in ops), *(a.layer for a in allocations)]))
-    }
+    layers = {name: i for i, name in enumerate(dict.fromkeys([*(op.layer for op in ops), *map(_home, allocations)]))}
     first_read, read = columns_of([[numbers[t] for t in op.reads if t in numbers] for op in ops])
     first_written, written = columns_of([[numbers[t] for t in op.writes if t in numbers] for op in ops])
     nbytes = demand.nbytes[shown].astype(np.int64)
@@ -140,7 +175,7 @@ def _step(made: Figures) -> Step:
         shape=[shape_of(a.shape, a.dtype) for a in allocations],
         nbytes=nbytes,
         maker=np.array([op_numbers.get(a.op, -1) for a in allocations], dtype=np.int64),
-        layer=np.array([layers[a.layer] for a in allocations], dtype=np.int64),
+        layer=np.array([layers[_home(a)] for a in allocations], dtype=np.int64),
         frame=np.array([a.frame for a in allocations], dtype=np.int64),
     )
     run = Run(

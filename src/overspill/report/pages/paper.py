@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from overspill.papers import Counts, Paper, Result
 from overspill.papers.figures import Curve, Figure
-from overspill.report.listing import yes
 from overspill.report.page import Axis, Column, Lines, Page, Section, Table, Unit, Verdict
 from overspill.report.page import Curve as Line
-from overspill.report.reproduce import counted, short_figure
+from overspill.report.reproduce import agreement, counted, remark, settled, short_figure
 
 COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit.RATIO), Column("agrees"), Column("note"))  # fmt: skip
 
@@ -33,14 +32,11 @@ def _by_place(found: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _rows(where: str, rows: Sequence[Result]) -> Table:
-    return Table(
-        where, COLUMNS, tuple((_name(r), *_said(r), r.ratio, yes(r.agrees) or "no", r.claim.note) for r in rows)
-    )
+    return Table(where, COLUMNS, tuple((r.claim.what, *_said(r), _ratio(r), agreement(r), remark(r)) for r in rows))
 
 
-def _name(result: Result) -> str:
-    uncounted = "fitted" if result.claim.fitted else "aside" if result.claim.aside else ""
-    return f"{result.claim.what} ({uncounted})" if uncounted else result.claim.what
+def _ratio(result: Result) -> float | None:
+    return None if result.ratio is None else settled(result.ratio)
 
 
 def _said(result: Result) -> tuple[str, str]:
@@ -59,7 +55,7 @@ def _drawn(figure: Figure, curves: Mapping[str, Curve]) -> Lines | Table:
         lines = tuple(Line(name, [*points], [*points.values()]) for name, points in numbers.items())
         return Lines(title, Axis(figure.x_axis), Axis(figure.y_axis), lines)
     along = dict.fromkeys(str(x) for curve in curves.values() for x in curve)
-    named = {name: {str(x): float(y) for x, y in curve.items()} for name, curve in curves.items()}
+    named = {name: {str(x): settled(float(y)) for x, y in curve.items()} for name, curve in curves.items()}
     columns = (Column(figure.x_axis), *(Column(name, Unit.NUMBER, bar=True) for name in curves))
     rows = tuple((x, *(named[name].get(x) for name in curves)) for x in along)
     return Table(title, columns, rows, figure.y_axis)

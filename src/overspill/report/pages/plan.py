@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from overspill.core import Verb
 from overspill.core.errors import InfeasibleBudget
-from overspill.core.units import format_bytes, format_seconds
+from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
-from overspill.report.listing import percent
+from overspill.report.listing import count, percent
 from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
-from overspill.report.plan import memory_figures, peak_of, too_small, whole_step_notes
+from overspill.report.plan import memory_figures, peak_of, too_small, waiting, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -21,16 +23,30 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
             (kind.value.replace("_", " "), nbytes, nbytes / plan.peak_bytes) for kind, nbytes in peak.by_kind.items()
         ),
     )
-    figures = Table("All figures", (Column("figure"), Column("value")), tuple(_figures(plan)))
+    figures = Table("All figures of the plan", (Column("figure"), Column("value")), tuple(_figures(plan)))
     notes = ("Times and memory are simulated, not measured.", *whole_step_notes(plan))
     return Page(title, plan_verdict(plan), (step(plan, placer), kinds, figures), notes)
 
 
-def infeasible_page(error: InfeasibleBudget, title: str, message: str) -> Page:
-    """The report where there is no plan: the least that one needs, and what holds that up."""
-    floor = Figure("the least that works", format_bytes(error.floor_bytes), error.cause)
-    verdict = Verdict(f"Does not fit in {format_bytes(error.budget_bytes)}", good=False, figures=(floor,))
-    return Page(title, verdict, (), (message,))
+def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:
+    """The report where there is no plan: the least that one needs, what that is made of, and what would help.
+
+    `spelled` writes the names of settings as whoever asked gives them.
+    """
+    budget, floor = format_apart(error.budget_bytes, error.floor_bytes)
+    figures = [Figure("the least that works", floor, error.cause)]
+    figures += [Figure(part.what, format_bytes(part.nbytes)) for part in error.parts]
+    changes = [(spelled(change.what), change.nbytes) for change in error.changes]
+    changes.append(("a card of that size" if error.parts else "a budget of that size", error.floor_bytes))
+    ranked = tuple(sorted(changes, key=lambda change: change[1]))
+    helps = Table(
+        "What would help, the least first",
+        (Column("change"), Column("needs then", Unit.BYTES, bar=True)),
+        ranked,
+        "A smaller batch takes less in any case.",
+    )
+    verdict = Verdict(f"Does not fit in {budget}", good=False, figures=tuple(figures))
+    return Page(title, verdict, (helps,), tuple(f"{hint[0].upper()}{hint[1:]}." for hint in map(spelled, error.hints)))
 
 
 def plan_verdict(plan: Plan) -> Verdict:
@@ -43,8 +59,8 @@ def plan_verdict(plan: Plan) -> Verdict:
             Figure("it takes", format_bytes(plan.needed_bytes), f"{of}{percent(plan.needed_bytes, plan.asked_bytes)} of the budget"),
             Figure("unmanaged", format_bytes(plan.unmanaged_needed_bytes), f"the plan takes {percent(plan.needed_bytes, plan.unmanaged_needed_bytes)} of it"),
             Figure("simulated slowdown", f"{plan.slowdown:.3f}", f"{format_seconds(plan.step_seconds)}, {format_seconds(plan.in_core_seconds)} unmanaged"),
-            Figure("offloaded each step", format_bytes(plan.offloaded_bytes), f"{plan.schedule.counts[Verb.OFFLOAD]} tensors"),
-            Figure("recomputed each step", f"{plan.recomputed_ops} ops", format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
+            Figure("offloaded each step", format_bytes(plan.offloaded_bytes), count(plan.schedule.counts[Verb.OFFLOAD], "tensor")),
+            Figure("recomputed each step", count(plan.recomputed_ops, "op"), format_seconds(plan.recomputing_seconds) if plan.recomputed_ops else ""),
         ),
     )  # fmt: skip
 
@@ -52,7 +68,10 @@ def plan_verdict(plan: Plan) -> Verdict:
 def _figures(plan: Plan) -> list[tuple[str, str]]:
     return [
         *memory_figures(plan),
-        ("waiting for transfers", format_seconds(plan.timeline.exposed_transfer_seconds)),
-        ("lower bound of the step", f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {plan.gap:.1%} more)"),
+        ("waiting", waiting(plan.timeline)),
+        (
+            "lower bound of the step",
+            f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
+        ),
         ("planning took", format_seconds(plan.plan_seconds)),
     ]

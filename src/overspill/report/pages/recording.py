@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from overspill.core.units import format_bytes, format_seconds
+from overspill.report.listing import count
 from overspill.report.page import (
     Column,
     Figure,
@@ -40,17 +43,17 @@ def recording_verdict(found: Recording) -> Verdict:
     """How long the steps took, and what they took."""
     record = found.record
     planned = max((plan.peak_bytes for plan in found.plans), default=0)
-    count = len(record.steps)
-    moved = sum(found.offloaded_bytes + found.prefetched_bytes) / count
-    waited = sum(found.waited_seconds) / count
+    steps = len(record.steps)
+    moved = sum(found.offloaded_bytes + found.prefetched_bytes) / steps
+    waited = sum(found.waited_seconds) / steps
     figures = (
-        Figure("a step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
+        Figure("usual step", format_seconds(found.usual_step_seconds), "measured, the median of those in which nothing was planned"),
         Figure("live bytes", format_bytes(found.peak_bytes), "measured, the most at once"),
         Figure("planned peak", format_bytes(planned), "of live bytes"),
         Figure("moved each step", format_bytes(round(moved)), "measured, both ways"),
         Figure("waiting for transfers", format_seconds(waited), "measured, in each step"),
     )  # fmt: skip
-    return Verdict(f"{count} {'step' if count == 1 else 'steps'} recorded", None, figures)
+    return Verdict(f"{count(steps, 'step')} recorded", None, figures)
 
 
 def steps_table(found: Recording) -> Table:
@@ -104,4 +107,4 @@ def _views(found: Recording) -> Step:
     both = with_measured(step(plan, title=title), record, [plan.graph])
     *simulated, measured = both.runs
     marks = (Mark("budget", plan.budget_bytes),)
-    return Step(title, both.layers, both.tensors, both.ops, (measured, *simulated), marks)
+    return replace(both, runs=(measured, *simulated), marks=marks)

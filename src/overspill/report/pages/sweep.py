@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from overspill.core.units import format_bytes
 from overspill.plans.sweep import Sweep, SweepPoint
+from overspill.report.listing import recomputed
 from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
 from overspill.report.sweep import point_figures, share_up, sweep_verdict
 
@@ -47,6 +48,8 @@ def sweep_verdict_of(sweep: Sweep) -> Verdict:
 def sweep_table(sweep: Sweep) -> Table:
     """Every plan, from the largest budget to the smallest."""
     rows = [point_figures(sweep, point) for point in sweep.points if point.plan is not None]
+    for row in rows:
+        row["recomputed"] = recomputed(row["recomputed_flops"], row["recomputed_ops"])
     columns = {
         "policy": Column("policy"),
         "budget_share": Column("share", Unit.SHARE),
@@ -57,7 +60,7 @@ def sweep_table(sweep: Sweep) -> Table:
         "lower_bound_seconds": Column("bound", Unit.SECONDS),
         "gap": Column("gap", Unit.SHARE),
         "offloaded_bytes": Column("offloaded", Unit.BYTES),
-        "recomputed_flops": Column("recomputed", Unit.FLOPS),
+        "recomputed": Column("recomputed"),
         "fits": Column(f"fits {sweep.device.name}"),
     }
     return Table("Every plan", tuple(columns.values()), tuple(tuple(row[key] for key in columns) for row in rows))

@@ -27,9 +27,9 @@ from .plan import plan_page
 from .recording import views_title
 
 
-def training_page(trained: Trained) -> Page:
+def training_page(trained: Trained, title: str | None = None) -> Page:
     """The report of a run: what was measured first, and then its plan, which is simulated."""
-    title = title_of(trained)
+    title = title or title_of(trained)
     planned = plan_page(trained.plan, title, trained.options.placer)
     views, measured = _views(trained, planned.sections)
     sections: tuple[Section, ...] = (_peaks(trained), _losses(trained), _steps(trained), *views)
@@ -62,14 +62,33 @@ def _verdict(trained: Trained) -> Verdict:
             if trained.identical
             else f", but with other numbers: {trained.difference}"
         )
-    figures = [
+    figures = (
         Figure("measured peak", format_bytes(run.measured_peak_bytes), f"{percent(run.measured_peak_bytes, plan.asked_bytes)} of the budget"),
         Figure("planned peak", format_bytes(run.planned_peak_bytes)),
-        Figure("unmanaged peak", format_bytes(plan.unmanaged_peak_bytes), "planned"),
+        _unmanaged(trained),
         Figure("offloaded each step", format_bytes(run.offloaded_bytes), f"to the {trained.options.store} store"),
-        Figure("a step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
-    ]  # fmt: skip
-    return Verdict(text, good, tuple(figures))
+        Figure("usual step", format_seconds(usual_step_seconds(run)), f"measured, {usual_steps(run)}"),
+        *_slowdown(trained),
+    )  # fmt: skip
+    return Verdict(text, good, figures)
+
+
+def _slowdown(trained: Trained) -> list[Figure]:
+    """How much longer a step is than without Overspill, where that was measured."""
+    if trained.reference is None or not (plain := usual_step_seconds(trained.reference)):
+        return []
+    ratio = usual_step_seconds(trained.managed) / plain
+    return [Figure("slowdown", f"{ratio:.3f}", f"measured, {format_seconds(plain)} without Overspill")]
+
+
+def _unmanaged(trained: Trained) -> Figure:
+    """What the run takes without Overspill: as measured, where that was done."""
+    planned = format_bytes(trained.plan.unmanaged_peak_bytes)
+    if trained.reference is None:
+        return Figure("unmanaged peak", planned, "planned")
+    whole = trained.reference.measured_peak_bytes
+    share = percent(trained.managed.measured_peak_bytes, whole)
+    return Figure("unmanaged peak", format_bytes(whole), f"measured, the run took {share} of it; planned {planned}")
 
 
 def _peaks(trained: Trained) -> Table:
@@ -97,8 +116,8 @@ def _steps(trained: Trained) -> Lines:
     note = "Measured on this machine. The first step captures, plans and compiles."
     if trained.managed.record is not None:
         note += " What each step did was recorded, which takes a little time."
-    marks = (Mark("usual", usual_step_seconds(trained.managed)),)
-    return Lines("Time of each step", Axis("step"), Axis("measured", Unit.SECONDS), tuple(curves), marks, note)
+    marks = (Mark("usual step", usual_step_seconds(trained.managed)),)
+    return Lines("Time of each step", Axis("step"), Axis("step time", Unit.SECONDS), tuple(curves), marks, note)
 
 
 def _curve(name: str, values: list[float], *, dashed: bool = False) -> Curve:
