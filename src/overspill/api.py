@@ -123,7 +123,7 @@ def compare(
     from .runtime.options import Options, compare_on  # noqa: PLC0415 - imports torch
     from .runtime.training import graph_for  # noqa: PLC0415
 
-    names = tuple(POLICIES if policies is None else policies)
+    names = tuple(POLICIES.loaded()[0] if policies is None else policies)
     for name in names:
         policy_named(name)
     options = Options(budget, device=_device(device), software=software_named(torch, cuda))

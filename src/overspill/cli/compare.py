@@ -103,6 +103,11 @@ def compare(
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
     with narrate() as narrator:
+        if policies is None:
+            from overspill.policies import POLICIES
+
+            for broken in POLICIES.loaded()[1]:
+                narrator.line(f"left out: {broken}")
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.plans.comparison import BASELINE
@@ -136,7 +141,7 @@ def policy_names(asked: str | None) -> tuple[str, ...]:
     from overspill.policies import POLICIES, policy_named
 
     if asked is None:
-        return tuple(POLICIES)
+        return tuple(POLICIES.loaded()[0])
     return _named(asked, policy_named, f"--policies names none. Policies: {', '.join(POLICIES)}")
 
 

@@ -58,7 +58,7 @@ MemoryPlot = Annotated[
 ]
 
 DOES_NOT_FIT = 1
-SETTINGS = ("--placement", "--whole-step")
+SETTINGS = ("--budget", "--placement", "--whole-step")
 """What errors advise."""
 
 
@@ -220,7 +220,7 @@ def _infeasible(request: dict[str, Any], error: InfeasibleBudget, title: str, re
         "feasible": False,
         "floor_bytes": error.floor_bytes,
         "cause": error.cause,
-        "error": (message := explain(error).message),
+        "error": (message := in_options(explain(error).message, SETTINGS)),
         "exit_code": error.exit_code,
     }  # fmt: skip
     if report is not None:

@@ -11,16 +11,10 @@ def policies(json: AsJson = False) -> Outcome:
     from rich.console import Group
     from rich.text import Text
 
-    from overspill.core.errors import RequestError
     from overspill.policies import POLICIES
     from overspill.report.listing import listing, yes
 
-    known, broken = {}, []
-    for name in POLICIES:
-        try:
-            known[name] = POLICIES[name]
-        except RequestError as error:  # a package that adds one, and cannot be imported
-            broken.append(str(error))
+    known, broken = POLICIES.loaded()
     found = [
         {
             "name": name,

@@ -53,6 +53,16 @@ class Registry(Mapping[str, T], Generic[T]):
             raise RequestError(f"there is a {self.kind} {name!r} already; choose another name")
         self._known[name] = thing
 
+    def loaded(self) -> tuple[dict[str, T], list[str]]:
+        """All that can be loaded, by name, and a line for each thing of another package that cannot."""
+        found, broken = dict[str, T](), []
+        for name in self:
+            try:
+                found[name] = self[name]
+            except RequestError as error:
+                broken.append(str(error))
+        return found, broken
+
     def named(self, name: str) -> T:
         """What is registered as `name`. Raises RequestError with the names that exist and what was meant."""
         if name not in self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -86,7 +87,15 @@ class Timeline(Saved):
     @cached_property
     def host_seconds(self) -> float:
         """Seconds of these in which it waited for the host."""
-        return sum((s.end_seconds - s.start_seconds for s in self.stalls if s.cause == HOST), 0.0)
+        return self.wait_seconds.get(HOST, 0.0)
+
+    @cached_property
+    def wait_seconds(self) -> dict[str, float]:
+        """Seconds that the compute stream waited, by what for, as `prefetch of relu_3`."""
+        found = defaultdict[str, float](float)
+        for stall in self.stalls:
+            found[stall.cause] += stall.end_seconds - stall.start_seconds
+        return dict(found)
 
     @cached_property
     def transfer_seconds(self) -> float:

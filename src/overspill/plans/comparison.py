@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,12 +75,9 @@ class Row:
         """The transfer that compute waited for longest, as `prefetch of relu_3`; None without stalls."""
         return max(self._stalls, key=lambda cause: self._stalls[cause], default=None)
 
-    @cached_property
+    @property
     def _stalls(self) -> dict[str, float]:
-        found: dict[str, float] = defaultdict(float)
-        for stall in self.plan.timeline.stalls if self.plan is not None else ():
-            found[stall.cause] += stall.end_seconds - stall.start_seconds
-        return found
+        return {} if self.plan is None else self.plan.timeline.wait_seconds
 
 
 @dataclass(frozen=True)

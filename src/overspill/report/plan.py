@@ -80,6 +80,14 @@ def stored_by_kind(plan: Plan) -> dict[TensorKind, int]:
     return dict(found.most_common())
 
 
+def card_notes(plan: Plan) -> list[str]:
+    """Why the card of a plan is more than what an estimate says that the job takes."""
+    if plan.device_bytes is None:
+        return []
+    worst = "A card is sized for the worst of several ways in which its allocator may place the blocks"
+    return [f"{worst}; `overspill estimate` counts the likeliest, of plain PyTorch."]
+
+
 def whole_step_notes(plan: Plan) -> list[str]:
     """What a reader must know of a plan of the whole step: what is in the store between steps, what waits for a norm."""
     if not plan.graph.whole_step:
@@ -113,7 +121,7 @@ def plan_report(plan: Plan, peak: Peak, placed: Placed, title: str, note: str | 
         _largest(plan.graph, peak),
         "",
         Text(f"Times are simulated, not measured. {_verdict(plan)}"),
-        *map(Text, whole_step_notes(plan)),
+        *map(Text, [*card_notes(plan), *whole_step_notes(plan)]),
     ]
     return Group(*parts, *([Text(note)] if note else []))
 
@@ -132,6 +140,7 @@ def _figures(plan: Plan, placed: Placed) -> list[tuple[str, str]]:
         ("simulated slowdown", f"{plan.slowdown:.3f}"),
         *([("simulated recomputing", format_seconds(plan.recomputing_seconds))] if plan.recomputed_ops else []),
         ("simulated waiting", waiting(plan.timeline)),
+        *([("  longest", longest)] if (longest := longest_wait(plan.timeline)) else []),
         (
             "lower bound by relaxation",
             f"{format_seconds(plan.lower_bound_seconds)} (the plan takes {percent(plan.gap, 1)} more)",
@@ -166,10 +175,19 @@ def memory_figures(plan: Plan, placed: Placed | None = None) -> list[tuple[str, 
 
 def waiting(timeline: Timeline) -> str:
     """How long compute stands still, and where it does, for what."""
-    if not (whole := timeline.exposed_transfer_seconds):
+    whole, host = timeline.exposed_transfer_seconds, timeline.host_seconds
+    if not whole:
         return format_seconds(whole)
-    host = timeline.host_seconds
+    if not host:
+        return f"{format_seconds(whole)} for transfers"
     return f"{format_seconds(whole)} (for transfers {format_seconds(max(0.0, whole - host))}, for the host {format_seconds(host)})"
+
+
+def longest_wait(timeline: Timeline) -> str:
+    """What compute waits for longest, and how long in all; empty where it never waits."""
+    waited = timeline.wait_seconds
+    cause = max(waited, key=lambda cause: waited[cause], default=None)
+    return "" if cause is None else f"{format_seconds(waited[cause])} for {cause}"
 
 
 def limits_of(plan: Plan) -> list[tuple[str, int]]:

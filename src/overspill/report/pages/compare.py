@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from overspill.core.units import format_apart, format_bytes, format_seconds
@@ -115,10 +116,15 @@ def _points(compared: Comparison) -> Points:
     most = max((plan.needed_bytes for _, plan in planned), default=budget)
     marks = (Mark("budget", budget, on_x=True),) if budget <= 2 * most else ()
     bounds = compared.bounds()
-    budgets, seconds = [budget for budget, _ in bounds], [least for _, least in bounds]
-    curves = (Curve("proven lower bound", budgets, seconds, dashed=True),) if bounds else ()
+    curves = (bound_curve(dict(bounds)),) if bounds else ()
     memory = Axis("card" if of_card else "memory", Unit.BYTES)
     return Points("Memory against time", memory, TIME, points, curves, marks, "Left is less memory, down is faster.")
+
+
+def bound_curve(bounds: Mapping[int, float]) -> Curve:
+    """Seconds that no plan beats, by budget: what is proven for one holds for all that are smaller, down to the next."""
+    budgets = sorted(bounds, reverse=True)
+    return Curve("proven lower bound", budgets, [bounds[budget] for budget in budgets], steps=True, dashed=True)
 
 
 def _note(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 from overspill.core import Verb
@@ -9,8 +10,8 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_apart, format_bytes, format_seconds
 from overspill.plans.plan import Plan
 from overspill.report.listing import count, percent
-from overspill.report.page import Column, Figure, Page, Table, Unit, Verdict, step
-from overspill.report.plan import memory_figures, peak_of, too_small, waiting, whole_step_notes
+from overspill.report.page import Column, Figure, Page, Section, Table, Unit, Verdict, step
+from overspill.report.plan import card_notes, memory_figures, peak_of, too_small, waiting, whole_step_notes
 
 
 def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
@@ -24,8 +25,49 @@ def plan_page(plan: Plan, title: str, placer: str | None = None) -> Page:
         ),
     )
     figures = Table("All figures of the plan", (Column("figure"), Column("value")), tuple(_figures(plan)))
-    notes = ("Times and memory are simulated, not measured.", *whole_step_notes(plan))
-    return Page(title, plan_verdict(plan), (step(plan, placer), kinds, figures), notes)
+    notes = ("Times and memory are simulated, not measured.", *card_notes(plan), *whole_step_notes(plan))
+    sections: tuple[Section, ...] = (step(plan, placer), _beside(plan), *_swaps(plan), kinds, figures)
+    return Page(title, plan_verdict(plan), sections, notes)
+
+
+def _beside(plan: Plan) -> Table:
+    """The plan and the unmanaged step, side by side."""
+    rows = [("live tensors at the peak", format_bytes(plan.peak_bytes), format_bytes(plan.unmanaged_peak_bytes))]
+    if plan.device_bytes is not None:
+        rows.insert(0, ("card", format_bytes(plan.needed_bytes), format_bytes(plan.unmanaged_needed_bytes)))
+    nothing = format_bytes(0)
+    rows += [
+        ("step", format_seconds(plan.step_seconds), format_seconds(plan.in_core_seconds)),
+        ("waiting", format_seconds(plan.timeline.exposed_transfer_seconds), format_seconds(plan.unmanaged_timeline.exposed_transfer_seconds)),
+        ("recomputing", format_seconds(plan.recomputing_seconds), format_seconds(0.0)),
+        ("to the store and back", f"{format_bytes(plan.offloaded_bytes)} and {format_bytes(plan.prefetched_bytes)}", nothing),
+    ]  # fmt: skip
+    columns = (Column("of a step"), Column(f"plan ({plan.schedule.policy})"), Column("unmanaged"))
+    return Table("Managed and unmanaged", columns, tuple(rows))
+
+
+def _swaps(plan: Plan) -> tuple[Table, ...]:
+    """What leaves the device, when it goes and comes back, and how long compute waits for that; nothing where nothing does."""
+    graph, waited = plan.graph, defaultdict[str, float](float)
+    for cause, seconds in plan.timeline.wait_seconds.items():
+        waited[cause.partition(" of ")[2]] += seconds
+    starts: dict[Verb, dict[int, float]] = {Verb.OFFLOAD: {}, Verb.PREFETCH: {}}
+    for event in plan.timeline.events:
+        if event.verb in starts:
+            starts[event.verb].setdefault(event.target, event.start_seconds)
+    gone, back = starts.values()
+    rows = [
+        (tensor.name, tensor.nbytes, graph.source(graph.producer.get(tensor.id)), gone.get(tensor.id), back.get(tensor.id), waited[tensor.name])
+        for tensor in (graph.tensors[t] for t in {**gone, **back})
+    ]  # fmt: skip
+    if not rows:
+        return ()
+    columns = (
+        Column("tensor"), Column("bytes", Unit.BYTES, bar=True), Column("line"), Column("leaves at", Unit.SECONDS),
+        Column("comes back from", Unit.SECONDS), Column("compute waits", Unit.SECONDS),
+    )  # fmt: skip
+    ranked = sorted(rows, key=lambda row: (-row[5], -row[1]))
+    return (Table("What leaves the device, the longest waits first", columns, tuple(ranked)),)
 
 
 def infeasible_page(error: InfeasibleBudget, title: str, spelled: Callable[[str], str] = str) -> Page:

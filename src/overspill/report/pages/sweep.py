@@ -8,6 +8,8 @@ from overspill.report.listing import recomputed
 from overspill.report.page import Axis, Column, Curve, Figure, Lines, Mark, Page, Point, Points, Table, Unit, Verdict
 from overspill.report.sweep import point_figures, share_up, sweep_verdict
 
+from .compare import bound_curve
+
 MEMORY, TIME = Axis("budget", Unit.BYTES), Axis("simulated step", Unit.SECONDS)
 OF_CARD = "Budgets are sizes of the card, with its context and what PyTorch's allocator takes; live is what tensors take of that."
 
@@ -73,12 +75,11 @@ def _curves(sweep: Sweep) -> Lines | Points:
         if point.plan is not None:
             found.setdefault(point.policy, []).append(point)
     curves = [
-        Curve(policy, [p.budget_bytes for p in own], [p.plan.step_seconds for p in own if p.plan], steps=False)
+        Curve(policy, [p.budget_bytes for p in own], [p.plan.step_seconds for p in own if p.plan], steps=True)
         for policy, own in found.items()
         if len(own) > 1
     ]
-    bounds = dict(sorted({point.budget_bytes: point.lower_bound_seconds for point in sweep.points}.items()))
-    curves.append(Curve("proven lower bound", [*bounds], [*bounds.values()], dashed=True))
+    curves.append(bound_curve({point.budget_bytes: point.lower_bound_seconds for point in sweep.points}))
     single = tuple(
         Point(policy, own[0].budget_bytes, own[0].plan.step_seconds, good=sweep.fits(own[0]))
         for policy, own in found.items()

@@ -36,6 +36,8 @@ function extent(section) {
   const padded = ([low, high], unit) => {
     if (!(high >= low)) return [0, 1];
     if (unit === "bytes" || low >= 0 && low < 0.3 * high) return [0, high * 1.06 || 1];
+    const flat = 0.05 * Math.abs(high) - (high - low); // a change of a few thousandths is no cliff
+    if (flat > 0) low -= flat;
     const margin = 0.08 * (high - low) || Math.abs(high) * 0.05 || 1;
     return [low - margin, high + margin];
   };
