@@ -49,7 +49,7 @@ MEASURED = tuple(
     re.compile(pattern, re.MULTILINE)
     for pattern in (
         rf"(planning took +){_TIME}",
-        rf"^(step ){_TIME}(?= \(simulated )",  # of `train`
+        rf"^(usual step ){_TIME}(?= \(simulated )",  # of `train`
         rf"(; plain ){_TIME}",
         rf"(; first step ){_TIME}",
         rf"^(time +){_TIME}",  # of `pack`
