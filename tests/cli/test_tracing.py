@@ -39,7 +39,7 @@ def test_the_report_of_a_recorded_run_shows_its_last_step_as_it_was_measured(ove
     page = Path("run.html").read_text(encoding="utf-8")
     assert '"name":"measured (step 2)"' in page
     assert "but for those that say measured (step 2)." in page
-    assert "the last step; the first plans and compiles" in page
+    assert "the second step; the first plans and compiles" in page
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

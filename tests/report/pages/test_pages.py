@@ -15,9 +15,10 @@ from tests.simulate.graphs import DEVICE, Layer, network
 from torch import nn
 
 import overspill
-from overspill.core import Block, Graph, LayerType, Trace
+from overspill.core import Block, Graph, LayerType, Trace, Verb
 from overspill.core.errors import Amount, InfeasibleBudget, RequestError
 from overspill.core.reportable import Reportable
+from overspill.core.units import format_seconds
 from overspill.estimation import Estimate
 from overspill.plans.comparison import Comparison, Row, compare
 from overspill.plans.plan import Plan, make_plan, unmanaged_peak
@@ -26,9 +27,10 @@ from overspill.report.listing import recomputed
 from overspill.report.page import Lines, Points, Step, Table
 from overspill.report.pages.estimate import estimate_page
 from overspill.report.pages.pack import pack_page
-from overspill.report.pages.plan import infeasible_page, plan_verdict
+from overspill.report.pages.plan import infeasible_page, plan_page, plan_verdict
 from overspill.report.pages.results import page_of
 from overspill.report.pages.snapshot import LEAST_HOLE_BYTES, _closed_up
+from overspill.report.plan import longest_wait
 
 EVIL = "<script>alert(1)</script>"
 
@@ -222,6 +224,27 @@ def test_a_plan_that_does_not_exist_has_a_table_of_what_would_help() -> None:
     assert isinstance(table, Table)
     assert table.rows == (('PLACEMENT="PLANNED"', 6 << 30), ("a card of that size", 8703180800))
     assert page.notes == ("ANOTHER MODEL (THE FORWARD GRAPH).",)
+
+
+def test_a_plan_has_what_leaves_the_device_with_the_longest_waits_first(graph: Graph) -> None:
+    plan = make_plan(graph, DEVICE, "vdnn-all", 1 << 40)
+    found = {s.title: s for s in plan_page(plan, "a plan").sections if isinstance(s, Table)}
+    table = found["What leaves the device, the longest waits first"]
+    gone = set(plan.schedule.targets(Verb.OFFLOAD))
+    assert {row[0] for row in table.rows} == {plan.graph.tensors[t].name for t in gone}
+    waits = [row[5] for row in table.rows]
+    assert waits == sorted(waits, reverse=True)
+    assert sum(waits) == pytest.approx(plan.timeline.exposed_transfer_seconds - plan.timeline.host_seconds)
+    for name, nbytes, _, leaves, returns, _ in table.rows:
+        assert nbytes == next(t.nbytes for t in plan.graph.tensors if t.name == name)
+        assert leaves < returns
+    beside = {row[0]: row[1:] for row in found["Managed and unmanaged"].rows}
+    assert beside["step"] == (format_seconds(plan.step_seconds), format_seconds(plan.in_core_seconds))
+    assert longest_wait(plan.timeline).endswith(
+        f" for {max(plan.timeline.wait_seconds, key=plan.timeline.wait_seconds.__getitem__)}"
+    )
+    kept = plan_page(make_plan(graph, DEVICE, "liveness", 1 << 40), "all stays")
+    assert not [s for s in kept.sections if s.title.startswith("What leaves the device")]
 
 
 def test_figures_of_a_plan_are_in_words_that_fit_their_number(planned: Plan) -> None:
