@@ -65,6 +65,10 @@ def test_a_package_that_cannot_be_loaded_leaves_the_other_policies(
     assert done.code == 0
     assert "auto" in done.out
     assert "policy 'theirs' of the package no_such_package:Policy cannot be loaded" in " ".join(done.out.split())
+    compared = overspill("compare nets:shallow --batch 2 --gpu t4 --json")
+    assert compared.code == 0
+    assert "left out: policy 'theirs' of the package" in " ".join(compared.err.split())
+    assert "theirs" not in {row["policy"] for row in compared.answer["rows"]}
 
 
 @pytest.mark.parametrize("command", ["plan", "estimate"])

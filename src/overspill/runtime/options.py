@@ -33,7 +33,7 @@ from .hardware import card_bytes, card_of, device_noun, usable_bytes
 from .live.need import LIVE_PLACEMENTS, PLANNED, TWO_ENDED, VIRTUAL, placed_live
 from .transfer.engine import TransferEngine, make_engine
 from .transfer.ops import register_engine
-from .transfer.stores import make_store, whole_pages
+from .transfer.stores import STORES, make_store, whole_pages
 
 T = TypeVar("T")
 BACKENDS = ("eager", "inductor")
@@ -81,6 +81,8 @@ class Options:
             parse_bytes(self.reserve)
         if self.on_unplanned not in ON_UNPLANNED:
             raise RequestError(f"on_unplanned={self.on_unplanned!r}: it is {' or '.join(map(repr, ON_UNPLANNED))}")
+        if self.store is not None:
+            STORES.named(self.store)
         if self.backend not in BACKENDS:
             raise RequestError(f"unknown backend {self.backend!r}; backends: {', '.join(BACKENDS)}")
         if self.profile and self.backend != "eager":

@@ -270,6 +270,7 @@ def test_checksums_are_for_the_cpu() -> None:
     ({"accumulate": 0}, "accumulate=0 is not a positive number"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0"),
     ({"policy": "best"}, "unknown policy"),
+    ({"store": "tape"}, "unknown store"),
 ])  # fmt: skip
 def test_impossible_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     model = made()
