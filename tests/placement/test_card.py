@@ -13,7 +13,8 @@ from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import parse_bytes
 from overspill.placement.allocators.caching_config import CachingConfig
-from overspill.placement.card import Card, events_of
+from overspill.placement.card import Card
+from overspill.placement.card_events import events_of
 from overspill.placement.card_search import GRID, HALVINGS, UPWARDS, on_grid, upwards_from
 from overspill.placement.packing import DEFAULT
 from overspill.placement.place import place_plan

@@ -1,0 +1,174 @@
+"""What a plan asks of an allocator on a card, in order: the model and its batch, the first steps, what libraries keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from overspill.core import Graph, LayerType, Op, Phase, Schedule, TensorKind, Verb
+
+from .events import ALLOCATE, FREE, Events
+
+STEPS = 3
+"""The first step makes the optimizer's state, which then lies where feature maps had been; the second meets it there, and
+what the second leaves the third does."""
+MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_addmm_activation"})
+"""Ops that bring up a library's handle."""
+ELASTIC = frozenset({"convolution", "convolution_backward"})
+"""Ops whose library may take less workspace than is likely, or none."""
+BACKWARDS = frozenset({"native_dropout"})
+"""Ops that allocate the last of their results first (aten/src/ATen/native/cuda/Dropout.cu: the mask)."""
+SLICE_BYTES = 64 << 20
+"""The largest temporary of an optimizer's update of one parameter, which takes it slice by slice (`runtime/step/updates.py`)."""
+
+
+def events_of(
+    graph: Graph,
+    schedule: Schedule,
+    handle_bytes: Iterable[int] = (),
+    share: float = 1.0,
+    steps: int = STEPS,
+    groups: Iterable[tuple[int, ...]] = (),
+    *,
+    backwards: bool = False,
+) -> Events:
+    """What `schedule` asks of an allocator in its first `steps`, in order, from the model and its batch on an empty device.
+
+    Handles of libraries come up at the first matrix product of a thread, of `handle_bytes` each, and stay. ELASTIC ops take
+    a `share` of their workspaces. The updates of each of `groups` have their temporaries at once, but for the first time,
+    which makes the state. Ops allocate their results in their order, but for those in BACKWARDS; or all `backwards`, with
+    their workspaces first.
+    """
+    return _Run(graph, schedule, tuple(handle_bytes), share, groups, backwards=backwards).events(steps)
+
+
+class _Run:
+    """The allocations of a run so far: `rows` of events, and the blocks of what is live."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        handle_bytes: tuple[int, ...],
+        share: float,
+        groups: Iterable[tuple[int, ...]],
+        *,
+        backwards: bool,
+    ) -> None:
+        self.backwards = backwards
+        self.graph = graph
+        self.schedule = schedule
+        self.handle_bytes = handle_bytes
+        self.share = share
+        self.groups = {op: group for group in groups for op in group}
+        self.is_first = True
+        self.has_state = False
+        self.rows: list[tuple[int, int, int, int]] = []
+        self.live: dict[int | str, list[int]] = {}
+        self.blocks = 0
+        trained = (t for t in graph.tensors if t.kind is TensorKind.PARAMETER and t.persistent)
+        self.parameters = [t.nbytes for t in trained if t.nbytes]
+
+    def events(self, steps: int) -> Events:
+        """The events of the first `steps`."""
+        present = [t for t in self.graph.tensors if t.persistent and t.kind is not TensorKind.OPTIMIZER_STATE]
+        for tensor in sorted(present, key=lambda t: t.kind is TensorKind.INPUT):  # the model is there before its batch
+            self.take_tensor(tensor.id)
+        for stored in self.schedule.stored:
+            self.give(stored)
+        if self.graph.whole_step:  # which makes the state itself, and not before it knows where it is to be
+            self.take_state()
+        for number in range(steps):
+            self.is_first = number == 0
+            self.step()
+        return Events.from_rows(self.rows)
+
+    def step(self) -> None:
+        """One step of the schedule."""
+        backward = False
+        for instruction in self.schedule.instructions:
+            target = instruction.target
+            if instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
+                op = self.graph.ops[target]
+                runs = instruction.verb is Verb.RUN
+                backward |= runs and op.phase is not Phase.FORWARD and not self.graph.whole_step
+                thread = "backward" if backward else "forward"
+                writes = op.writes if runs else op.recompute_writes
+                # What is there is made once more beside it.
+                again = 0 if runs else sum(self.graph.tensors[t].nbytes for t in writes if t in self.live)
+                self.run(op, writes, op.workspace_of(instruction.algorithm) + again, thread)
+            elif instruction.verb is Verb.PREFETCH:
+                self.take_tensor(target)
+            elif instruction.verb is Verb.FREE:
+                self.give(target)
+        for key in [key for key in self.live if isinstance(key, int) and not self.graph.tensors[key].persistent]:
+            self.give(key)
+
+    def run(self, op: Op, writes: Iterable[int], workspace_bytes: int, thread: str) -> None:
+        """An op that writes these tensors, and takes so much more while it runs."""
+        if op.phase is Phase.UPDATE:
+            self.take_state()
+        if op.name in ELASTIC:
+            workspace_bytes = int(self.share * workspace_bytes)
+        temporaries = self.temporaries(op, workspace_bytes)
+        if op.id in self.groups and not self.is_first:
+            group = self.groups[op.id]
+            others = (self.graph.ops[other] for other in group) if op.id == group[0] else ()
+            temporaries = [n for each in others for n in self.temporaries(each, each.workspace_bytes)]
+        if self.backwards:
+            self.take("workspace", temporaries)
+        for tensor in reversed([*writes]) if self.backwards or op.name in BACKWARDS else writes:
+            self.take_tensor(tensor)
+        self.take_handles(op, thread)  # once there is what it is called for
+        if not self.backwards:
+            self.take("workspace", temporaries)
+        self.give("workspace")
+
+    def temporaries(self, op: Op, nbytes: int) -> list[int]:
+        """The blocks of a workspace: an update has temporaries of the parameters' sizes."""
+        if op.layer_type is not LayerType.UPDATE or op.phase is not Phase.UPDATE:
+            return [nbytes]
+        if not self.graph.whole_step:
+            return _pieces(nbytes, self.parameters)
+        return _pieces(
+            nbytes, [min(SLICE_BYTES, max((self.graph.tensors[t].nbytes for t in op.reads), default=nbytes))]
+        )
+
+    def take_handles(self, op: Op, thread: str) -> None:
+        """What libraries keep for a thread from its first matrix product on."""
+        if op.name in MATRIX_PRODUCTS and thread not in self.live:
+            self.take(thread, self.handle_bytes)
+
+    def take_state(self) -> None:
+        """The optimizer's state, the first time: for each parameter, what is kept of its size."""
+        if not self.has_state:
+            self.has_state = True
+            for tensor in self.graph.tensors:
+                if tensor.kind is TensorKind.OPTIMIZER_STATE and tensor.id not in self.schedule.stored:
+                    self.take_tensor(tensor.id)
+
+    def take_tensor(self, tensor: int) -> None:
+        """A tensor comes to the device, unless it is there. What stands for several has blocks of the parameters' sizes."""
+        if tensor in self.live:
+            return
+        it = self.graph.tensors[tensor]
+        several = it.persistent and not it.movable and it.kind in (TensorKind.OPTIMIZER_STATE, TensorKind.GRADIENT)
+        self.take(tensor, _pieces(it.nbytes, self.parameters, by_turns=True) if several else [it.nbytes])
+
+    def take(self, key: int | str, sizes: Iterable[int]) -> None:
+        """Blocks of these sizes."""
+        found = self.live[key] = []
+        for nbytes in filter(None, sizes):
+            self.rows.append((ALLOCATE, self.blocks, nbytes, 0))
+            found.append(self.blocks)
+            self.blocks += 1
+
+    def give(self, key: int | str) -> None:
+        """All blocks of `key` back."""
+        self.rows += [(FREE, block, 0, 0) for block in self.live.pop(key, ())]
+
+
+def _pieces(nbytes: int, sizes: list[int], *, by_turns: bool = False) -> list[int]:
+    """Blocks of `sizes` that make up `nbytes`, as often as they all go into it, and the rest; `by_turns`: all of one size first."""
+    times = nbytes // sum(sizes) if sum(sizes) else 0
+    found = [size for size in sizes for _ in range(times)] if by_turns else sizes * times
+    return [*found, nbytes - sum(found)]
