@@ -94,7 +94,7 @@ def test_every_kind_runs_in_every_dtype(kind, dtype):
 
 
 @pytest.mark.parametrize(
-    "model", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert-base", "resnet50"))]
+    "model", [pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "bert-base", "resnet50")]
 )
 @pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fsdp", "horovod"))])
 def test_built_in_models_train_in_parallel(model, kind):

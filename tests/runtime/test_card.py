@@ -142,7 +142,7 @@ def test_the_smallest_budget_is_the_smallest_card() -> None:
     step.close()
 
 
-@pytest.mark.parametrize("budget", ["95%", "smallest"])
+@pytest.mark.parametrize("budget", ["95%", pytest.param("smallest", marks=pytest.mark.long)])
 def test_calls_that_wait_for_their_backward_at_once_share_a_card(budget: str) -> None:
     """A model that is called twice before its backward, within a share of the card that both calls need."""
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ HERE = Path(__file__).name, build.__code__.co_firstlineno + 6
 
 @pytest.fixture(
     scope="module",
-    params=["step", "inductor step", *(pytest.param(c, marks=pytest.mark.long) for c in ("compile", "inductor"))],
+    params=["step", *(pytest.param(c, marks=pytest.mark.long) for c in ("inductor step", "compile", "inductor"))],
 )
 def run(request: pytest.FixtureRequest) -> Recorded:
     whole_step, _, options = CASES[request.param]
