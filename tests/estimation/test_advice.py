@@ -128,6 +128,7 @@ def test_what_cannot_help_by_itself_is_not_tried() -> None:
     assert not any("autocast" in one.what or "checkpointing" in one.what for one in all_of_it)
 
 
+@pytest.mark.long
 def test_more_gpus_are_the_fewest_that_do() -> None:
     _, all_of_it = found(3000, 4096)
     shared = next(one for one in all_of_it if one.gpus > 1 and "another" not in one.what)

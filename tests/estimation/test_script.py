@@ -231,6 +231,7 @@ def test_the_first_of_spawned_processes_runs_here_and_data_parallel_has_one_gpu(
     assert kept(found.recording, TensorKind.PARAMETER) == weights
 
 
+@pytest.mark.long
 def test_a_transformers_model_with_a_frozen_part() -> None:
     pytest.importorskip("transformers")
     found = run("finetune")

@@ -62,6 +62,7 @@ def test_what_fits_as_it_is_is_planned_once_and_no_size_is_planned_for_twice() -
     assert 1 < len(asked) == len(set(asked)) <= HALVINGS + UPWARDS
 
 
+@pytest.mark.long
 def test_cards_of_nearly_one_size_ask_for_the_same_live_bytes() -> None:
     asked: set[int] = set()
     for more in range(20):

@@ -99,6 +99,7 @@ def test_a_compiled_model_trains_from_the_pool_with_the_same_bits(placement: str
         assert pool.squeezes == 1
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:steps keep the addresses")
 @every_placement_quickly("two-ended")
 def test_a_whole_step_trains_from_the_pool_with_the_same_bits(placement: str) -> None:
@@ -212,6 +213,7 @@ def test_what_cannot_work_together_is_refused_by_name() -> None:
         overspill.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), session=session)
 
 
+@pytest.mark.long
 def test_a_first_step_that_finds_no_room_is_begun_again_too() -> None:
     """On the CPU the pool is made while the first step runs. Scratch of U-Net's convolutions has no room there."""
     job = Training(lambda: load("unet", small=True), batch=16, optimizer="momentum", steps=2, whole_step=True)

@@ -14,6 +14,7 @@ from overspill.runtime.training import Training, preview, train, train_plain
 JOB = Training(lambda: load("resnet18", small=True), 2, "momentum", 2)
 
 
+@pytest.mark.long
 def test_a_profiled_run_gives_the_same_numbers_and_a_time_for_every_op_that_runs(tmp_path) -> None:
     run = train(JOB, Options(budget="1GiB", store="host", profile=True))
     assert run.identical_to(train_plain(JOB, Options()))

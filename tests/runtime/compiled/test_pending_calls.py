@@ -257,6 +257,7 @@ def refused() -> int:
     return error.value.floor_bytes
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(SAID, "ignore:this step keeps what several models")
 def test_the_errors_of_a_gan_lead_to_a_budget_that_works() -> None:
     """The first call knows nothing of the others, the second step all of them: what it names does, or the next says what does."""
