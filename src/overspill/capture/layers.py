@@ -80,9 +80,8 @@ def readable_path(source: str) -> str:
     path = re.sub(r"^L\['\w+'\](\.__self__)?", "", source)  # the latter where a bound method is compiled
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
-    path = path.replace(
-        ".__self__._criterion", ""
-    )  # of a loss that is a module (models/user.py), which is the layer `loss`
+    # A loss that is a module (models/user.py) is the layer `loss`.
+    path = path.replace(".__self__._criterion", "")
     return path.lstrip(".") or re.sub(r"^L\['(\w+)'\]$", r"\1", source)
 
 

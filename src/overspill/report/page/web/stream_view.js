@@ -4,6 +4,19 @@ const ROW = 26;
 const PHASES = { forward: "#A9BACB", backward: "#66809B", update: "#C9B3A3" };
 const RECOMPUTED = "#D08770";
 
+// Dust is what has no pixel of its own: by pixel, how much of it is taken.
+function settle(dust, left, wide) {
+  const at = Math.floor(left);
+  dust.set(at, Math.min(1, (dust.get(at) || 0) + wide));
+}
+function drawDust(pen, dust, top, high, least) {
+  for (const [at, share] of dust) {
+    pen.globalAlpha = Math.max(least, share);
+    pen.fillRect(at, top, 1, high);
+  }
+  pen.globalAlpha = 1;
+}
+
 class StreamView {
   constructor(views) {
     this.views = views;
@@ -57,8 +70,7 @@ class StreamView {
       const key = this.passes(event) ? fill : `${fill}40`;
       if (wide < 1) {
         if (!dust.has(key)) dust.set(key, new Map());
-        const at = Math.floor(left);
-        dust.get(key).set(at, Math.min(1, (dust.get(key).get(at) || 0) + wide));
+        settle(dust.get(key), left, wide);
         continue;
       }
       pen.fillStyle = key;
@@ -76,12 +88,8 @@ class StreamView {
     }
     for (const [fill, pixels] of dust) {
       pen.fillStyle = fill;
-      for (const [at, share] of pixels) {
-        pen.globalAlpha = Math.max(0.25, share);
-        pen.fillRect(at, top, 1, high);
-      }
+      drawDust(pen, pixels, top, high, 0.25);
     }
-    pen.globalAlpha = 1;
   }
   stalls(pen) {
     const { views } = this;
@@ -93,8 +101,7 @@ class StreamView {
       if (right < GUTTER || left > views.right) continue;
       const wide = right - left;
       if (wide < 1) {
-        const at = Math.floor(left);
-        dust.set(at, Math.min(1, (dust.get(at) || 0) + wide));
+        settle(dust, left, wide);
         continue;
       }
       pen.fillStyle = colour("stall");
@@ -109,11 +116,7 @@ class StreamView {
       }
     }
     pen.fillStyle = colour("stall");
-    for (const [at, share] of dust) {
-      pen.globalAlpha = Math.max(0.2, share);
-      pen.fillRect(at, top, 1, high);
-    }
-    pen.globalAlpha = 1;
+    drawDust(pen, dust, top, high, 0.2);
   }
   // The stall at a pixel: waits that are narrow are met beside it too.
   stallAt(x, reach) {
