@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 RECIPES := $(VENV)/.recipes
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions gpu-wheels clean
+.PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions jobs-libraries gpu-wheels clean
 
 demo: $(READY)  ## train a small model in less than half the memory it needs, and prove the numbers
 	$(BIN)/overspill demo
@@ -76,6 +76,16 @@ $(DEFINITIONS)/.ready: $(READY)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(DEFINITIONS)/transformers \
 	  transformers==4.51.3 tokenizers==0.21.4 huggingface_hub==0.36.2 requests==2.34.2 urllib3==2.8.0 idna==3.20 \
 	  certifi==2026.10.18 charset_normalizer==3.5.2
+	touch $@
+
+# The libraries that some of bench/jobs.py's jobs are of, beside the environment: some need not be beside this torch.
+JOBS := $(DEFINITIONS)/jobs
+jobs-libraries: $(JOBS)/.ready  ## what bench/jobs.py's jobs are of, besides transformers and peft
+
+$(JOBS)/.ready: $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $(JOBS) \
+	  diffusers==0.42.1 einops==0.8.2 monai==1.6.1 peft==0.21.2 accelerate==1.15.0 pillow==13.0.0 \
+	  segmentation_models_pytorch==0.6.0 timm==1.0.31 torch_geometric==2.8.1 torchvision==0.28.0 xxhash==4.1.0
 	touch $@
 
 install: $(READY)

@@ -28,7 +28,7 @@ _MISSING = (
 
 
 @contextmanager
-def _without_fake_operators() -> Iterator[None]:
+def without_fake_operators() -> Iterator[None]:
     """While this holds, `torchvision::` operators, which only a CUDA build of torch has, get no fake implementation."""
     register = torch.library.register_fake
 
@@ -49,7 +49,7 @@ def torchvision() -> ModuleType:
     """Returns the torchvision module, installed or from the directory in OVERSPILL_TORCHVISION."""
     add_directory("OVERSPILL_TORCHVISION", first=False)
     try:
-        with _without_fake_operators():
+        with without_fake_operators():
             return importlib.import_module("torchvision")
     except ImportError as error:
         raise SystemExit(f"{_MISSING} ({error})") from error

@@ -1,0 +1,215 @@
+"""How a job is trained: plainly, by stock torch.compile, and under a budget by either way in.
+
+A job is a generator, written as its user would write it, that builds its model, trains, and yields each step's loss. Its
+one argument is a `Way`, by which alone the runs of a job differ: `way.train(model, loss, batches)` is the usual loop,
+`way.step(…)` one step of it for loops of one's own, `way.called(model)` a model that is called beside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+import overspill
+from overspill.plans.plan import Plan
+
+Loss = Callable[..., Tensor]
+"""The loss, of the model and of the parts of a batch."""
+Steps = Iterator[Any]
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """The optimizer of most jobs, of what trains."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+
+
+class Way:
+    """A training loop in plain PyTorch; what it trains is what is compared."""
+
+    gives_gradients = True
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+
+    def train(self, model: nn.Module, loss: Loss, batches: Iterable[Any], optimizer: Optimizer | None = None) -> Steps:
+        """The losses of a loop over batches: each a tuple of what the loss is given behind the model, or that itself."""
+        step = self.step(model, loss, optimizer)
+        for batch in batches:
+            yield step(*batch) if isinstance(batch, tuple) else step(batch)
+
+    def step(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizer | None = None,
+        *,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> Callable[..., Tensor]:
+        """What takes a step on a batch, in as many micro-batches as gradients are accumulated over, and returns the loss."""
+        model.train()
+        used = optimizer or adamw(model)
+        self.models.append(model)
+        self.optimizers.append(used)
+        return self._step(model, loss, used, clip, accumulate)
+
+    def called(self, model: nn.Module) -> Any:
+        """`model`, to call in a loss or beside it."""
+        return model
+
+    def together(self, *models: nn.Module) -> None:
+        """Say that these models share a budget."""
+
+    def _step(
+        self, model: nn.Module, loss: Loss, optimizer: Optimizer, clip: float | None, accumulate: int
+    ) -> Callable[..., Tensor]:
+        called = self.called(model)
+        loss = self._of_loss(loss)
+
+        def step(*batch: Any) -> Tensor:
+            optimizer.zero_grad()
+            losses = []
+            for part in _micro_batches(batch, accumulate):
+                value = loss(called, *part)
+                (value / accumulate if accumulate > 1 else value).backward()
+                losses.append(value.detach())
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            return torch.stack(losses).mean() if accumulate > 1 else losses[0]
+
+        return step
+
+    def _of_loss(self, loss: Loss) -> Loss:
+        return loss
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans that were made."""
+        return []
+
+    @property
+    def partitions(self) -> set[float | None]:
+        """What was chosen of Inductor's partitions."""
+        return set()
+
+    def close(self) -> None:
+        """Give the stores back."""
+
+
+def _micro_batches(batch: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
+    for index in range(count):
+        yield tree_map_only(Tensor, lambda t, i=index: t.chunk(count)[i], batch) if count > 1 else batch
+
+
+class StockModel(Way):
+    """The model by stock torch.compile."""
+
+    def called(self, model: nn.Module) -> Any:
+        """`model`, compiled."""
+        return torch.compile(model, dynamic=False)
+
+
+class StockLoss(Way):
+    """The loss function by stock torch.compile."""
+
+    def _of_loss(self, loss: Loss) -> Loss:
+        return torch.compile(loss, dynamic=False)
+
+
+class Compiled(Way):
+    """By `overspill.compile`."""
+
+    def __init__(self, budget: float, backend: str) -> None:
+        super().__init__()
+        self._asked: dict[str, Any] = {"budget": budget, "backend": backend}
+        self._compiled: dict[int, Any] = {}
+        self._session: overspill.Session | None = None
+
+    def together(self, *models: nn.Module) -> None:
+        """One session for them."""
+        self._session = overspill.Session(**self._asked)
+        self._compiled |= {id(m): overspill.compile(m, session=self._session) for m in models}
+
+    def called(self, model: nn.Module) -> Any:
+        """`model`, compiled."""
+        if id(model) not in self._compiled:
+            self._compiled[id(model)] = overspill.compile(model, **self._asked)
+        return self._compiled[id(model)]
+
+    @property
+    def _sessions(self) -> list[Any]:
+        return list({id(c.overspill): c.overspill for c in self._compiled.values()}.values())
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of all sessions."""
+        return [plan for session in self._sessions for plan in session.plans]
+
+    @property
+    def partitions(self) -> set[float | None]:
+        """Those of all plans."""
+        return {partition for session in self._sessions for partition in session.partitions}
+
+    def close(self) -> None:
+        """Close the sessions."""
+        for session in self._sessions:
+            session.close()
+
+
+class Stepped(Way):
+    """By `overspill.train_step`."""
+
+    gives_gradients = False
+
+    def __init__(self, budget: float, backend: str) -> None:
+        super().__init__()
+        self._asked: dict[str, Any] = {"budget": budget, "backend": backend}
+        self._steps: list[Any] = []
+        self._session: overspill.Session | None = None
+
+    def together(self, *models: nn.Module) -> None:
+        """One session for their steps."""
+        del models
+        self._session = overspill.Session(**self._asked)
+        self._asked = {"session": self._session}
+
+    def _step(
+        self, model: nn.Module, loss: Loss, optimizer: Optimizer, clip: float | None, accumulate: int
+    ) -> Callable[..., Tensor]:
+        step = overspill.train_step(model, loss, optimizer, clip_norm=clip, accumulate=accumulate, **self._asked)
+        self._steps.append(step)
+        return step
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of all steps."""
+        return [plan for step in self._steps for plan in step.plans]
+
+    @property
+    def partitions(self) -> set[float | None]:
+        """Those of all plans."""
+        return {partition for step in self._steps for partition in step.partitions}
+
+    def close(self) -> None:
+        """Close the steps, and their session."""
+        for step in self._steps:
+            step.close()
+        if self._session is not None:
+            self._session.close()
+
+
+WAYS: dict[str, tuple[type[Way], Callable[[float | int], Way]]] = {
+    "compile": (Way, functools.partial(Compiled, backend="eager")),
+    "train_step": (Way, functools.partial(Stepped, backend="eager")),
+    "compile-inductor": (StockModel, functools.partial(Compiled, backend="inductor")),
+    "train_step-inductor": (StockLoss, functools.partial(Stepped, backend="inductor")),
+}
+"""By name: what a way in is compared with, and the way in itself within a budget."""
