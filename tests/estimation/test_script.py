@@ -416,6 +416,17 @@ def test_checks_for_numbers_that_are_none_find_none(write: Callable[..., str]) -
     assert found.iterations == 3
 
 
+def test_a_sampler_without_an_end_is_asked_for_what_is_taken_alone(write: Callable[..., str]) -> None:
+    loading = """
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+data = TensorDataset(torch.randn(100, 64))
+sampler = RandomSampler(data, replacement=True, num_samples=int(1e10))
+loader = DataLoader(data, 32, sampler=sampler, num_workers=4, persistent_workers=True, prefetch_factor=2)
+"""
+    found = record_script(write(MODEL + loading + "for (x,) in loader:" + STEP), time_limit=20)
+    assert found.iterations == 3
+
+
 def test_profilers_see_nothing(write: Callable[..., str]) -> None:
     script = (
         "from torch.profiler import ProfilerActivity, profile, record_function, schedule\n" + MODEL
@@ -452,6 +463,17 @@ def test_a_script_that_fails_is_one_line_that_names_the_place(
     with pytest.raises(RequestError, match=message) as found:
         record_script(write(text))
     assert "\n" not in str(found.value)
+
+
+def test_an_error_says_which_values_were_invented_and_nothing_else_is_logged(
+    write: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "    n = x.argmax(1).max().item()\n    x.new_empty(1, n, 4) @ x.new_empty(1, 5, 1)\n"
+    with pytest.raises(
+        RequestError, match=r"^train\.py:13 raised RuntimeError: .*; values .* invented at train\.py:13$"
+    ):
+        record_script(write(TRAINING + text))
+    assert capfd.readouterr().err == ""
 
 
 def test_what_is_no_script_is_said(write: Callable[..., str]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from overspill.estimation import script as scripts
 from overspill.estimation.script import ScriptRun, record_script
 from overspill.estimation.script_process import client
 from overspill.estimation.script_process.confine import WAYS
+from overspill.estimation.script_process.places import whereabouts
 
 MODEL = """
 import contextlib, os, pathlib, shutil, signal, subprocess, sys, tempfile, threading, time
@@ -223,7 +226,8 @@ def test_it_ends_with_one_line(text: str, message: str) -> None:
 
 @pytest.mark.long
 def test_when_its_time_is_over_it_says_where_it_was() -> None:
-    with pytest.raises(RequestError, match=r"^train\.py:12 was still running after 1 seconds \(--time-limit\), before"):
+    where = r"^train\.py:12 \(`time.sleep\(0.01\)`\) was still running after 1 seconds \(--time-limit\), before"
+    with pytest.raises(RequestError, match=where):
         run("while True:\n    time.sleep(0.01)", time_limit=1)
     found = run("step()\nwhile True: pass", time_limit=3)
     assert (found.iterations, found.finished) == (1, False)
@@ -232,8 +236,35 @@ def test_when_its_time_is_over_it_says_where_it_was() -> None:
 
 @pytest.mark.long
 def test_c_code_that_keeps_python_waiting_is_ended_too() -> None:
-    with pytest.raises(RequestError, match=r"^train\.py was still running after 1 seconds .*not Python"):
+    with pytest.raises(RequestError, match=r"^train\.py:11 \(`sum.*`\) was still running after 1 seconds .*not Python"):
         run("sum(iter(int, 1))", time_limit=1)
+
+
+@pytest.mark.long
+def test_where_it_takes_long_it_is_said_what_is_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    with pytest.raises(RequestError, match="after 21 seconds"):
+        run("print('50%', end='', flush=True)\nsubprocess.run(['sleep', '100'])", time_limit=21, tell=said.append)
+    place = "train.py:12 (`subprocess.run(['sleep', '100'])`, which waits for a program that it started)"
+    assert said == [f"after 20 seconds the script is still at {place}"]
+    assert capfd.readouterr().out == "50%\n"
+
+
+def test_what_a_script_waits_for_is_told_by_the_library_that_it_calls(tmp_path: Path) -> None:
+    script, library = tmp_path / "train.py", "/env/lib/python3.11/site-packages/downloads/get.py"
+    script.write_text("import downloads\ndata = downloads.get()\n")
+    lines = [(socket.__file__, 706), (library, 12), (str(script), 2), (runpy.__file__, 1)]
+    place = "train.py:2 (`data = downloads.get()`, which waits for the network)"
+    assert whereabouts(lines, "train.py", str(tmp_path)) == place
+    assert whereabouts(lines[1:], "train.py", str(tmp_path)) == "train.py:2 (`data = downloads.get()`)"
+    assert whereabouts(lines[:2], "train.py") == "train.py"
+
+
+def test_a_line_that_the_script_leaves_open_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RequestError, match="raised ValueError"):
+        run("print('5%\\r50%', end='')\nprint('log', file=sys.stderr)\nraise ValueError")
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("5%\r50%\n", "log\n")
 
 
 @pytest.mark.long

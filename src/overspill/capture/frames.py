@@ -194,6 +194,12 @@ def _what(file: str) -> int:
     return _LEFT_OUT if standard else _USERS
 
 
+def is_of_the_script(file: str) -> bool:
+    """Whether `file` is the user's own, and neither torch's nor Overspill's nor of Python's library or a package."""
+    of_a_package = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
+    return not of_a_package and not file.startswith((*TORCH, OURS, STANDARD, "<"))
+
+
 def shown_path(file: str) -> str:
     """`file` within the folder of packages that it is in, or from the working directory where that is short, or as it is."""
     if not file.startswith(os.sep) and not Path(file).is_absolute():

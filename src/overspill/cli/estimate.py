@@ -282,7 +282,7 @@ def _of_script(run: _Run, setting: Setting, narrator: Narrator) -> _Made:
     done = record_script(
         run.script, run.arguments, iterations=run.iterations, capability=setting.capability,
         memory_bytes=setting.device.memory_bytes, output_to_stderr=run.quiet, time_limit=run.time_limit,
-        allow_writes=run.allow_writes,
+        allow_writes=run.allow_writes, tell=lambda text: narrator.line(f"note: {text}"),
     )  # fmt: skip
     for note in done.notes:
         narrator.line(f"note: {note}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from overspill.core.errors import RequestError
 from .programs import ITERATIONS
 from .script_process import client
 from .script_process.confine import WAYS
-from .script_process.request import Request
+from .script_process.request import Ended, Request
 
 TIME_LIMIT = 600.0
 """Seconds that a script has, if its user says nothing."""
@@ -50,12 +50,14 @@ def record_script(
     output_to_stderr: bool = False,
     time_limit: float = TIME_LIMIT,
     allow_writes: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> ScriptRun:
     """The recording of `script`, run as `python script arguments…` would, on a virtual GPU of `memory_bytes`.
 
     `script` is a file, or a module's dotted name as `python -m` takes it. It runs in a process of its own, and is ended
     after that many iterations, or `time_limit` seconds. Files that it changes are changed for itself alone, or it is
-    refused to, unless `allow_writes`. With `output_to_stderr`, what it prints goes to standard error.
+    refused to, unless `allow_writes`. With `output_to_stderr`, what it prints goes to standard error. Where it takes long, `tell` is
+    called with where it is.
 
     Raises RequestError for what is wrong with the script or raised by it, where it does not use `cuda`, and where its
     time is over before it has; UnsupportedError, naming the line, where it cannot go on without computed values.
@@ -68,19 +70,20 @@ def record_script(
         str(script), tuple(arguments), iterations, capability, memory_bytes, time_limit,
         () if allow_writes else WAYS, str(Path.cwd()), dict(os.environ),
     )  # fmt: skip
-    ended = client.run(request, output_to_stderr=output_to_stderr)
-    if isinstance(ended.left, BaseException):
-        raise ended.left
-    if ended.left is None:
-        raise RequestError(f"{script} {_way_to_end(ended, time_limit)}, before it had trained on cuda")
-    found: ScriptRun = ended.left
+    ended, left = client.run(request, output_to_stderr=output_to_stderr, tell=tell)
+    if isinstance(left, BaseException):
+        raise left
+    if left is None:
+        raise RequestError(f"{_way_to_end(ended, str(script), time_limit)}, before it had trained on cuda")
+    found: ScriptRun = left
     return found
 
 
-def _way_to_end(ended: client.Ended, time_limit: float) -> str:
+def _way_to_end(ended: Ended, script: str, time_limit: float) -> str:
     """How a script's process ended that had not come to an answer."""
-    if not ended.in_time:
-        return f"was still running after {time_limit:g} seconds (--time-limit), in code that is not Python"
+    if ended.still_at is not None:
+        seconds = f"{time_limit:g} seconds (--time-limit)"
+        return f"{ended.still_at} was still running after {seconds}, in code that is not Python"
     if ended.code < 0:
-        return f"was ended by {signal.Signals(-ended.code).name}"
-    return f"became another program, or ended in code that is not Python, with exit code {ended.code}"
+        return f"{script} was ended by {signal.Signals(-ended.code).name}"
+    return f"{script} became another program, or ended in code that is not Python, with exit code {ended.code}"

@@ -70,9 +70,13 @@ def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[in
     """`RandomSampler.__iter__` drawing on the host, also where `cuda` is the default device: its order is real."""
 
     def draw(sampler: Any) -> Iterator[int]:
-        with torch.device("cpu"):
-            order = list(iterate(sampler))
-        return iter(order)
+        order = iterate(sampler)
+        while True:  # a sampler may have no end, so that each is drawn when it is asked for
+            with torch.device("cpu"):
+                index = next(order, None)
+            if index is None:
+                return
+            yield index
 
     return draw
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import parameter
 from torch.nn.utils import parametrizations
@@ -52,6 +54,7 @@ def torch_patches(recorder: Recorder) -> Patches:
         (nn.RNNBase, "flatten_parameters", _flatten(recorder)),
         (nn.Module, "_apply", _apply),
         (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
+        (fake_tensor.log, "disabled", not os.environ.get("OVERSPILL_DEBUG")),  # the error itself says what is wrong
         (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
         (parametrizations, "_is_orthogonal", lambda *_, **__: False),  # no random matrix is
     ]

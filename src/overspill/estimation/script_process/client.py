@@ -10,28 +10,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from overspill.core.errors import OverspillError
 
-from .request import ENDED, Mailbox, Request
+from .request import Ended, Mailbox, Request, receive
 
 _START = (
     "import sys; sys.path[:] = [p for p in sys.path if p] + [sys.argv[2]]; "
     "from overspill.estimation.script_process.server import serve; serve(int(sys.argv[1]))"
 )
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How the process of a script ended: its exit code (negative: the signal), whether for time, and what it left."""
-
-    code: int
-    in_time: bool
-    left: Any
 
 
 class _Server:
@@ -46,16 +36,15 @@ class _Server:
         theirs.close()
         self.owner = os.getpid()
 
-    def run(self, descriptors: list[int]) -> tuple[int, bool]:
-        """The status, as of waitpid, of the script in a mailbox, the last descriptor; the others are its standard ones."""
-        answer = b""
-        with contextlib.suppress(ConnectionError):
+    def run(self, descriptors: list[int], tell: Callable[[str], None]) -> Ended:
+        """How the script in a mailbox, the last descriptor, ended; the others are its standard ones."""
+        try:
             socket.send_fds(self._socket, [b"!"], descriptors)
-            answer = self._socket.recv(ENDED.size, socket.MSG_WAITALL)
-        if len(answer) < ENDED.size:
-            raise OverspillError("the process that runs scripts has ended unexpectedly")
-        status, too_long = ENDED.unpack(answer)
-        return status, too_long
+            while not isinstance(message := receive(self._socket), Ended):
+                tell(message)
+        except ConnectionError:
+            raise OverspillError("the process that runs scripts has ended unexpectedly") from None
+        return message
 
     def close(self) -> None:
         """End it, and a script that it runs."""
@@ -86,8 +75,8 @@ def stop() -> None:
 atexit.register(stop)
 
 
-def run(request: Request, *, output_to_stderr: bool) -> Ended:
-    """Run a script to its end. Whatever interrupts this call ends the script too."""
+def run(request: Request, *, output_to_stderr: bool, tell: Callable[[str], None]) -> tuple[Ended, Any]:
+    """How a script ended, and what it left. Whatever interrupts this call ends the script too."""
     with _one_at_a_time, tempfile.TemporaryFile(buffering=0) as file, contextlib.ExitStack() as stack:
         mailbox = Mailbox(file)
         mailbox.put(request)
@@ -98,12 +87,12 @@ def run(request: Request, *, output_to_stderr: bool) -> Ended:
         start()
         assert _server is not None
         try:
-            status, too_long = _server.run([*standard, file.fileno()])
+            ended = _server.run([*standard, file.fileno()], tell)
         except BaseException:
             stop()
             raise
         left = mailbox.get()
-        return Ended(os.waitstatus_to_exitcode(status), not too_long, None if isinstance(left, Request) else left)
+        return ended, None if isinstance(left, Request) else left
 
 
 @contextlib.contextmanager

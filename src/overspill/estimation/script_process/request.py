@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import struct
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-ENDED = struct.Struct("=i?")
-"""How a script's process has ended, in bytes: the status as of waitpid, and whether the time was over."""
+_LENGTH = struct.Struct("=I")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,34 @@ class Request:
     ways: tuple[str, ...]
     folder: str
     environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script's process has ended: its exit code (negative: the signal), and where it was if its time was over."""
+
+    code: int
+    still_at: str | None
+
+
+def send(connection: socket.socket, message: str | Ended) -> None:
+    """Tell the other side what is to be said of the script, or how it has ended."""
+    content = pickle.dumps(message)
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def receive(connection: socket.socket) -> str | Ended:
+    """What the other side has to say next. Raises ConnectionError where it has gone."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    message: str | Ended = pickle.loads(_exactly(connection, length))  # noqa: S301 - our own process wrote it
+    return message
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    found = connection.recv(length, socket.MSG_WAITALL)
+    if len(found) < length:
+        raise ConnectionError
+    return found
 
 
 class Mailbox:

@@ -8,7 +8,6 @@ import os
 import runpy
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,11 +36,10 @@ from overspill.core.units import format_bytes
 from overspill.estimation.script import ScriptRun
 
 from .confine import confine, is_refusal
+from .places import lines_from, place_in, place_of, spelled, whereabouts
 from .request import Mailbox, Request
 
 _NO_ANSWER = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-_OURS = str(Path(__file__).parents[2])
-_LIBRARIES = (_OURS, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _MISSING = ("not compiled with CUDA", "no CUDA-capable device", "has no attribute '_cuda", "has no attribute '_nccl")
 
 TIME_IS_UP = signal.SIGXCPU
@@ -59,13 +57,12 @@ def run_script(request: Request, scratch: Path, mailbox: Mailbox) -> NoReturn:
     try:
         program = _program(request.script, request.arguments)
         answer.way = confine(scratch, request.ways) if request.ways else ""
-        invented = Invented()
         gpu = VirtualGpu(
-            capability=request.capability, memory_bytes=request.memory_bytes, invented=invented,
+            capability=request.capability, memory_bytes=request.memory_bytes, invented=answer.invented,
             saves=answer.way == "overlay",
         )  # fmt: skip
         progress = Iterations(gpu.recorder, request.iterations, answer.is_complete)
-        answer.watch(progress, repeats := Repeats(gpu.recorder), invented)
+        answer.watch(progress, repeats := Repeats(gpu.recorder))
         with gpu, script_patches(), progress.watching(), repeats.cutting(), patched([(os, "_exit", answer.on_exit)]):
             _run(program, answer)
             if answer.is_mine:
@@ -89,6 +86,7 @@ class _Answer:
         self._ended_by = "the script ended"
         self._progress: Iterations | None = None
         self._more_notes: Callable[[], Iterator[str]] = lambda: iter(())
+        self.invented = Invented()
 
     @property
     def is_mine(self) -> bool:
@@ -108,10 +106,10 @@ class _Answer:
                 stream.flush()
         self._exit(code)
 
-    def watch(self, progress: Iterations, repeats: Repeats, invented: Invented) -> None:
+    def watch(self, progress: Iterations, repeats: Repeats) -> None:
         """Answer for `progress` from here on, also when the time is over; what was left out or invented is noted."""
         self._progress = progress
-        self._more_notes = lambda: _more_notes(repeats, invented)
+        self._more_notes = lambda: _more_notes(repeats, self.invented)
         signal.signal(TIME_IS_UP, self._time_is_over)
 
     def is_complete(self) -> None:
@@ -147,7 +145,7 @@ class _Answer:
             if code == 0 or self._progress.recording is not None:
                 self.script_ended()
             else:
-                place = _shown_frame(sys._getframe(1)) or self._request.script
+                place = place_in(sys._getframe(1)) or self._request.script
                 self.give(RequestError(f"{place} exited with code {code}, before it had trained on cuda"))
         self._exit(code)
 
@@ -156,7 +154,7 @@ class _Answer:
         seconds = f"{self._request.time_limit:g} seconds (--time-limit)"
         self._ended_by = f"the script was ended after {seconds},"
         self._progress.finish(cut_short=True)
-        place = _shown_frame(frame) or self._request.script
+        place = whereabouts(list(lines_from(frame)), self._request.script)
         self.give(RequestError(f"{place} was still running after {seconds}, before the script had trained on cuda"))
         self.leave(0)
 
@@ -230,7 +228,7 @@ def _run(program: _Program, answer: _Answer) -> None:
     except BaseException as error:
         if not answer.is_mine:
             raise
-        answer.give(in_threads[0] if in_threads else _explained(program.name, error, answer.way))
+        answer.give(in_threads[0] if in_threads else _explained(program.name, error, answer))
 
 
 @contextmanager
@@ -291,7 +289,7 @@ def _more_notes(repeats: Repeats, invented: Invented) -> Iterator[str]:
 
 def _lines(places: Iterable[Place]) -> str:
     """The lines as `file:line`, the first few of them."""
-    shown = [f"{_shown(file)}:{line}" for file, line in places]
+    shown = [spelled(*place) for place in places]
     more = len(shown) - _MOST_LINES
     return ", ".join(shown[:_MOST_LINES]) + (f" and {more} more" if more > 0 else "")
 
@@ -318,10 +316,10 @@ def _exited(name: str, end: SystemExit) -> OverspillError:
     if ours is not None:
         return ours
     said = f"code {end.code}" if isinstance(end.code, int) else f"the message: {_one_line(end.code)}"
-    return RequestError(f"{_place(end) or name} exited with {said}, before it had trained on cuda")
+    return RequestError(f"{place_of(end) or name} exited with {said}, before it had trained on cuda")
 
 
-def _explained(name: str, error: BaseException, way: str) -> BaseException:
+def _explained(name: str, error: BaseException, answer: _Answer) -> BaseException:
     """What to tell of an exception that the script did not catch."""
     ours = _ours_in(error)
     if ours is not None:
@@ -330,16 +328,18 @@ def _explained(name: str, error: BaseException, way: str) -> BaseException:
         return error
     text = _one_line(error)
     if isinstance(error, SyntaxError) and error.filename:
-        return RequestError(f"{_shown(error.filename)}:{error.lineno} is no valid Python: {error.msg}")
-    place = _place(error) or name
-    if is_refusal(error, way):
+        return RequestError(f"{spelled(error.filename, error.lineno)} is no valid Python: {error.msg}")
+    place = place_of(error) or name
+    if is_refusal(error, answer.way):
         return UnsupportedError(
             f"{place} would change files ({text}), which an estimate cannot keep apart from the real ones here; "
             "--allow-writes lets it"
         )
     if any(sign in str(error) for sign in _MISSING):
         return UnsupportedError(f"{place} uses a part of CUDA that an estimate does not have ({text})")
-    return RequestError(f"{place} raised {type(error).__name__}{': ' if text else ''}{text}")
+    given = answer.invented.places
+    because = f"; values that an estimate does not compute were invented at {_lines(given)}" if given else ""
+    return RequestError(f"{place} raised {type(error).__name__}{': ' if text else ''}{text}{because}")
 
 
 def _ours_in(error: BaseException) -> OverspillError | None:
@@ -352,26 +352,6 @@ def _ours_in(error: BaseException) -> OverspillError | None:
             return unsupported(seen)
         seen = seen.__cause__ or seen.__context__
     return None
-
-
-def _place(error: BaseException) -> str:
-    """`file:line` of the innermost frame of `error` in code that is not a library's; empty if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    found = next((frame for frame in reversed(frames) if not frame.filename.startswith(_LIBRARIES)), None)
-    return "" if found is None else f"{_shown(found.filename)}:{found.lineno}"
-
-
-def _shown_frame(frame: FrameType | None) -> str:
-    """`file:line` of `frame`, or the innermost of its callers that is not a library's; empty if there is none."""
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return "" if frame is None else f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _shown(file: str) -> str:
-    """The path of `file` as seen from the current directory, where it lies below it."""
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _one_line(value: object) -> str:

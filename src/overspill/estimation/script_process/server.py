@@ -13,23 +13,26 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 
 from .kernel import become_subreaper
-from .request import ENDED, Mailbox, Request
+from .places import lines_of, whereabouts, write_lines_when_asked
+from .request import Ended, Mailbox, Request, send
 from .run import TIME_IS_UP, run_script
+from .streams import OpenLines, open_streams
 
 _TO_WIND_UP = 5.0  # seconds from that signal to the end by force
 _GLANCE = 0.02  # seconds between looks at whether it has ended
+_FIRST_WORD = 20.0  # seconds after which its user is told where it is, and again after three times as many
 
 
 def serve(connection: int) -> None:
@@ -45,18 +48,32 @@ def serve(connection: int) -> None:
         if not message:
             return
         request = Mailbox(os.fdopen(os.dup(descriptors[3]), "r+b", buffering=0)).get()
-        with _scratch_directory() as scratch:
-            child = os.fork()
-            if child == 0:
-                client.close()
-                _become(request, scratch, descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            ended = _wait(child, client, request.time_limit)
-            _end_all(child)
+        ended = _run(request, client, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         if ended is None:
             return
-        client.sendall(ENDED.pack(*ended))
+        send(client, ended)
+
+
+def _run(request: Request, client: socket.socket, descriptors: list[int]) -> Ended | None:
+    """How the script of `request` ended; None where nobody waits for it any more."""
+    lines, open_lines = tempfile.TemporaryFile(buffering=0), OpenLines()  # noqa: SIM115
+
+    def tell(text: str) -> None:
+        open_lines.end(descriptors[:3])
+        send(client, text)
+
+    with _scratch_directory() as scratch, lines:
+        child = os.fork()
+        if child == 0:
+            client.close()
+            write_lines_when_asked(lines)
+            _become(request, scratch, descriptors, open_lines)
+        ended = _wait(child, client, request, lines, tell)
+        _end_all(child)
+        open_lines.end(descriptors[:3])
+        return ended
 
 
 def _warm_up() -> None:
@@ -71,7 +88,7 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-def _become(request: Request, scratch: Path, descriptors: list[int]) -> None:
+def _become(request: Request, scratch: Path, descriptors: list[int], open_lines: OpenLines) -> None:
     """Be the process of the script, to its end."""
     try:
         os.setpgid(0, 0)
@@ -79,8 +96,7 @@ def _become(request: Request, scratch: Path, descriptors: list[int]) -> None:
             os.dup2(descriptor, number)
         for descriptor in descriptors[:3]:
             os.close(descriptor)
-        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        open_streams(open_lines)
         os.environ.clear()
         os.environ.update(request.environment)
         os.chdir(request.folder)
@@ -89,21 +105,29 @@ def _become(request: Request, scratch: Path, descriptors: list[int]) -> None:
         os._exit(1)
 
 
-def _wait(child: int, client: socket.socket, seconds: float) -> tuple[int, bool] | None:
-    """The status of `child`, and whether it took too long; None where nobody waits for it any more."""
-    told = time.monotonic() + seconds
-    forced = told + _TO_WIND_UP
-    too_long = False
+def _wait(
+    child: int, client: socket.socket, request: Request, lines: BinaryIO, tell: Callable[[str], None]
+) -> Ended | None:
+    """How `child` ended, which writes its `lines` when asked; None where nobody waits for it any more."""
+    began, next_word, still_at = time.monotonic(), _FIRST_WORD, None
+
+    def where() -> str:
+        return whereabouts(lines_of(child, lines), request.script, request.folder)
+
     while True:
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
-            return status, too_long
+            return Ended(os.waitstatus_to_exitcode(status), still_at)
         if select.select([client], [], [], _GLANCE)[0]:  # it says nothing meanwhile, so this is its end
             return None
-        if time.monotonic() > told and not too_long:
-            too_long = True
+        seconds = time.monotonic() - began
+        if seconds > request.time_limit and still_at is None:
+            still_at = where()
             os.kill(child, TIME_IS_UP)
-        if time.monotonic() > forced:
+        elif seconds > next_word:
+            tell(f"after {next_word:g} seconds the script is still at {where()}")
+            next_word *= 3
+        if seconds > request.time_limit + _TO_WIND_UP:
             os.kill(child, signal.SIGKILL)
 
 

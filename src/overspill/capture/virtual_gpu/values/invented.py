@@ -43,6 +43,11 @@ class Invented:
         self.sizes: dict[Place, None] = {}
         self.shapes: dict[tuple[Place, str], None] = {}
 
+    @property
+    def places(self) -> list[Place]:
+        """All of these lines, those that may decide sizes first."""
+        return list(self.sizes | {place: None for place, _ in self.shapes} | self.lines)
+
     def read(self, frame: FrameType | None) -> None:
         """`frame` has read a value."""
         if (found := noted_frame(frame)) is not None:
