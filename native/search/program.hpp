@@ -181,7 +181,7 @@ class Recomputations {
                 if (t == wanted || (dropped_[t] && gone(t, now))) step.makes.push_back(t);
             for (const Index t : step.makes) {
                 rematerialized_[t] = 1;
-                if (drop_after_use_[t]) dropping_.push_back(t);
+                if (dropped_[t] && drop_after_use_[t]) dropping_.push_back(t);
             }
             steps.push_back(std::move(step));
             pending_.pop_back();

@@ -231,6 +231,27 @@ def long_networks(least_ops: int = 20, most_ops: int = 500) -> st.SearchStrategy
     )
 
 
+def tangles(most_ops: int = 200) -> st.SearchStrategy[Graph]:
+    """Random steps whose backward reads what forward made in any order, again and again, as that of a loop over time does."""
+
+    def build(ops: int, reach: int, random: Random) -> Graph:
+        made = Build()
+        outputs = [made.tensor(8192, TensorKind.INPUT, "x", persistent=True)]
+        for _ in range(ops // 2):
+            reads = {outputs[-1], *random.sample(outputs[-reach:], random.randint(0, min(2, len(outputs), reach)))}
+            outputs.append(made.tensor(random.choice((2000, 5000, 5000, 20_000))))
+            made.op(sorted(reads), [outputs[-1]], again=random.random() < 0.9, flops=random.choice((10**5, 10**7)))
+        gradient = made.tensor(4, TensorKind.TEMPORARY, "loss", movable=False)
+        made.op([outputs[-1]], [gradient], layer="loss")
+        for _ in range(ops // 2):
+            reads = {gradient, *random.sample(outputs, random.randint(1, min(3, len(outputs))))}
+            gradient = made.tensor(2000, TensorKind.GRADIENT)
+            made.op(sorted(reads), [gradient], Phase.BACKWARD, flops=10**6)
+        return _with_kinds(made.graph(name="a tangle"))
+
+    return st.builds(build, st.integers(10, most_ops), st.integers(1, 30), st.randoms(use_true_random=False))
+
+
 def devices(max_share: float = 0.5) -> st.SearchStrategy[Device]:
     """Random devices, slow links and fast, one way at a time or both, with hosts that are quick or slow."""
     rates = st.sampled_from([1e5, 1e6, 1e7, 1e9])

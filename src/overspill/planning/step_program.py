@@ -64,7 +64,7 @@ class StepProgram:
     """The steps of `graph` when the tensors `recompute` are dropped after forward and made again where backward needs them.
 
     Whatever such a recomputation reads and is gone by then is recomputed as well; what cannot be is kept for it.
-    What is rematerialized stays until its last use, tensors `drop_after_use` only until the op that wanted them has run.
+    What is rematerialized stays until its last use, those of them `drop_after_use` only until the op that wanted them has run.
     `algorithms` gives the number of the algorithm for ops that do not take their fastest.
     """
 
@@ -219,7 +219,7 @@ class _Recomputations:
     def __init__(self, graph: Graph, dropped: frozenset[int], drop_after_use: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.dropped = dropped
-        self.drop_after_use = drop_after_use
+        self.drop_after_use = drop_after_use & dropped
         self.rematerialized: set[int] = set()
         self.last_use = [uses[-1] if uses else -1 for uses in graph.uses]
         for tensor in graph.outputs:
