@@ -60,6 +60,15 @@ class Casts:
         self._leaves = {id(leaf): leaf for leaf in leaves}
         self._cast = {}
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While this lasts, parameters are cast anew, as where a checkpoint is computed again."""
+        before, self._cast = self._cast, {}
+        try:
+            yield
+        finally:
+            self._cast = before
+
     def cast(self, x: Tensor, dtype: torch.dtype, *options: Any, **named: Any) -> Tensor:
         """`x.to(dtype)`: the cast there is already, if autocast asks for it and `x` is a parameter."""
         asked = id(x) in self._leaves and self._asks(x, dtype)

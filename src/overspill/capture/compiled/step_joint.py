@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnsupportedError
 
+from .backward import Backward, Unheard
 from .casts import Casts
 from .causal_masks import causal_masks_known
 from .effects import without_tokens
@@ -39,19 +40,20 @@ def joint_of_step(
     step: Callable[..., Tensor | tuple[Tensor, ...]],
     module: nn.Module,
     values: Sequence[FakeTensor],
+    backward: Backward,
     named: Callable[[str], str] = str,
 ) -> JointGraph:
     """The joint graph of forward and backward of `step(*values)`, whose backward starts from the loss itself.
 
-    Its nodes carry the layer of `module` that they are of, by what `named` makes of its path.
+    Its gradients are checked by `backward`. Its nodes carry the layer of `module` that they are of, by what `named` makes of its path.
     Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
     """
-    with (
-        ExitStack() as stack, layers_noted(module, named), lines_noted(), _explained(), causal_masks_known(),
-        eager_kernels() as casts,
-    ):  # fmt: skip
-        exported = aot_export_joint_with_descriptors(stack, _Function(step, casts), tuple(values))
-        graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    with layers_noted(module, named), lines_noted(), _explained(), causal_masks_known(), eager_kernels() as casts:
+        try:
+            graph_module = _exported(step, values, backward, casts)
+        except Unheard:
+            backward.ask(step, values)
+            graph_module = _exported(step, values, backward, casts)
     without_tokens(graph_module.graph)
     descs = _output_descs(graph_module.graph)
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
@@ -61,7 +63,18 @@ def joint_of_step(
             "no parameter gets a gradient: the loss depends on none that requires one; compute it from what the model returns, and freeze less"
         )
     _seed_backward(graph_module.graph)
-    return JointGraph(graph_module, forward_outputs)
+    joint = JointGraph(graph_module, forward_outputs)
+    backward.check(joint)
+    return joint
+
+
+def _exported(
+    step: Callable[..., Any], values: Sequence[FakeTensor], backward: Backward, casts: Casts
+) -> fx.GraphModule:
+    with ExitStack() as stack, backward.followed(casts):
+        exported = aot_export_joint_with_descriptors(stack, _Function(backward.traced(step)), tuple(values))
+        graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
+    return graph_module
 
 
 @contextmanager
@@ -87,13 +100,11 @@ _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "
 class _Function(nn.Module):
     """A plain function as the module without parameters that AOTAutograd asks for."""
 
-    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]], casts: Casts) -> None:
+    def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._function = function
-        self._casts = casts
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        self._casts.begin(value for value in values if value.requires_grad)
         returned = self._function(*values)
         loss, *others = returned if isinstance(returned, tuple) else (returned,)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 
+from .backward import Backward
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
 from .step_joint import joint_of_step, returned
@@ -130,7 +131,8 @@ def capture_step(
     that are on the device during the whole step and that no op of it touches, by kind.
     Raises UnsupportedError for a step that cannot be captured.
     """
-    joint = joint_of_step(step, module, values, named)
+    backward = Backward([info.name for info in inputs], several=ops.accumulate is not None)
+    joint = joint_of_step(step, module, values, backward, named)
     return CaptureOfWholeStep(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import storage_bytes, storages
 from overspill.capture.compiled.whole_step import (
@@ -59,6 +59,7 @@ from .residency import Resident, Spec, readable
 from .results import Results, split_results
 from .run import LoweredStep
 from .state import StepState
+from .swapped import Swapped
 from .updates import NormClipping
 from .watching import watched
 
@@ -374,21 +375,14 @@ class StepPlans:
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         names = [*self.state.parameters, *self.state.buffers]
         share, by_inductor = self.gradients.accumulate, self.options.backend == "inductor"
-        results = Results()
+        results, swapped = Results(), Swapped(self.state)
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal results
             filled = list(leaves)
             for position, value in zip(tensors, values[len(names) :], strict=True):
                 filled[position] = value
-            state = dict(zip(names, values, strict=False))
-            with self.state.unguarded():
-                returned = functional_call(self.state.module, state, tuple(tree_unflatten(filled, spec)))
-            for name, value in zip(names, values, strict=False):
-                if state[name] is not value:
-                    raise UnsupportedError(
-                        f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
-                    )
+            returned = swapped.call(dict(zip(names, values, strict=False)), tree_unflatten(filled, spec))
             loss, others, results = split_results(returned)
             if others and share > 1:
                 raise UnsupportedError(
@@ -400,13 +394,13 @@ class StepPlans:
         infos, values, takes = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
-        with CAPTURES.lock, without_collections():
+        with CAPTURES.lock, without_collections(), closing(swapped):
             if by_inductor:
                 partition = self.options.partition if partition is None else partition
                 made, python = self._capture_programs(function, infos, values, ops, elsewhere, partition)
             else:
                 made, python = self._capture_ops(function, infos, values, ops, elsewhere)
-        return Found(Partitioned(_with_others(made, elsewhere)), tuple(takes), results, python)
+        return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python)
 
     def _state_of(self, captured: CapturedStep) -> list[str]:
         """What a captured step takes besides parameters, buffers and inputs: optimizer state, and sums of gradients."""
@@ -445,7 +439,8 @@ class StepPlans:
         if partition is None and self.processes.size > 1:
             partition = float(torch._functorch.config.activation_memory_budget)
         lasting = len(self.state.parameters) + len(self.state.buffers)
-        made, python = step_programs(function, self.state.module, values, lasting, partition)
+        backward = Backward([i.name for i in infos], inlined=True, several=self.gradients.accumulate > 1)
+        made, python = step_programs(function, self.state.module, values, lasting, partition, backward)
 
         def captured(found: StepPrograms, elsewhere: Elsewhere) -> CapturedStep:
             share = self.gradients.accumulate
@@ -509,10 +504,10 @@ class StepPlans:
         return found
 
 
-def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere) -> Iterator[CapturedStep]:
+def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere, swapped: Swapped) -> Iterator[CapturedStep]:
     """The captured steps, each made when it is asked for, with room for the tensors that the step before has returned."""
     while True:
-        with CAPTURES.lock, without_collections():
+        with CAPTURES.lock, without_collections(), closing(swapped):
             if (found := next(made, None)) is None:
                 return
             captured, again = found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.runtime.compiled.inductor import StepPrograms, programs_of
 
@@ -28,25 +29,31 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 
 def step_programs(
-    step: Step, module: nn.Module, values: Sequence[FakeTensor], lasting: int, partition: float | None
+    step: Step,
+    module: nn.Module,
+    values: Sequence[FakeTensor],
+    lasting: int,
+    partition: float | None,
+    backward: Backward,
 ) -> tuple[Iterator[StepPrograms], PythonState]:
     """The programs of `step(*values)` by each partition, made when they are asked for, and the Python that it follows from.
 
     The step is a function of `module`, and the first `lasting` values are parameters and buffers. `partition` is that of
-    the Options. Raises UnsupportedError.
+    the Options; `backward` checks what gets gradients. Raises UnsupportedError.
     """
     with _compiling():
         watched_joint, python = watched(
-            lambda begin: joint_of_step(after(begin, step), module, values), lambda joint: joint.module.code
+            lambda begin: joint_of_step(after(begin, step), module, values, backward), lambda joint: joint.module.code
         )
     count = len(returned(watched_joint.module.graph))
-    made = programs_of(lambda: _graph_of(step, len(values), count), values, range(lasting), partition)
+    made = programs_of(lambda: _graph_of(backward.traced(step), len(values), count), values, range(lasting), partition)
 
     def by_partition() -> Iterator[StepPrograms]:
         while True:
-            with _compiling():
+            with _compiling(), backward.followed():
                 if (found := next(made, None)) is None:
                     return
+            backward.check(found.joint)
             yield found
 
     return by_partition(), python

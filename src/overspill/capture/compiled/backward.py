@@ -1,0 +1,332 @@
+"""What `loss.backward()` gives gradients to, followed and checked in the trace of a whole step.
+
+AOTAutograd asks by `torch.autograd.grad`, which runs only what leads to a parameter, and looks at no `.grad`. A backward
+that calls `backward()` itself, as a reentrant checkpoint's does, or adds to `.grad` in Python, would give nothing there. So
+the graph that autograd has built is walked in the trace: what it reaches has to get a gradient, and nothing else may have
+a `.grad` behind it. Where that is not so, or Python runs in a part of backward that the trace would leave out, a plain
+`loss.backward()` on fake tensors says who gets gradients and how often (`ask`), the trace is made with `backward()` too,
+and if it gives gradients to others all the same, the step is refused.
+
+A reentrant checkpoint keeps in a trace what it would compute again, for a plan decides about that: it stays one
+node of autograd, whose backward accumulates into `.grad`. With Inductor it is a plain call, as under `torch.compile`.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): that AOTAutograd calls `torch.autograd.grad` behind the
+step, `CheckpointFunction` and `detach_variable` of torch.utils.checkpoint, `BackwardCFunction`, a node's `variable`, and
+`torch._guards.active_fake_mode`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import checkpoint
+
+from overspill.core.errors import OverspillError, UnsupportedError
+
+from .casts import Casts
+from .joint import JointGraph, is_random
+
+Step = Callable[..., Any]
+_SETTERS = ((torch, "set_rng_state"), (torch.random, "set_rng_state"), (torch, "manual_seed"))
+
+
+_FAKE = (FakeTensor, FunctionalTensor)
+
+
+class Gradients(NamedTuple):
+    """Positions of the values that `loss.backward()` gives gradients to, and of those to which it adds more than once."""
+
+    given: frozenset[int]
+    several: frozenset[int]
+
+
+class Unheard(UnsupportedError):
+    """Only a plain backward says what gets gradients."""
+
+
+class Backward:
+    """Follows the backward of one step, of whose values `names` says what they are.
+
+    `inlined` says that checkpoints are plain calls; a step that is one of `several` micro-batches adds to what is there.
+    """
+
+    def __init__(self, names: Sequence[str], *, inlined: bool = False, several: bool = False) -> None:
+        self._names = names
+        self._inlined = inlined
+        self._several = several
+        self._plain: Gradients | None = None
+        self._expected: frozenset[int] = frozenset()
+        self._positions: list[int] = []
+        self._leaves: list[Tensor] = []
+        self._awaited = False
+        self._seeded = False
+        self._copies = False
+        self._kept: list[tuple[Tensor, int]] = []
+        self._casts: Casts | None = None
+        self._grad = torch.autograd.grad
+
+    @contextmanager
+    def followed(self, casts: Casts | None = None) -> Iterator[None]:
+        """While this lasts, AOTAutograd's joint graph of what `traced` gives has the gradients of `loss.backward()`.
+
+        `casts` are told of its parameters.
+        """
+        self._awaited, self._casts = False, casts
+        with ExitStack() as stack:
+            stack.enter_context(_strangers_kept(self._begin_backward))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", _NO_LEAF)
+            stack.enter_context(self._checkpoints())
+            stack.enter_context(patch.object(torch.autograd, "grad", self._gradients))
+            for where, name in _SETTERS:
+                stack.enter_context(patch.object(where, name, self._noted(getattr(where, name))))
+            yield
+
+    def traced(self, step: Step) -> Step:
+        """`step` as it is to be given to AOTAutograd."""
+
+        def run(*values: Tensor) -> Any:
+            self._awaited = False
+            self._kept.clear()
+            if self._plain is not None:  # what AOTAutograd gives are no leaves
+                values = tuple(v.detach().requires_grad_() if v.requires_grad else v for v in values)
+            self._positions = [i for i, v in enumerate(values) if v.requires_grad]
+            self._leaves = [values[i] for i in self._positions]
+            if self._casts is not None:
+                self._casts.begin(self._leaves)
+            found = step(*values)
+            self._copies = self._copies or any(t._version != version for t, version in self._kept)
+            if self._kept and self._plain is None:
+                raise Unheard(_UNHEARD)
+            self._awaited = True
+            return found
+
+        return run
+
+    def ask(self, step: Step, values: Sequence[FakeTensor]) -> None:
+        """Let plain autograd say what gets gradients. Raises UnsupportedError where it cannot."""
+        try:
+            with _strangers_kept(lambda: None), self._checkpoints() if self._inlined else ExitStack():
+                self._plain = plain_gradients(step, values)
+        except OverspillError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(f"{_UNHEARD}, and that fails: {str(error).splitlines()[0]}") from error
+        self._expected = self._plain.given
+        if self._several and self._plain.several:
+            raise UnsupportedError(
+                f"one backward adds to the gradient of {self._said(self._plain.several)} several times, or in Python, as reentrant checkpoints "
+                "do, and a planned step adds up micro-batches only behind it; pass use_reentrant=False, or leave accumulate=1"
+            )
+
+    def check(self, joint: JointGraph) -> None:
+        """Raises UnsupportedError where the captured step `joint` is not the step that plain PyTorch would run."""
+        if self._seeded and any(map(is_random, joint.module.graph.nodes)):
+            raise UnsupportedError(
+                "the step sets the state of torch's random generator, which a planned step would do once, and draws from it; "
+                "seed between steps, or use torch.utils.checkpoint, whose recomputation is planned"
+            )
+        given = {i for i, primal in enumerate(joint.primals) if primal in joint.gradients}
+        if missing := self._expected - given:
+            raise UnsupportedError(
+                f"loss.backward() gives a gradient to {self._said(missing)}, and the captured step gives none; use overspill.compile"
+            )
+        if more := given - self._expected:
+            raise UnsupportedError(
+                f"loss.backward() gives no gradient to {self._said(more)}, and the captured step gives one; use overspill.compile"
+            )
+
+    def _said(self, positions: AbstractSet[int]) -> str:
+        names = [self._names[i] for i in sorted(positions)]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+
+    def _gradients(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
+        """In place of `torch.autograd.grad`: AOTAutograd's call, which comes first behind the step, gets what `backward()` gives."""
+        if not self._awaited or active_fake_mode() is None:
+            return self._grad(outputs, inputs, grad_outputs, *args, **options)
+        self._awaited = False
+        if self._plain is not None:
+            torch.autograd.backward(outputs, grad_outputs)
+            return tuple(leaf.grad for leaf in self._leaves)
+        reached, left_out = _reached(outputs, inputs)
+        found = self._grad(outputs, inputs, grad_outputs, *args, **options)
+        given = {i for i, gradient in enumerate(found) if gradient is not None}
+        self._expected = frozenset(self._positions[i] for i in given)
+        if left_out or reached != given or any(leaf.grad is not None for leaf in self._leaves):
+            raise Unheard(_UNHEARD)
+        return found
+
+    def _begin_backward(self) -> None:
+        if self._plain is None:
+            raise Unheard(_UNHEARD)
+
+    def _noted(self, setter: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._seeded = self._seeded or active_fake_mode() is not None
+            return setter(*args, **kwargs)
+
+        return noted
+
+    @contextmanager
+    def _checkpoints(self) -> Iterator[None]:
+        """While this lasts, reentrant checkpoints on fake tensors compute nothing twice."""
+        plain = checkpoint.CheckpointFunction
+
+        class Checkpoint:
+            @staticmethod
+            def apply(function: Step, preserve_rng_state: bool, *args: Any) -> Any:
+                if active_fake_mode() is None:
+                    return plain.apply(function, preserve_rng_state, *args)
+                if self._inlined:
+                    return function(*args)
+                with ExitStack() if self._casts is None else self._casts.apart():
+                    found = _Kept.apply(function, self._copies, *args)
+                self._kept += [(t, t._version) for t in _tuple(found) if isinstance(t, Tensor)]
+                return found
+
+        with patch.object(checkpoint, "CheckpointFunction", Checkpoint):
+            yield
+
+
+_NO_LEAF = "The .grad attribute of a Tensor that is not a leaf"
+_UNHEARD = "what gets gradients only plain autograd can tell, for the step's backward runs Python that may add to .grad"
+
+
+class _Kept(torch.autograd.Function):
+    """A reentrant checkpoint whose backward goes through what its forward has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Step, copies: bool, *args: Any) -> Any:
+        ctx.inputs = checkpoint.detach_variable(args)
+        with torch.enable_grad():
+            found = function(*ctx.inputs)
+        ctx.outputs = _tuple(found)
+        # No views, for what a Function returns may be changed in place; copied where it is.
+        apart = [(o.detach().clone() if copies else o.data) if isinstance(o, Tensor) else o for o in ctx.outputs]
+        return apart[0] if isinstance(found, Tensor) else tuple(apart)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        pairs = [
+            (o, g) for o, g in zip(ctx.outputs, gradients, strict=True) if isinstance(o, Tensor) and o.requires_grad
+        ]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return (None, None, *(i.grad if isinstance(i, Tensor) else None for i in ctx.inputs))
+
+
+def _tuple(found: Any) -> tuple[Any, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> Gradients:
+    """What a plain `backward()` of `step(*values)` gives gradients to; nothing is computed."""
+    mode = next(v.fake_mode for v in values)
+    with mode:
+        leaves = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+        watched = {i: _Accumulations(leaf) for i, leaf in enumerate(leaves) if values[i].requires_grad}
+        found = step(*leaves)
+        (found[0] if isinstance(found, tuple) else found).backward()
+    return Gradients(
+        frozenset(i for i in watched if leaves[i].grad is not None),
+        frozenset(i for i, one in watched.items() if one.are_several()),
+    )
+
+
+class _Accumulations:
+    """What is added to the gradient of one leaf."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._leaf = leaf.requires_grad_()
+        self._count = 0
+        self._before: Tensor | None = None
+        self._behind: tuple[Tensor | None, int] = None, 0
+        leaf.register_hook(self._begin)
+        leaf.register_post_accumulate_grad_hook(self._end)
+
+    def _begin(self, _: Tensor) -> None:
+        self._before = self._before if self._leaf.grad is None else self._leaf.grad
+
+    def _end(self, leaf: Tensor) -> None:
+        self._count += 1
+        self._behind = _state(leaf.grad)
+
+    def are_several(self) -> bool:
+        """Whether it is more than one, or one of Python's."""
+        gradient, version = _state(self._leaf.grad)
+        if gradient is None:
+            return False
+        (behind, then), touched = self._behind, self._before is not None
+        return self._count > 1 or touched or gradient is not behind or version != then
+
+
+def _state(gradient: Tensor | None) -> tuple[Tensor | None, int]:
+    return gradient, 0 if gradient is None else gradient._version
+
+
+def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[int], bool]:
+    """Which of `inputs` lie behind `outputs`, and whether Python runs in a node that leads to none of them."""
+    position = {get_gradient_edge(leaf).node: i for i, leaf in enumerate(inputs)}
+    pending = [get_gradient_edge(o).node for o in outputs]
+    leads: dict[Any, bool] = {}
+    reached: set[int] = set()
+    while pending:
+        node = pending[-1]
+        behind = [n for n, _ in node.next_functions if n is not None]
+        if node not in leads:
+            leads[node] = False
+            pending += [n for n in behind if n not in leads]
+            continue
+        pending.pop()
+        number = position.get(node)
+        if number is not None:
+            reached.add(number)
+        leads[node] = number is not None or any(leads[n] for n in behind)
+    return reached, any(isinstance(node, BackwardCFunction) and not leads[node] for node in leads)
+
+
+@contextmanager
+def _strangers_kept(begin: Callable[[], None]) -> Iterator[None]:
+    """While this lasts, a `backward()` on fake tensors calls `begin`, and leaves no gradient on tensors that were there before."""
+    plain = torch.autograd.backward
+    before: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if active_fake_mode() is not None:
+            begin()
+            for leaf in _leaves(_tuple(tensors)):
+                if id(leaf) not in before:
+                    before[id(leaf)] = leaf, leaf.grad
+                    leaf.grad = None  # else what is fake would be added to it
+        plain(tensors, *args, **kwargs)
+
+    try:
+        with patch.object(torch.autograd, "backward", backward):
+            yield
+    finally:
+        for leaf, gradient in before.values():
+            leaf.grad = gradient
+
+
+def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves behind `outputs` that are no fake tensors."""
+    pending: list[Any] = [get_gradient_edge(o).node for o in outputs if o.requires_grad]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if isinstance(leaf := getattr(node, "variable", None), Tensor) and not isinstance(leaf, _FAKE):
+            yield leaf
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        pending += new

@@ -1,0 +1,54 @@
+"""A model that runs with other tensors in place of its parameters and buffers, also where backward runs parts of it again.
+
+Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from overspill.core.errors import UnsupportedError
+
+from .residency import readable
+from .state import StepState
+from .structure import TABLES
+
+
+class Swapped:
+    """The model of `state`. From a call until the next one, or the end, it has the tensors that the call was given."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._open = ExitStack()
+
+    def call(self, tensors: Mapping[str, Tensor], args: Sequence[Any]) -> Any:
+        """What the model returns for `args`. Raises UnsupportedError where it assigns one of its `tensors` anew."""
+        self.close()
+        self._open.enter_context(self._state.unguarded())
+        own = {**self._state.parameters, **self._state.buffers}
+        names = {id(tensor): name for name, tensor in own.items()}
+        places = [
+            (table, key, names[id(tensor)])
+            for module in self._state.module.modules()
+            for table in map(object.__getattribute__(module, "__dict__").get, TABLES[:2])
+            for key, tensor in dict.items(table)
+            if id(tensor) in names
+        ]
+        for table, key, name in places:
+            dict.__setitem__(table, key, tensors[name])
+            self._open.callback(dict.__setitem__, table, key, own[name])
+        returned = self._state.module(*args)
+        for table, key, name in places:
+            if dict.get(table, key) is not tensors[name]:
+                raise UnsupportedError(
+                    f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
+                )
+        return returned
+
+    def close(self) -> None:
+        """Give the model its own tensors back."""
+        self._open.close()
