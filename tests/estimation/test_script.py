@@ -468,7 +468,7 @@ def test_a_script_that_fails_is_one_line_that_names_the_place(
 def test_an_error_says_which_values_were_invented_and_nothing_else_is_logged(
     write: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = "    n = x.argmax(1).max().item()\n    x.new_empty(1, n, 4) @ x.new_empty(1, 5, 1)\n"
+    text = "    n = model(x).argmax(1).max().item()\n    x.new_empty(1, n, 4) @ x.new_empty(1, 5, 1)\n"
     with pytest.raises(
         RequestError, match=r"^train\.py:13 raised RuntimeError: .*; values .* invented at train\.py:13$"
     ):
@@ -486,7 +486,7 @@ def test_what_is_no_script_is_said(write: Callable[..., str]) -> None:
 
 
 def test_a_shape_that_no_rule_gives_names_the_line(write: Callable[..., str]) -> None:
-    decision, line = "torch.bincount(x.argmax(1))", r"bincount\(x"
+    decision, line = "torch.bincount(model(x).argmax(1))", r"bincount\(model"
     with pytest.raises(UnsupportedError, match=line):
         record_script(write(TRAINING + "    " + decision + "\n"))
     inside = "".join(f"    {text}\n" for text in (TRAINING + "    " + decision).splitlines())

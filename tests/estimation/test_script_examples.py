@@ -99,14 +99,14 @@ def test_invented_counts_are_named_for_memory_may_depend_on_them(write: Callable
     assert "train.py:13 counted or indexed by an invented 1" in note(found, "counted")
 
 
-def test_small_values_that_the_script_put_there_itself_are_known(write: Callable[..., str]) -> None:
+def test_values_that_the_script_put_there_itself_are_known(write: Callable[..., str]) -> None:
     lengths = (
         "    lengths = torch.tensor([3, 5, 2], device='cuda')\n"
         "    assert lengths.max().item() == 5 and lengths.tolist() == [3, 5, 2] and int(lengths[1]) == 5\n"
         "    assert x[:, : lengths.max()].shape[1] == 5 and (lengths > 2).nonzero().shape == (2, 1)\n"
         "    assert lengths[lengths > 2].sum() == 8 and len(torch.unique(lengths % 2)) == 2\n"
         "    view = lengths[:1]\n"
-        "    lengths.add_((x > 0).sum())\n"
+        "    lengths.add_((model(x) > 0).sum())\n"
         "    assert str(view.sum().item()) == 'unknown'\n"
     )
     found = record_script(write(MODEL + "for step in range(20):" + STEP + lengths))
@@ -130,10 +130,10 @@ def test_conditions_that_errors_follow_are_as_they_must_be(write: Callable[..., 
 
 def test_a_saved_checkpoint_can_be_copied_and_loaded_again_and_nothing_stays(write: Callable[..., str]) -> None:
     saving = (
-        "    torch.save({'model': model.state_dict(), 'step': step}, 'last.pt')\n"
+        "    torch.save({'model': model.state_dict(), 'step': step, 'seen': torch.arange(3).cuda()}, 'last.pt')\n"
         "    import shutil; shutil.copyfile('last.pt', 'best.pt')\n"
         "    state = torch.load('best.pt', map_location='cpu')\n"
-        "    assert state['step'] == step and state['model']['0.weight'].shape == (256, 64)\n"
+        "    assert state['seen'].tolist() == [0, 1, 2] and state['step'] == step and state['model']['0.weight'].shape == (256, 64)\n"
         "    model.load_state_dict(state['model'])\n"
     )
     found = record_script(write(MODEL + "for step in range(20):" + STEP + saving))

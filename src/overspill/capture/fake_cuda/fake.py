@@ -87,6 +87,23 @@ def tensors_in(values: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that `func` writes into in place."""
+    found: list[torch.Tensor] = []
+    for position, name in _written_arguments(func):
+        tensors_in((args[position] if position < len(args) else kwargs.get(name),), found)
+    return found
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 @cache
 def _composition(func: Any) -> Callable[..., Any] | None:
     """What `func` is made of, if it is no op of its own on a GPU."""

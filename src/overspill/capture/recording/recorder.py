@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.fake_cuda import retarget
 from overspill.capture.fake_cuda.engine import called_by_engine, in_place
-from overspill.capture.fake_cuda.fake import tensors_in
+from overspill.capture.fake_cuda.fake import tensors_in, written_tensors
 from overspill.core import Phase, TensorKind
 from overspill.costs.scratch import Scratch
 
@@ -169,7 +169,8 @@ class Recorder:
         name = func._schema.name.partition("::")[2]
         if name in _GEMM:
             self._library_handle("gemm_handle", layer, phase, op)
-        writes = [self._live[key] for key in _mutated(func, args, kwargs) if key in self._live]
+        keys = [tensor.untyped_storage()._cdata for tensor in written_tensors(func, args, kwargs)]
+        writes = [self._live[key] for key in keys if key in self._live]
         scratch = retarget.SCRATCH.get(func)
         wanted = scratch(args, kwargs, result) if scratch is not None else ()
         found = tensors_in(result if isinstance(result, (list, tuple)) else (result,), [])
@@ -386,6 +387,7 @@ class Recorder:
     def recording(self) -> Recording:
         """Everything so far; what is alive stays alive until the end."""
         self._order_frees()
+        clock = self._clock  # the garbage collector may run meanwhile
         last_forward: dict[int, bool] = {}
         for op in self._ops:
             if op.phase is Phase.BACKWARD:
@@ -394,7 +396,7 @@ class Recorder:
         allocations = tuple(
             Allocation(
                 start=life.start,
-                end=life.end if life.end >= 0 else self._clock,
+                end=min(life.end, clock) if life.end >= 0 else clock,
                 nbytes=life.nbytes,
                 kind=life.kind or _kind(life, read_in_backward=last_forward.get(position, False)),
                 name=life.name or (self._ops[life.op].name if 0 <= life.op < len(self._ops) else ""),
@@ -413,7 +415,7 @@ class Recorder:
             allocations,
             tuple(self._ops),
             tuple(self._starts) or (0,),
-            self._clock,
+            clock,
             self._parameter_elements,
             self._lines.found(),
             self.host_bytes,
@@ -459,20 +461,3 @@ def _kind(life: _Life, *, read_in_backward: bool) -> TensorKind:
     if life.phase is Phase.BACKWARD and life.outlives:
         return TensorKind.OUTPUT_GRADIENT
     return TensorKind.TEMPORARY
-
-
-def _mutated(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[int]:
-    """The addresses of the storages that `func` writes into in place."""
-    for position, name in _written_arguments(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in tensors_in((value,), []):
-            yield tensor.untyped_storage()._cdata
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )

@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .patching import Patches
+from .values.followed import values_of
 from .values.invented import value_of
 
 
@@ -30,14 +31,16 @@ def file_patches(*, saves: bool) -> Patches:
 
 
 class _ShapesPickler(pickle.Pickler):
-    """Writes real tensors as they are, and fake ones with one value."""
+    """Writes tensors of known values as they are, and others with one value."""
 
     def reducer_override(self, found: Any) -> Any:
         """How a fake tensor is made again; of all else pickle knows."""
         if not isinstance(found, FakeTensor):
             return NotImplemented
         with torch._C._DisableTorchDispatch():
-            made = torch.full((), value_of(found), dtype=found.dtype, device="cpu").expand(found.shape)
+            known = values_of(found)
+            one = torch.full((), value_of(found), dtype=found.dtype, device="cpu")
+            made = one.expand(found.shape) if known is None else known.clone()
         if isinstance(found, nn.Parameter):  # whose class makes fake ones here
             return torch._utils._rebuild_parameter, (made, found.requires_grad, OrderedDict())
         return made.__reduce_ex__(2)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import small
+from . import followed
 from .assumptions import known
 from .frames import noted_frame, user_frame
 
@@ -126,32 +126,34 @@ def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
     """`observe` with an answer where an op's result, or its shape, depends on values that nobody computed."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
-        first = args[0] if args else None
-        values = small.computed(func, args, kwargs)
-        if values is not None and not isinstance(values, (Tensor, list, tuple)):
-            return values
-        if func is aten._local_scalar_dense.default and isinstance(first, FakeTensor):
-            invented.read(sys._getframe(1))
-            return value_of(first)
-        if func is aten.equal.default and any(isinstance(tensor, FakeTensor) for tensor in args):
-            return invented.decide(sys._getframe(1), TRUTH)
+        if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
+            known = followed.computed(func, args, kwargs)
+            return _ANSWERS[func](invented, args, sys._getframe(1)) if known is None else known
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
-        largest = _LARGEST.get(func) if isinstance(first, FakeTensor) else None
-        if largest is not None and values is not None:
-            result = observe(func, args, kwargs, lambda *_: _like(first, values))
-        elif largest is not None:
-            invented.shaped(sys._getframe(1), func._schema.name.partition("::")[2].lstrip("_"))
-            return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
-        else:
-            result = observe(func, args, kwargs, compute)
-        if values is not None:
-            small.keep(result, values)
-        else:
+        if _has_shape_of_values(func) and args and isinstance(args[0], FakeTensor):
+            return shaped(func, args, kwargs, compute)
+        result = observe(func, args, kwargs, compute)
+        if not followed.follow(func, args, kwargs, result):
             _guess(func, args, result)
         return result
 
+    def shaped(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        values = followed.computed(func, args, kwargs)
+        if values is not None:
+            result = observe(func, args, kwargs, lambda *_: _like(args[0], values))
+            followed.keep(result, values)
+            return result
+        if (largest := _LARGEST.get(func)) is None:
+            return observe(func, args, kwargs, compute)
+        invented.shaped(sys._getframe(2), func._schema.name.partition("::")[2].lstrip("_"))
+        return observe(func, args, kwargs, lambda a, k: largest(*a, **k))
+
     return watched
+
+
+def _has_shape_of_values(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor
 
 
 def _like(first: Tensor, values: Any) -> Any:
@@ -216,6 +218,17 @@ def _whole(x: Tensor, shape: Any) -> Tensor:
     return x.new_empty(shape, dtype=torch.int64)
 
 
+def _scalar(invented: Invented, args: Any, frame: FrameType) -> Any:
+    invented.read(frame)
+    return value_of(args[0])
+
+
+_ANSWERS: dict[Any, Callable[[Invented, Any, FrameType], Any]] = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: lambda invented, _, frame: invented.decide(frame, TRUTH),
+    # Who asks whether tensors are about the same tests something that is right.
+    aten.allclose.default: lambda invented, _, frame: invented.decide(frame, True),
+}
 _LARGEST: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: lambda x: _whole(x, (x.numel(), x.dim())),
     aten._unique2.default: _unique,

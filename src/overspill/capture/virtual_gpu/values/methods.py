@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from overspill.capture.virtual_gpu.patching import Patches
 
 from .assumptions import goes_on
+from .followed import values_of
 from .frames import caller
 from .invented import FRACTION, WHOLE, Invented, value_of
-from .small import values_of
 from .unknown import UnknownNumber, data_dependent
 
 
@@ -63,7 +63,8 @@ def _written(original: Callable[..., str]) -> Callable[..., str]:
     """`Tensor.__format__`, which writes the value of a scalar."""
 
     def write(tensor: Tensor, spec: str) -> str:
-        return "unknown" if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else original(tensor, spec)
+        values = values_of(tensor) if tensor.dim() == 0 else tensor
+        return "unknown" if values is None else original(values, spec)
 
     return write
 

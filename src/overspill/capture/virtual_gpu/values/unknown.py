@@ -25,6 +25,22 @@ def _comparing(comparison: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber
     return compare
 
 
+def _counting(operation: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, Any], UnknownNumber]:
+    """An operation with another number, which is a count where both are."""
+
+    def count(one: UnknownNumber, other: Any) -> UnknownNumber:
+        theirs = other._whole if isinstance(other, UnknownNumber) else other
+        if (
+            one._whole is None
+            or type(theirs) is not int
+            or (not theirs and operation in {operator.floordiv, operator.mod})
+        ):
+            return one._unknown()
+        return UnknownNumber(operation(one._whole, theirs), one._invented)
+
+    return count
+
+
 class UnknownNumber(float):
     """The value of a tensor that was never computed: prints, adds and averages, but decides nothing.
 
@@ -32,11 +48,13 @@ class UnknownNumber(float):
     """
 
     _invented: Invented | None
+    _whole: int | None
 
     def __new__(cls, value: float = FRACTION, invented: Invented | None = None) -> Self:
-        """One that is finite to whoever asks the C library."""
+        """One that is finite to whoever asks the C library; a count where `value` is whole."""
         made = super().__new__(cls, value)
         made._invented = invented
+        made._whole = value if isinstance(value, int) else None
         return made
 
     def __repr__(self) -> str:
@@ -56,8 +74,12 @@ class UnknownNumber(float):
     def _unknown(self, *_: object) -> UnknownNumber:
         return UnknownNumber(invented=self._invented)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _unknown
-    __neg__ = __pow__ = __rpow__ = __abs__ = __floordiv__ = __mod__ = __round__ = _unknown  # type: ignore[assignment]
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = __rpow__ = __abs__ = __round__ = _unknown  # type: ignore[assignment]
+    __add__, __radd__, __mul__, __rmul__ = (
+        _counting(c) for c in (operator.add, operator.add, operator.mul, operator.mul)
+    )
+    __sub__, __floordiv__, __mod__ = (_counting(c) for c in (operator.sub, operator.floordiv, operator.mod))
+    __rsub__ = _counting(lambda one, other: other - one)
 
     def _decided(self, frame: FrameType, answer: Callable[[], Any]) -> Any:
         """What the program at `frame` is told, where anything is."""
@@ -71,14 +93,23 @@ class UnknownNumber(float):
         return bool(self._decided(sys._getframe(1), lambda: True))
 
     def __int__(self) -> int:
-        return int(self._decided(sys._getframe(1), lambda: WHOLE))
+        return self._counted(sys._getframe(1))
 
     def __index__(self) -> int:
         """A number of things, or a position: an invented one may decide how much memory is taken."""
-        made = int(self._decided(sys._getframe(1), lambda: WHOLE))
+        made = self._counted(sys._getframe(1))
         if self._invented is not None:
             self._invented.sized(sys._getframe(1))
         return made
+
+    def _counted(self, frame: FrameType) -> int:
+        """The whole number that the program at `frame` is told."""
+        if (known := goes_on(frame)) is not None:
+            return known
+        if self._invented is None:
+            raise data_dependent()
+        self._invented.read(frame)
+        return WHOLE if self._whole is None else self._whole
 
     __lt__, __le__, __gt__, __ge__ = (_comparing(c) for c in (operator.lt, operator.le, operator.gt, operator.ge))
     __eq__, __ne__ = _comparing(operator.eq), _comparing(operator.ne)
