@@ -204,10 +204,38 @@ def errors() -> dict[str, Any]:
     tree = nn.Sequential(nn.Flatten(), nn.Linear(768, 10), nn.GELU() if RANK else nn.ReLU())
     graphs = overspill.train_step(tree, nn.CrossEntropyLoss(), momentum(tree))
     heard["graphs"] = failure(lambda: graphs(*images(0)))
+    asked = nn.Sequential(nn.Flatten(), nn.Linear(768, 10))
+    values = overspill.train_step(asked, asks_values, momentum(asked), budget="1GiB")
+    values(*images(0))
+    heard["answers"] = failure(lambda: values(images(0)[0] + 9 * RANK, images(0)[1]))
+    values(*(9 + i for i in images(1)[:1]), images(1)[1])
     heard["wrapped"] = failure(
         lambda: overspill.train_step(DistributedDataParallel(model), nn.CrossEntropyLoss(), momentum(model))
     )
     return heard | {"finite": bool(torch.isfinite(loss))}
+
+
+def asks_values(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) if x.mean() > 1 else model(x).square().mean()
+
+
+class Counted(nn.Module):
+    """Its forward asks for a buffer, of which rank 0's counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(768, 10)
+        self.register_buffer("running_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running_calls += 1 + RANK
+        return self.linear(x.flatten(1)) * (2 if self.running_calls % 2 else 1)
+
+
+def buffers_asked() -> Any:
+    first, second = Counted(), Counted()
+    second.load_state_dict(first.state_dict())
+    return planned(first, momentum(first)), plain(second, momentum(second))
 
 
 def schedules() -> Any:
@@ -277,6 +305,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "adamw": lambda: both(adamw),
     "accumulated": lambda: both(momentum, accumulate=2, clip_norm=0.5),
     "odd": odd_gradients,
+    "buffers asked": buffers_asked,
     "combined": combined,
     "errors": errors,
     "schedules": schedules,

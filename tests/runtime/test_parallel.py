@@ -24,7 +24,7 @@ SECONDS = 150
 
 COMPILED = ("compiled outside", "compiled inside", "split")
 LIKE_MOMENTUM = ("adamw",)
-QUICK = ("momentum", "accumulated", "odd", "combined", "errors", "schedules")
+QUICK = ("momentum", "accumulated", "odd", "buffers asked", "combined", "errors", "schedules")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def learned(result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in result.items() if "running" not in name and name != "losses"}
 
 
-@pytest.mark.parametrize("case", ["momentum", "accumulated", "odd"])
+@pytest.mark.parametrize("case", ["momentum", "accumulated", "odd", "buffers asked"])
 def test_each_rank_gets_the_bits_of_ddp(ranks: list[dict[str, Any]], case: str) -> None:
     assert_bits_of_ddp(ranks, case)
 
@@ -128,6 +128,7 @@ def test_two_halves_of_a_batch_train_as_the_whole_does_in_one_process(ranks: lis
         ("store", "RequestError", "cannot write to the store directory /nowhere"),
         ("models", "RequestError", "the ranks have different models: model.1.weight is (1"),
         ("graphs", "RequestError", "which is relu on rank 0 and gelu on rank 1"),
+        ("answers", "RequestError", "the answers to what the model asks of values"),
         ("wrapped", "RequestError", "pass the model that is inside (model.module)"),
     ],
 )

@@ -17,6 +17,11 @@ def kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
 
 
+def tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among the inputs, in their order."""
+    return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+
+
 def same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     """Whether two calls' inputs are the same values."""
     leaves, spec = tree_flatten(inputs)
@@ -55,5 +60,4 @@ def bytes_outside(inputs: tuple[Any, ...], batch: tuple[Any, ...]) -> int:
 
 
 def _nbytes(inputs: tuple[Any, ...]) -> int:
-    leaves, _ = tree_flatten(inputs)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    return sum(tensor.nbytes for tensor in tensors(inputs))

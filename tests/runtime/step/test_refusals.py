@@ -144,11 +144,11 @@ def item_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def branching_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(model, x, y) if x.sum() > 0 else model(x).sum()
+    return cross_entropy(model, x, y) if model(x).sum() > 0 else model(x).sum()
 
 
 def nonzero_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x)[y.nonzero()].sum()
+    return model(x)[(model(x) > 0).nonzero()[:, 0]].sum()
 
 
 def numpy_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "of no parameter": (lambda model, x, y: x.sum(), "no parameter gets a gradient|depends on none"),
     "item()": (item_loss, r"reads values.*\.item\(\).*torch.where.*overspill.compile"),
     "if": (branching_loss, "reads values.*torch.where.*overspill.compile"),
-    "nonzero": (nonzero_loss, r"follow from values \(test_refusals.py, line \d+\)"),
+    "nonzero": (nonzero_loss, r"shapes that follow from parameters .*\(.*test_refusals.py, line \d+\)"),
     "numpy": (numpy_loss, r"numpy\(\)"),
     "no loss": (None, "the model returns no loss|the loss is"),
 }

@@ -20,8 +20,8 @@ from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_byte
 from .lines import NodeLines
 from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
 
-PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
-    "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
+GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
+    "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
 )  # fmt: skip
 """Ops of the step that happen outside the captured graph: what autograd brings and takes, and the optimizer."""
 
@@ -56,7 +56,7 @@ class Surroundings:
     `reserved_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
     `pending_bytes`: what other calls of the model keep for their backward, which comes before the update, as this one's.
     `sums`: their gradients, of the same parameters, are there in backward. `previous_bytes`: outputs of the step before,
-    until forward returns its own.
+    until forward returns its own. `guard_bytes`: what is taken before forward to ask what the capture has asked of values.
     """
 
     optimizer_state_bytes: int = 0
@@ -67,6 +67,7 @@ class Surroundings:
     pending_bytes: int = 0
     sums: bool = False
     previous_bytes: int = 0
+    guard_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class CaptureOfStep:
     def build(self) -> Captured:
         """The Graph, and how its ops and tensors belong to the FX graph."""
         self._add_inputs()
+        self._add_guards()
         self._add_pending()
         if self._is_random():
             self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
@@ -276,6 +278,10 @@ class CaptureOfStep:
         return reads, writes
 
     # -- the step around the graph
+
+    def _add_guards(self) -> None:
+        if nbytes := self.surroundings.guard_bytes:
+            self._add_op(GUARDS, "", LayerType.OTHER, Phase.FORWARD, (), (), workspace_bytes=nbytes, moved_bytes=nbytes)
 
     def _add_pending(self) -> None:
         if nbytes := self.surroundings.pending_bytes:

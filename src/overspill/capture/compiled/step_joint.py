@@ -28,10 +28,10 @@ from overspill.core.errors import UnsupportedError
 
 from .backward import Backward, Unheard
 from .casts import Casts
-from .causal_masks import causal_masks_known
 from .effects import without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
+from .known_values import reads_values
 from .layer_calls import layers_noted
 from .lines import lines_noted
 
@@ -48,7 +48,7 @@ def joint_of_step(
     Its gradients are checked by `backward`. Its nodes carry the layer of `module` that they are of, by what `named` makes of its path.
     Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
     """
-    with layers_noted(module, named), lines_noted(), _explained(), causal_masks_known(), eager_kernels() as casts:
+    with layers_noted(module, named), lines_noted(), _explained(), eager_kernels() as casts:
         try:
             graph_module = _exported(step, values, backward, casts)
         except Unheard:
@@ -87,11 +87,7 @@ def _explained() -> Iterator[None]:
             raise
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        raise UnsupportedError(
-            f"the step reads values or makes shapes that follow from values{place}, as .item(), numpy(), nonzero() and "
-            "`if` on a tensor do, so that it is no fixed graph; use torch.where and the like, or overspill.compile, "
-            "which plans the graphs between"
-        ) from error
+        raise reads_values(place, unknown=True) from error
 
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")

@@ -23,6 +23,7 @@ from overspill.core import LayerType, Op, Phase, TensorKind, numbered
 from .backward import Backward
 from .graph import Captured, CaptureOfStep, InputInfo, Surroundings
 from .joint import JointGraph, storage_bytes, storages
+from .known_values import KnownValues
 from .step_joint import joint_of_step, returned
 
 NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
@@ -133,7 +134,14 @@ def capture_step(
     """
     backward = Backward([info.name for info in inputs], several=ops.accumulate is not None)
     joint = joint_of_step(step, module, values, backward, named)
-    return CaptureOfWholeStep(joint, list(inputs), ops, name, Surroundings(elsewhere=elsewhere)).build()
+    return CaptureOfWholeStep(joint, list(inputs), ops, name, around_step(values, elsewhere)).build()
+
+
+def around_step(values: Sequence[FakeTensor], elsewhere: tuple[tuple[TensorKind, int], ...]) -> Surroundings:
+    """What else is on the device: `elsewhere`, and what the guard program of the capture takes, if it has one."""
+    mode = values[0].fake_mode
+    guards = mode.guards().nbytes if isinstance(mode, KnownValues) else 0
+    return Surroundings(elsewhere=elsewhere, guard_bytes=guards)
 
 
 class CaptureOfWholeStep(CaptureOfStep):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
-from overspill.capture.compiled.whole_step import CapturedStep, CaptureOfWholeStep, GradientOps
+from overspill.capture.compiled.whole_step import CapturedStep, CaptureOfWholeStep, GradientOps, around_step
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import UnsupportedError
 
@@ -45,7 +45,7 @@ def capture_step_of_programs(
     `capture_step`. Raises UnsupportedError.
     """
     joint = _Nodes(programs, traced, share).joint()
-    around = Surroundings(elsewhere=elsewhere)
+    around = around_step([node.meta["val"] for node in traced.primals], elsewhere)
     return _CaptureOfStep(programs, traced, joint, list(inputs), ops, name, around).build()
 
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.graph import InputInfo
+from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storage_bytes, storages
+from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.whole_step import (
     CapturedStep,
     GradientOps,
@@ -66,6 +68,8 @@ from .watching import watched
 Elsewhere = tuple[tuple[TensorKind, int], ...]
 TELLING = 8
 """So often a step is captured for inputs of one kind before the user is told why."""
+MOST_ANSWERS = 16
+"""So many plans are made for inputs of one kind that give other answers to what the model asks of them."""
 MOST_KEPT = 32
 """So many plans are kept for inputs of one kind, of what the model's Python was."""
 MOST_KINDS = 512
@@ -99,7 +103,8 @@ class Compiled:
 
     `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
     (buffers, tensors of the caller). Its results are the loss, the other tensors of `results`, and the residents
-    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know. It is right while `python` has not changed.
+    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know. It is
+    right while `python` has not changed, and for inputs and buffers of which `guards` sees no difference.
     """
 
     plan: Plan
@@ -110,6 +115,7 @@ class Compiled:
     kept_in_store: frozenset[str]
     results: Results
     python: PythonState
+    guards: Guards
     partition: float | None
 
 
@@ -123,6 +129,7 @@ class Found(NamedTuple):
     takes: tuple[str | int, ...]
     results: Results
     python: PythonState
+    known: KnownValues
 
 
 Capturing = tuple[CapturedStep, Callable[[Elsewhere], CapturedStep]]
@@ -221,12 +228,9 @@ class StepPlans:
         if (now := self.beside()) != self._beside_then:
             self.clear()
             self._beside_then, self._fixed_budget = now, None
-        leaves, spec = tree_flatten(inputs)
-        key = (
-            spec, last, tuple(map(batches.kind, leaves)),
-            tuple(p.requires_grad for p in self.state.parameters.values()), _settings_of_torch(self.state.where.type),
-        )  # fmt: skip
-        found = next((compiled for compiled in self._compiled.get(key, ()) if not compiled.python.changed()), None)
+        key = self._key(inputs, last=last)
+        with self.processes.announcing():
+            found = self._known(key, [*self.state.buffers.values(), *batches.tensors(inputs)])
         if not self.processes.agree(key, known=found is not None) or found is None:
             outside = self._elsewhere(inputs, whole)
             if last:
@@ -236,13 +240,48 @@ class StepPlans:
             self._keep(key, found)
         return found
 
+    def _key(self, inputs: tuple[Any, ...], *, last: bool) -> Any:
+        """What a plan depends on, but for the model's Python and for values."""
+        leaves, spec = tree_flatten(inputs)
+        return (
+            spec, last, tuple(map(batches.kind, leaves)),
+            tuple(p.requires_grad for p in self.state.parameters.values()), _settings_of_torch(self.state.where.type),
+        )  # fmt: skip
+
+    def share_buffers(self, inputs: tuple[Any, ...]) -> None:
+        """Give the buffers of rank 0 to all ranks, before a model asks for their values. Raises RequestError."""
+        if self.processes.size > 1:
+            self.processes.agree(self._key(inputs, last=False), known=True)
+            self.processes.share_buffers(self.state.buffers.values())
+
+    def _known(self, key: Any, given: Sequence[Tensor]) -> Compiled | None:
+        """The plan that was made for inputs of this kind, of the model as it is now, with the answers that `given` has.
+
+        Raises UnsupportedError where there are too many, each for other answers.
+        """
+        known = self._compiled.get(key, [])
+        places = []
+        for compiled in known:
+            if not compiled.python.changed():
+                if (place := compiled.guards.difference(given)) is None:
+                    known.remove(compiled)
+                    known.insert(0, compiled)  # asked first from now on
+                    return compiled
+                places.append(place)
+        if len(places) < MOST_ANSWERS:
+            return None
+        raise UnsupportedError(
+            f"the step asks for values{places[0]}, and has had {len(places)} different answers, each with a plan of its own, which "
+            "takes as long to make as the first; let it ask for fewer, as torch.where and the like do, or use overspill.compile"
+        )
+
     def _keep(self, key: Any, found: Compiled) -> None:
         """Remember the plan of a model as it is now, beside those of how it was before."""
         known = self._compiled.setdefault(key, [])
-        if known and not self._told and len(known) >= TELLING:
+        if not self._told and len(known) >= TELLING and (changed := known[-1].python.changed()):
             self._told = True
             warnings.warn(
-                f"the step was captured {len(known) + 1} times for inputs of one kind, for {known[-1].python.changed()} changes "
+                f"the step was captured {len(known) + 1} times for inputs of one kind, for {changed} changes "
                 "between steps; each time takes as long as the first call: make it a tensor or an argument of the step",
                 stacklevel=2,
             )
@@ -345,6 +384,7 @@ class StepPlans:
             kept_in_store or frozenset(),
             found.results,
             found.python,
+            found.known.settled(),
             captured.partition,
         )  # fmt: skip
 
@@ -379,6 +419,7 @@ class StepPlans:
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal results
+            known.begin()
             filled = list(leaves)
             for position, value in zip(tensors, values[len(names) :], strict=True):
                 filled[position] = value
@@ -391,7 +432,7 @@ class StepPlans:
                 )
             return (loss if share == 1 or by_inductor else loss / share), *others
 
-        infos, values, takes = self._described([leaves[i] for i in tensors])
+        infos, values, takes, known = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
         with CAPTURES.lock, without_collections(), closing(swapped):
@@ -400,7 +441,7 @@ class StepPlans:
                 made, python = self._capture_programs(function, infos, values, ops, elsewhere, partition)
             else:
                 made, python = self._capture_ops(function, infos, values, ops, elsewhere)
-        return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python)
+        return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
 
     def _state_of(self, captured: CapturedStep) -> list[str]:
         """What a captured step takes besides parameters, buffers and inputs: optimizer state, and sums of gradients."""
@@ -449,11 +490,13 @@ class StepPlans:
 
         return ((captured(found, elsewhere), partial(captured, found)) for found in made), python
 
-    def _described(self, inputs: Sequence[Tensor]) -> tuple[list[InputInfo], list[FakeTensor], list[str | int]]:
-        """Kind, fake value and source of parameters, buffers and inputs, in this order."""
+    def _described(
+        self, inputs: Sequence[Tensor]
+    ) -> tuple[list[InputInfo], list[FakeTensor], list[str | int], KnownValues]:
+        """Kind, fake value and source of parameters, buffers and inputs, in this order, and what is known of their values."""
         infos, takes = [], []
         values: list[Any] = []
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with KnownValues() as known:
             for name, parameter in self.state.parameters.items():
                 values.append(self.state.spec(name, parameter).empty().requires_grad_(self.state.trains(name)))
                 infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
@@ -462,10 +505,11 @@ class StepPlans:
                 [*self.state.buffers.items(), *((f"input {i}", t) for i, t in enumerate(inputs))]
             ):
                 values.append(Spec.of(tensor).empty())
+                known.know(values[-1], tensor, position)
                 kind = TensorKind.BUFFER if name in self.state.buffers else TensorKind.INPUT
                 infos.append(InputInfo(kind, readable(name)))
                 takes.append(position)
-        return infos, values, takes
+        return infos, values, takes, known
 
     def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
         updates = []

@@ -17,7 +17,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.backward import Backward
+from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.step_joint import joint_of_step, returned
+from overspill.core.errors import UnsupportedError
 from overspill.runtime.compiled.inductor import StepPrograms, programs_of
 
 from .python_state import PythonState
@@ -44,6 +46,11 @@ def step_programs(
     with _compiling():
         watched_joint, python = watched(
             lambda begin: joint_of_step(after(begin, step), module, values, backward), lambda joint: joint.module.code
+        )
+    mode = values[0].fake_mode
+    if isinstance(mode, KnownValues) and mode.shaped_at is not None:
+        raise UnsupportedError(
+            f'the step makes shapes that follow from values{mode.shaped_at}, which backend="inductor" does not plan; use backend="eager"'
         )
     count = len(returned(watched_joint.module.graph))
     made = programs_of(lambda: _graph_of(backward.traced(step), len(values), count), values, range(lasting), partition)

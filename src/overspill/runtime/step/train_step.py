@@ -402,14 +402,14 @@ class TrainStep(PlannedPeaks):
     def _begin(self, call: Call) -> None:
         """Let everything be where the plan of the next micro-batch begins."""
         part = call.parts[call.number]
+        if call.number == 0:
+            self._plans.share_buffers(part)
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         self._check_room_for_hooks(call, compiled)
         if self._state.engine is not None:
             with self._plans.running():
                 self._move(compiled, self._state.engine)
-        if call.number == 0:
-            self.processes.share_buffers(self._state.buffers.values())
-        given = [*self._state.buffers.values(), *(leaf for leaf in tree_flatten(part)[0] if isinstance(leaf, Tensor))]
+        given = [*self._state.buffers.values(), *batches.tensors(part)]
         args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
         if self.recorder is not None:
             self.recorder.given(compiled.plan.graph, held_by(compiled.program.inputs), args)

@@ -1,0 +1,147 @@
+"""What a captured step has asked of values, and whether a later step would be answered alike.
+
+The ops that lead to what was asked are a small *guard program*, an FX graph on the tensors that a step is given. It runs before
+each later step: alike answers, the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+Answer = tuple[Any, ...]
+"""A number for each value of an answer, which two equal values have in common: `word`, and the shape of what is no scalar."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """The value of `node` was read at a line of the user's, `place`, and had this answer; some read `makes_shape`s follow."""
+
+    node: fx.Node
+    answer: Answer
+    place: str
+    makes_shape: bool
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The guard program of a captured step, with the answers that it was captured by.
+
+    `takes` are the positions of its inputs among the tensors that a step is given; `nbytes` the most that it takes beside them.
+    """
+
+    program: fx.GraphModule | None = None
+    takes: tuple[int, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    places: tuple[str, ...] = ()
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, graph: fx.Graph, constants: Mapping[str, Tensor], questions: Sequence[Question]) -> Guards:
+        """Those of `questions`, about nodes of `graph`; what follows from no tensor of the step's can have no other answer."""
+        needed = _ancestors(question.node for question in questions)
+        open_ = _followers(graph, needed)
+        asked = list({q.node: q for q in questions if q.node in open_}.values())
+        if not asked:
+            return cls()
+        needed = _ancestors(question.node for question in asked)
+        program = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            if node in needed:
+                copies[node] = program.node_copy(node, copies.__getitem__)
+        program.output([copies[question.node] for question in asked])
+        root = nn.Module()
+        for node in program.find_nodes(op="get_attr"):
+            root.register_buffer(str(node.target), constants[str(node.target)], persistent=False)
+        takes = tuple(n.meta["position"] for n in program.find_nodes(op="placeholder"))
+        module = fx.GraphModule(root, program)
+        return cls(module, takes, tuple(q.answer for q in asked), tuple(q.place for q in asked), _peak_bytes(program))
+
+    def difference(self, given: Sequence[Tensor]) -> str | None:
+        """The place of a read that another answer is given to, where a step is given these tensors; None if all are alike."""
+        if self.program is None:
+            return None
+        with torch.no_grad(), torch._C._DisableAutocast():
+            try:
+                values = self.program(*(given[position] for position in self.takes))
+            except (RuntimeError, IndexError):
+                # Behind another answer a step goes another way; its own capture says what is wrong, if anything is.
+                return self.places[0]
+            found = _answers(values)
+        return next((place for place, a, b in zip(self.places, self.answers, found, strict=True) if a != b), None)
+
+
+def word(value: Any) -> Any:
+    """What stands for a value that was read: for a scalar, an integer with the same bits; the shape of any other tensor."""
+    scalar = _as_int64(value)
+    return tuple(value.shape) if scalar is None else int(scalar)
+
+
+def _as_int64(value: Any) -> Tensor | None:
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value)
+    if value.numel() != 1 or value.dim():
+        return None
+    if value.is_complex():
+        value = value.to(torch.complex64).view(torch.float64)
+    return value.double().view(torch.int64) if value.is_floating_point() else value.long()
+
+
+def _answers(values: Iterable[Any]) -> list[Answer]:
+    """The answers, all scalars of a device in one transfer from it."""
+    found: list[list[Any]] = []
+    scalars: dict[torch.device, list[tuple[list[Any], int, Tensor]]] = {}
+    for value in values:
+        found.append([])
+        for leaf in tree_leaves(value):
+            scalar = _as_int64(leaf)
+            if scalar is None:
+                found[-1].append(tuple(leaf.shape))
+            else:
+                scalars.setdefault(scalar.device, []).append((found[-1], len(found[-1]), scalar))
+                found[-1].append(None)
+    for of_device in scalars.values():
+        numbers = torch.stack([scalar for *_, scalar in of_device]).tolist()
+        for (answer, place, _), number in zip(of_device, numbers, strict=True):
+            answer[place] = number
+    return [tuple(answer) for answer in found]
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    pending = list(nodes)
+    found = set(pending)
+    for node in pending:  # it grows
+        new = [n for n in node.all_input_nodes if n not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
+def _followers(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
+    """Those `among` the nodes that follow from a tensor which may be another in the next step."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in among and (node.op != "call_function" or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _peak_bytes(graph: fx.Graph) -> int:
+    """The most bytes that are live while `graph` runs, beside its inputs; a view keeps what it is of."""
+    last = {source: position for position, node in enumerate(graph.nodes) for source in node.all_input_nodes}
+    live: dict[fx.Node, int] = {}
+    most = 0
+    for position, node in enumerate(graph.nodes):
+        views = [source for source in node.all_input_nodes if not node.meta.get("nbytes")]
+        for source in views:
+            last[source] = max(last[source], last.get(node, position))
+        live[node] = node.meta.get("nbytes", 0)
+        most = max(most, sum(live.values()))
+        live = {n: size for n, size in live.items() if last.get(n, -1) > position}
+    return most

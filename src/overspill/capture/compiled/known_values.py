@@ -1,0 +1,298 @@
+"""What a step may ask of values while it is traced on fake tensors: what follows from its inputs, buffers and constants.
+
+A model asks `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values; but what follows from tensors
+that the caller gives is known when the step is captured. So the mode notes how each such tensor was made, and a read is answered
+by what the real tensors give. What was asked becomes `Guards` (`guards.py`), which ask it again before each later step. What
+follows from parameters or from random numbers has no value before the step runs; such a read is refused.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, the exceptions of fake tensors,
+`torch._C._DisableAutocast`, `_disable_current_modes`.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from overspill.capture.frames import Stack, shown_path, stack_within
+from overspill.core.errors import UnsupportedError
+
+from .guards import Guards, Question, word
+
+aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+SHAPE_FOLLOWS: dict[Any, tuple[int, Any]] = {aten._ctc_loss.Tensor: (3, aten.max.default)}
+"""Ops whose results' shapes follow from a number: of which argument, and what makes it of that (the longest target)."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    fake: FakeTensor
+    real: Tensor
+    position: int
+
+
+class KnownValues(FakeTensorMode):
+    """A mode for the fake tensors of a step. It answers reads of what follows from tensors that it was told of (`know`).
+
+    Raises UnsupportedError where the value of anything else is read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._sources: list[_Source] = []
+        self._without_values = False
+        self.begin()
+
+    def know(self, fake: FakeTensor, real: Tensor, position: int) -> None:
+        """`fake` has the values of `real`, which is the tensor at `position` of what a step is given; not if that is fake too."""
+        self._without_values |= isinstance(real, FakeTensor)
+        if not self._without_values:
+            self._sources.append(_Source(fake, real, position))
+            self._add_source(self._sources[-1])
+
+    def begin(self) -> None:
+        """A pass over the step begins: what an earlier one has asked is forgotten."""
+        self._graph = fx.Graph()
+        self._nodes: dict[int, tuple[Any, fx.Node]] = {}
+        """The node that makes each known tensor, by its id; and the tensor, so that no other gets this id."""
+        self._changed: set[int] = set()
+        self._constants: dict[str, Tensor] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._questions: list[Question] = []
+        for source in self._sources:
+            self._add_source(source)
+
+    def guards(self) -> Guards:
+        """What the last pass has asked, in its order."""
+        return Guards.of(self._graph, self._constants, self._questions)
+
+    def settled(self) -> Guards:
+        """The same when no more is asked: the traced program, which has tensors of this mode, holds no real ones from now on."""
+        found = self.guards()
+        self._sources.clear()
+        self.begin()
+        return found
+
+    @property
+    def shaped_at(self) -> str | None:
+        """The place of the first read in the last pass that a shape follows from, None without one."""
+        return next((question.place for question in self._questions if question.makes_shape), None)
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The op on fake tensors, as FakeTensorMode has it; a read of values is answered."""
+        given = kwargs or {}
+        try:
+            made = super().dispatch(func, types, args, given)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            made = self._answer(func, types, args, given, error)
+        if isinstance(func, torch._ops.OpOverload) and made is not NotImplemented:
+            self._note(func, args, given, made)
+        return made
+
+    # -- how known tensors are made
+
+    def _add_source(self, source: _Source) -> None:
+        node = self._graph.placeholder(f"given_{source.position}")
+        node.meta = {"position": source.position, "nbytes": 0}
+        self._nodes[id(source.fake)] = source.fake, node
+        self._values[node] = source.real
+
+    def _node(self, value: Tensor) -> fx.Node | None:
+        """The node of a known tensor, None for any other."""
+        if not isinstance(value, FakeTensor):
+            return self._constant(value)
+        _, node = self._nodes.get(id(value), (None, None))
+        return None if node is None or (self._changed and _storage(value) in self._changed) else node
+
+    def _constant(self, value: Tensor) -> fx.Node:
+        """The node of a real tensor that the step reads by itself; it is looked at anew for each step."""
+        if id(value) not in self._nodes:
+            name = f"constant_{len(self._constants)}"
+            self._constants[name] = value
+            node = self._graph.get_attr(name)
+            node.meta = {"nbytes": 0}
+            self._nodes[id(value)] = value, node
+            self._values[node] = value
+        return self._nodes[id(value)][1]
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Remember how `made` is made, if it is known."""
+        if func._schema.is_mutable:
+            # Nodes are of ops that change nothing; traced programs have hardly any others.
+            self._changed.update(_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        results = made if isinstance(made, (list, tuple)) else (made,)
+        if not any(isinstance(result, FakeTensor) for result in results):
+            return
+        if (node := self._call(func, args, kwargs)) is None:
+            return
+        node.meta = {"nbytes": sum(_new_bytes(r, (args, kwargs)) for r in results if isinstance(r, FakeTensor))}
+        if results is not made:
+            self._nodes[id(made)] = made, node
+            return
+        for i, result in enumerate(results):
+            if isinstance(result, FakeTensor):
+                item = self._graph.call_function(operator.getitem, (node, i))
+                item.meta = {"nbytes": 0}
+                self._nodes[id(result)] = result, item
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
+        """A node that calls `func` on the nodes of its tensors; None where one of them is not known."""
+        nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if None in nodes.values():
+            return None
+        args, kwargs = tree_map_only(Tensor, lambda t: nodes[id(t)], (tuple(args), dict(kwargs)))
+        node = self._graph.call_function(func, args, kwargs)
+        node.meta = {"nbytes": 0}
+        return node
+
+    # -- reads
+
+    def _answer(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    ) -> Any:
+        """What `func`, whose result or its shape follows from values, gives on the real tensors: a number, or fake tensors."""
+        if func is aten._local_scalar_dense.default:
+            return self._ask(self._node(args[0]), error).item()
+        if func is aten.nonzero.default:
+            count = self._count(args[0], error)
+            with self:
+                return torch.empty_strided(
+                    (count, args[0].dim()), (1, max(count, 1)), dtype=torch.int64, device=args[0].device
+                )
+        if func is aten.index.Tensor:
+            x, indices = args
+            rows = [row for index in indices for row in self._rows(index, error)]
+            return super().dispatch(func, types, (x, rows), kwargs)
+        if func is aten.masked_select.default:
+            with self:
+                x, mask = torch.broadcast_tensors(*args)
+            count = self._count(mask, error)
+            with self:
+                return x.new_empty((count,))
+        if func in SHAPE_FOLLOWS:
+            position, number = SHAPE_FOLLOWS[func]
+            self._ask(self._call(number, (args[position],), {}), error)
+            return self._shaped(func, args, kwargs)
+        result = self._ask(self._call(func, args, kwargs), error)
+        return tree_map_only(Tensor, self._like, result)
+
+    def _shaped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` makes, of the shape that it has where all values but the known ones are zeros."""
+
+        def real(tensor: Tensor) -> Tensor:
+            node = self._node(tensor)
+            return (
+                torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                if node is None
+                else self._value(node)
+            )
+
+        with _for_real():
+            result = func(*tree_map_only(Tensor, real, tuple(args)), **tree_map_only(Tensor, real, dict(kwargs)))
+        return tree_map_only(Tensor, self._like, result)
+
+    def _rows(self, index: Tensor | None, error: Exception) -> list[Tensor | None]:
+        """In place of a mask, the indices of what it leaves: one for each of its dimensions."""
+        if index is None or index.dtype not in _MASKS:
+            return [index]
+        count = self._count(index, error)
+        with self:
+            return [torch.empty((count,), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+
+    def _count(self, mask: Tensor, error: Exception) -> int:
+        """How many elements of `mask` are not zero."""
+        return int(self._ask(self._call(aten.count_nonzero.default, (mask,), {}), error))
+
+    def _like(self, real: Tensor) -> Tensor:
+        with self:
+            return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+
+    def _ask(self, node: fx.Node | None, error: Exception) -> Any:
+        """The real value of `node`, which is asked again before each later step. Raises UnsupportedError where it is not known."""
+        place = where(stack_within(sys._getframe()))
+        if node is None:
+            raise reads_values(place, unknown=not self._without_values) from error
+        with _for_real():
+            value = self._value(node)
+            answer = tuple(map(word, tree_leaves(value)))
+        self._questions.append(Question(node, answer, place, isinstance(error, DynamicOutputShapeException)))
+        return value
+
+    def _value(self, node: fx.Node) -> Any:
+        """The real value of `node`, computed with all that it follows from, oldest first."""
+        pending, seen = [node], {node}
+        for one in pending:  # it grows
+            new = [n for n in one.all_input_nodes if n not in self._values and n not in seen]
+            seen.update(new)
+            pending += new
+        for one in (n for n in self._graph.nodes if n in seen):
+            if one not in self._values:
+                args, kwargs = fx.node.map_arg((one.args, one.kwargs), self._values.__getitem__)
+                self._values[one] = one.target(*args, **kwargs)
+        return self._values[node]
+
+
+def reads_values(place: str, *, unknown: bool) -> UnsupportedError:
+    """The error for a step that reads a value which it cannot have: one `unknown` before it runs, or else not given."""
+    if not unknown:
+        return UnsupportedError(
+            f"the step reads values{place}, as .item() and `if` on a tensor do, and is planned here without any; "
+            "call train_step(…).plan(…) with a real batch"
+        )
+    return UnsupportedError(
+        f"the step reads values or makes shapes that follow from parameters or random numbers{place}, as .item(), numpy(), nonzero() "
+        "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read. Use "
+        "torch.where and the like, leave checks of arguments out (validate_args=False), or use overspill.compile, which plans the "
+        "graphs between"
+    )
+
+
+def where(lines: Stack) -> str:
+    """The innermost of the user's lines, and the line of his own program where that is of a package, as part of a message."""
+    if not lines:
+        return ""
+    shown = [f"{shown_path(file)}, line {line}" for file, line, _ in lines if "site-packages" not in file][-1:]
+    file, line, _ = lines[-1]
+    innermost = f"{shown_path(file)}, line {line}"
+    called = f", called from {shown[0]}" if shown and shown[0] != innermost else ""
+    return f" ({innermost}{called})"
+
+
+@contextmanager
+def _for_real() -> Iterator[None]:
+    """While this lasts ops compute, whatever is traced."""
+    with _disable_current_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def _storage(value: Tensor) -> int:
+    key: int = value.untyped_storage()._cdata
+    return key
+
+
+def _new_bytes(made: FakeTensor, given: Any) -> int:
+    """Bytes of `made`, none where it is a view of what was `given`."""
+    known = {_storage(t) for t in tree_leaves(given) if isinstance(t, Tensor)}
+    return 0 if _storage(made) in known else int(made.untyped_storage().nbytes())

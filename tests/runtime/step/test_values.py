@@ -1,0 +1,341 @@
+"""A step may ask for values that follow from its inputs, buffers and constants: it goes the way that plain PyTorch goes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tests.runtime.step.whole_steps import CPU, differences
+from torch import Tensor, nn
+
+import overspill
+from overspill.capture.compiled import guards
+from overspill.core.errors import UnsupportedError
+from overspill.runtime.step import plans
+from overspill.runtime.tracker import LiveBytes
+from overspill.runtime.training import same_bits
+
+Loss = Callable[["Net", Tensor, Tensor], Tensor]
+Batch = tuple[Tensor, Tensor]
+
+
+class Net(nn.Module):
+    """Two layers, dropout, and a buffer that counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(12, 16), nn.Linear(16, 12), nn.Dropout(0.25)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("level", torch.tensor([0.5]))
+        self.limit = torch.tensor(2.0)  # neither parameter nor buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.drop(self.first(x).relu()))
+
+
+def batch(seed: int, *, full: bool = False, large: bool = False) -> Batch:
+    drawn = torch.Generator().manual_seed(seed)
+    x, mask = torch.randn((8, 12), generator=drawn), torch.rand((8,), generator=drawn) > 0.4
+    mask[0] = not full and bool(mask[0])
+    return x * (3 if large else 0.1), torch.ones_like(mask) if full else mask
+
+
+class Sides:
+    """A net trained by the plain loop, and a copy by a planned step."""
+
+    def __init__(self, loss: Loss, **options: object) -> None:
+        torch.manual_seed(0)
+        self.loss, self.plain = loss, Net()
+        self.managed = copy.deepcopy(self.plain)
+        self.optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in (self.plain, self.managed)]
+        self.accumulate = int(options.get("accumulate", 1))
+        self.step = overspill.train_step(
+            self.managed, loss, self.optimizers[1], **{"budget": "1GiB", "store": "host"} | options
+        )
+        self.step.tracker = LiveBytes(CPU)
+        self.seed = 0
+
+    def train(self, *inputs: Tensor) -> None:
+        """One step of both, with the same random numbers, and the same bits."""
+        self.seed += 1
+        torch.manual_seed(self.seed)
+        self.optimizers[0].zero_grad()
+        total = torch.zeros(())
+        for part in zip(*(i.chunk(self.accumulate) for i in inputs), strict=True):
+            loss = self.loss(self.plain, *part)
+            loss = loss if self.accumulate == 1 else loss / self.accumulate
+            loss.backward()
+            total = total + loss.detach()
+        self.optimizers[0].step()
+        after = torch.get_rng_state()
+        torch.manual_seed(self.seed)
+        assert same_bits(self.step(*inputs), total)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert differences(self.plain, self.optimizers[0], self.managed, self.optimizers[1]) == []
+
+
+def asks_all(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    y = net(x)
+    return y.square().mean() if mask.all() else (y * mask[:, None]).abs().mean()
+
+
+def asks_maximum(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net(x.clamp(-1, 1) if x.abs().max() > 2 else x).square().mean() + mask.sum()
+
+
+def asks_number(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net(x).square().sum() / mask.sum().item()
+
+
+def asks_rows(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    rows = mask.nonzero()[:, 0]
+    return net(x[rows]).square().mean() + rows.float().mean()
+
+
+def asks_mask_of_activations(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net(x)[mask].square().mean() + net(x).masked_select(mask[:, None]).exp().mean()
+
+
+def asks_two_masks(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    y = net(x)
+    y[mask] = 0.5  # an assignment has the shape that it had
+    return y[mask, :3].sum() + y[:, mask.repeat(2)[:12]].square().mean()
+
+
+def asks_classes(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    kinds, places = torch.unique(mask.long().cumsum(0), return_inverse=True)
+    return net(x)[:, : len(kinds)].square().mean() + places.float().mean()
+
+
+def asks_repeats(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net(x).repeat_interleave(mask.long() + 1, 0).square().mean()
+
+
+def asks_lengths(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    lengths = (mask.long() * 2 + 1).tolist()
+    return torch.stack([row[:n].sum() for row, n in zip(net(x), lengths, strict=True)]).square().mean()
+
+
+def asks_longest(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    spoken, lengths = net(x)[:, None].log_softmax(-1), mask.long().sum().clamp(max=3)[None]
+    return torch.nn.functional.ctc_loss(spoken, torch.tensor([[1, 2, 3]]), torch.tensor([8]), lengths)
+
+
+def asks_equality(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net(x).square().mean() if torch.equal(mask, torch.ones_like(mask)) else net(-x).square().mean()
+
+
+def asks_buffer(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    late = bool(net.calls % 2) if mask.any() else False
+    return net(x).square().mean() * (2 if late else 1) + (net.level > 0.1).all() * 0.5
+
+
+def asks_constant(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    causal = torch.ones(4, 4).tril().bool()
+    scale = 2.0 if causal.all() or net.limit > 1 else 1.0
+    return net(x).square().mean() * scale + mask.sum() * 0
+
+
+def asks_in_turn(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    kept = x[mask]
+    kept = kept[kept[:, 0] > 0]
+    return net(kept).square().sum() if len(kept) and kept.max() > 0.1 else net(x).square().sum()
+
+
+def asks_self_loops(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    nodes = torch.arange(len(x))
+    edges = torch.stack([nodes, (nodes + mask.long()) % len(x)])
+    edges = edges[:, edges[0] != edges[1]]
+    edges = torch.cat([edges, nodes.expand(2, -1)], 1)
+    y = net(x)
+    return torch.zeros_like(y).index_add(0, edges[1], y[edges[0]]).square().mean()
+
+
+def asks_encoder(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    seen = torch.where(mask, 0.0, -1.0).expand(8, 8).tril()
+    return net(ENCODER(net(x)[None], mask=seen)[0]).square().mean()
+
+
+torch.manual_seed(0)
+LAYER = nn.TransformerEncoderLayer(12, 2, 8, dropout=0.0, batch_first=True)
+ENCODER = nn.TransformerEncoder(LAYER, 1, enable_nested_tensor=False).requires_grad_(False)
+ASKED = {name.removeprefix("asks_"): loss for name, loss in list(globals().items()) if name.startswith("asks_")}
+BATCHES = [batch(1, full=True), batch(2), batch(3, full=True), batch(2, large=True), batch(1, full=True), batch(2)]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_step_goes_the_way_that_its_values_lead_and_plans_each_way_once(asked: str) -> None:
+    sides = Sides(ASKED[asked])
+    for one in BATCHES:
+        sides.train(*one)
+    planned = len(sides.step.plans)
+    for one in BATCHES[:2]:
+        sides.train(*one)
+    assert len(sides.step.plans) == planned <= 4
+    assert sides.step.peak_bytes <= max(plan.peak_bytes for plan in sides.step.plans)
+
+
+def test_what_no_input_leads_to_is_not_asked_again() -> None:
+    def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+        return net(x).square().mean() + (1.0 if torch.arange(4).sum() > 5 else 0.0) * mask.sum()
+
+    sides = Sides(loss)
+    with patch.object(guards, "_answers") as asked:
+        sides.train(*BATCHES[0])
+        sides.train(*BATCHES[1])
+    asked.assert_not_called()
+    assert len(sides.step.plans) == 1
+
+
+def test_all_answers_come_from_the_device_at_once() -> None:
+    def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+        scale = x.max().item() * 2 if mask.all() and x.abs().max() > 0.01 else len(mask.nonzero())
+        return net(x).square().mean() * scale
+
+    sides = Sides(loss)
+    sides.train(*BATCHES[0])
+    plain, transfers = Tensor.tolist, []
+
+    def told(self: Tensor) -> object:
+        transfers.append(self)
+        return plain(self)
+
+    with patch.object(Tensor, "tolist", told):
+        sides.train(*BATCHES[0])
+    (answers,) = transfers
+    assert len(answers) == 3
+
+
+@pytest.mark.long
+@settings(max_examples=12, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_no_batch_is_trained_by_a_stale_branch(data: st.DataObject) -> None:
+    loss = data.draw(st.sampled_from([asks_all, asks_rows, asks_in_turn, asks_buffer, asks_self_loops]))
+    drawn = st.tuples(st.integers(0, 3), st.booleans(), st.booleans())
+    sides = Sides(
+        loss, accumulate=data.draw(st.sampled_from([1, 2])), budget=data.draw(st.sampled_from(["1GiB", "smallest"]))
+    )
+    for seed, full, large in data.draw(st.lists(drawn, min_size=2, max_size=6)):
+        sides.train(*batch(seed, full=full, large=large))
+
+
+def test_micro_batches_may_have_other_answers_each() -> None:
+    sides = Sides(asks_all, accumulate=2)
+    half = torch.arange(8) < 4
+    for mask in (half, ~half, torch.ones(8, dtype=torch.bool), half):
+        sides.train(batch(1)[0], mask)
+
+
+def test_the_peak_has_room_for_what_a_large_mask_is_asked() -> None:
+    def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+        pairs = mask[:, None] & mask[None, :]
+        return net(x[:8]).square().mean() * (2 if (pairs.float() * 3).sum() > 4 else 1)
+
+    sides = Sides(loss, budget="smallest")
+    x, mask = torch.randn(8, 12), torch.arange(1000) > 3
+    sides.optimizers[0].zero_grad()
+    for _ in range(2):
+        sides.step(x, mask)
+    (plan,) = sides.step.plans
+    assert plan.peak_bytes > 4 * 1000 * 1000
+    assert sides.step.peak_bytes <= plan.peak_bytes
+
+
+def test_the_inputs_of_a_step_are_not_kept() -> None:
+    sides = Sides(asks_in_turn)
+    x, mask = batch(2)
+    sides.step(x, mask)
+    held = weakref.ref(x), weakref.ref(mask)
+    del x, mask
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+
+
+def test_more_answers_than_plans_are_refused_with_the_line_that_asks() -> None:
+    sides = Sides(lambda net, x, mask: net(x).square().mean() * x[0, 0].item() + mask.sum())
+    message = r"test_values.py, line \d+\).* 3 different answers.*torch.where"
+    with patch.object(plans, "MOST_ANSWERS", 3):
+        for seed in range(3):
+            sides.train(*batch(seed))
+        with pytest.raises(UnsupportedError, match=message):
+            sides.step(*batch(3))
+    assert not sides.step.is_unfinished
+
+
+def asks_activation(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    y = net(x)
+    return y.sum() if (y > 0).any() else y.mean()
+
+
+def asks_random(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net(x).sum() if torch.rand(()) > 0.5 else net(x).mean()
+
+
+def asks_experts(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    y = net(x)
+    rows = (y.argmax(1) == 1).nonzero()[:, 0]
+    return y.index_add(0, rows, net(x[rows])).mean()
+
+
+@pytest.mark.parametrize("loss", [asks_activation, asks_random, asks_experts])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_what_follows_from_parameters_or_chance_is_refused_with_its_line(loss: Loss, backend: str) -> None:
+    sides = Sides(loss, backend=backend)
+    message = r"parameters or random numbers \(.*test_values.py, line \d+\).*torch.where.*overspill.compile"
+    with pytest.raises(UnsupportedError, match=message) as raised:
+        sides.step(*batch(1))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_package_that_asks_is_named_with_the_users_line_that_calls_it() -> None:
+    def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+        return -torch.distributions.Categorical(logits=net(x)).log_prob(mask.long()).mean()
+
+    with pytest.raises(UnsupportedError, match=r"test_values.py, line \d+.*validate_args=False"):
+        Sides(loss).step(*batch(1))
+
+
+def test_without_a_real_batch_values_are_not_invented() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        net, x, mask = Net(), torch.empty(8, 12), torch.empty(8, dtype=torch.bool)
+    step = overspill.train_step(net, asks_all, torch.optim.SGD(net.parameters(), 0.1), budget="1GiB")
+    with pytest.raises(UnsupportedError, match=r"planned here without any; .*with a real batch"):
+        step.graph(x, mask)
+
+
+@pytest.mark.long
+def test_inductor_goes_the_way_that_values_lead_and_refuses_shapes_that_follow_from_them() -> None:
+    def stock() -> Iterator[tuple[Tensor, Net]]:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        ways: dict[bool, Callable[..., Tensor]] = {
+            True: torch.compile(lambda net, x, mask: net(x).square().mean(), dynamic=False),
+            False: torch.compile(lambda net, x, mask: (net(x) * mask[:, None]).abs().mean(), dynamic=False),
+        }
+        for seed, (x, mask) in enumerate(BATCHES[:3]):
+            torch.manual_seed(seed)
+            loss = ways[bool(mask.all())](net, x, mask)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach(), net
+
+    expected = list(stock())
+    sides = Sides(asks_all, backend="inductor")
+    for seed, (one, (loss, _)) in enumerate(zip(BATCHES[:3], expected, strict=True)):
+        torch.manual_seed(seed)
+        assert same_bits(sides.step(*one), loss)
+    assert all(map(same_bits, sides.managed.parameters(), expected[-1][1].parameters()))
+    with pytest.raises(UnsupportedError, match=r'test_values.py, line \d+.*backend="inductor".*use backend="eager"'):
+        Sides(asks_rows, backend="inductor").step(*BATCHES[1])
