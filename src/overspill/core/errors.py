@@ -66,6 +66,10 @@ class InfeasibleBudget(OverspillError):
         """The same error with `more` behind its message."""
         return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, more.strip("; "))})
 
+    def with_floor(self, floor_bytes: int) -> InfeasibleBudget:
+        """The same error where that is the smallest budget that works."""
+        return InfeasibleBudget(str(self), **_given(self) | {"floor_bytes": floor_bytes})
+
     def __reduce__(self) -> tuple[Any, ...]:
         """For processes that pass it on: arguments by keyword are not pickled by themselves."""
         return _rebuilt, (type(self), str(self), _given(self))

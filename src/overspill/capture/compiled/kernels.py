@@ -218,5 +218,19 @@ def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
         return int(RUN_AS[op](*args)[3].numel())
 
 
-FAKE: dict[Any, Callable[..., Any]] = {aten.mkldnn_rnn_layer.default: _fake_rnn_layer}
+def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+    """The layer's gradients, of which both biases have one of their own.
+
+    They share one in PyTorch's meta function until its results come out of the cache of fake tensors, where nothing is shared: the same
+    step would have another floor when it is captured again.
+    """
+    with mode:
+        x, w1, w2, b1, b2, hx, cx = torch._meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs)
+        return x, w1, w2, b1, torch.empty_like(b2), hx, cx
+
+
+FAKE: dict[Any, Callable[..., Any]] = {
+    aten.mkldnn_rnn_layer.default: _fake_rnn_layer,
+    aten.mkldnn_rnn_layer_backward.default: _fake_rnn_layer_backward,
+}
 """Fake implementations of our own."""

@@ -298,10 +298,7 @@ class Session(PlannedPeaks):
         room = self._rooms.get(kind, Room(pending_bytes=others))
         budget = self._budget.bytes_for(problem, room, kind, where, is_settled=kind in self._rooms, plans=self.plans)
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
-        with (
-            infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)),
-            self._told_of_others(),
-        ):
+        with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
             captured, plan, room, budget = self._made(problem, kind, room, budget, retained)
         if where.type == "cpu":
             self.place_live(where, budget)
@@ -341,21 +338,24 @@ class Session(PlannedPeaks):
                 room = Room(pending_bytes=retained)
                 self.pending.learn(kind, beside)
                 self._plan_anew(TOGETHER)
+            elif trains and retained:
+                raise error.with_floor(self._enough(problem, error.floor_bytes)) from None
             else:
                 raise
         return *self._within(problem, room if trains else ALONE, budget), room, budget
 
-    @contextmanager
-    def _told_of_others(self) -> Iterator[None]:
-        """Where several calls are beside one another, an InfeasibleBudget of one of them says how to find what is enough for all."""
-        try:
-            yield
-        except InfeasibleBudget as error:
-            if self._models <= 1 and not self._rooms:
-                raise
-            raise error.told(
-                '; for all calls beside one another more may be needed: budget="smallest" finds it'
-            ) from None
+    def _enough(self, problem: Problem[Any], budget: int) -> int:
+        """A budget with which a graph has a plan beside what the model's frames before it keep by their plans in that budget."""
+        before = {p.frame.id: self._problems[p.kind] for p in self._planned if self._is_before(p)}
+        while True:
+            pending = 0
+            try:
+                for each in (*before.values(), problem):
+                    pending = self._within(each, Room(pending_bytes=pending), budget)[1].retained_bytes
+            except InfeasibleBudget as error:
+                budget = max(error.floor_bytes, budget + 1)
+            else:
+                return budget
 
     def _within(self, problem: Problem[C], room: Room, budget: int) -> tuple[C, Plan]:
         """A graph and its plan within the budget, which on CUDA is that of a card. Raises InfeasibleBudget."""
@@ -418,8 +418,7 @@ class Session(PlannedPeaks):
             return False
         self._settled = self.accumulates, dict(known)
         self._problems = {kind: self._as_known(kind, problem) for kind, problem in self._problems.items()}
-        with self._told_of_others():
-            self._make_room(known)
+        self._make_room(known)
         return True
 
     def _settled_again(self, problem: Problem[Any], kind: Kind) -> Room:
@@ -443,9 +442,13 @@ class Session(PlannedPeaks):
         """What the model's other frames leave between their forward and their backward: of each, the most of any plan."""
         found: dict[int, int] = {}
         for planned in self._planned:
-            if planned.frame.id != frame.id and planned.part[0] == self._calling:
+            if planned.frame.id != frame.id and self._is_before(planned):
                 found[planned.frame.id] = max(found.get(planned.frame.id, 0), planned.retained_bytes)
         return sum(found.values())
+
+    def _is_before(self, planned: Planned) -> bool:
+        """Whether it is of the model that is called, and may keep something for its backward."""
+        return planned.part[0] == self._calling and planned.kind in self._problems
 
     def _tell_of_other_sessions(self, where: torch.device) -> None:
         """Warn where the plans of several sessions exceed the device together."""
