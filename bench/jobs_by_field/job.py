@@ -31,10 +31,11 @@ class Job:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def load(self) -> None:
-        """Import the libraries."""
+        """Import the libraries, and torchvision, which some import where it is there."""
         with without_fake_operators():
-            for name in self.needs:
-                importlib.import_module(name)
+            for name in ("torchvision", *self.needs):
+                if importlib.util.find_spec(name):
+                    importlib.import_module(name)
 
 
 JOBS: dict[str, Job] = {}

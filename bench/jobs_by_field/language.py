@@ -119,6 +119,101 @@ def t5(way: Way) -> Steps:
     return way.train(transformers.T5ForConditionalGeneration(config), own_loss, texts("padded"))
 
 
+@job("GPT-2 with tied weights and no dropout, position ids of packed texts", needs=HF)
+def gpt2_packed(way: Way) -> Steps:
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(4, -1)
+    batches = [batch | {"position_ids": positions} for batch in texts()]
+    return way.train(transformers.GPT2LMHeadModel(config), own_loss, batches)
+
+
+@job("Mamba", needs=HF)
+def mamba(way: Way) -> Steps:
+    import transformers
+
+    config = transformers.MambaConfig(
+        hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, use_mambapy=False,
+    )  # fmt: skip
+    return way.train(transformers.MambaForCausalLM(config), own_loss, texts(length=12))
+
+
+@job("Mamba 2", needs=HF)
+def mamba2(way: Way) -> Steps:
+    import transformers
+
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=VOCABULARY, num_heads=4, head_dim=16, n_groups=1,
+        chunk_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return way.train(transformers.Mamba2ForCausalLM(config), own_loss, texts(length=16))
+
+
+class Receptance(nn.Module):
+    """A layer after RWKV: a decaying sum over time, one step after the other."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.key, self.value, self.gate = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.decay, self.mix = nn.Parameter(torch.randn(width)), nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = F.pad(x, (0, 0, 1, -1))
+        mixed = x * self.mix + shifted * (1 - self.mix)
+        keys, values = self.key(mixed).clamp(max=10).exp(), self.value(mixed)
+        above, below = torch.zeros_like(x[:, 0]), torch.full_like(x[:, 0], 1e-6)
+        keep, out = torch.exp(-self.decay.exp()), []
+        for time in range(x.shape[1]):
+            above = above * keep + keys[:, time] * values[:, time]
+            below = below * keep + keys[:, time]
+            out.append(above / below)
+        return x + torch.sigmoid(self.gate(mixed)) * torch.stack(out, 1)
+
+
+@job("RWKV's recurrence, written as a loop over time")
+def rwkv(way: Way) -> Steps:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 32), Receptance(), Receptance(), nn.Linear(32, VOCABULARY))
+    return way.train(model, next_token, [tokens(4, 12) for _ in range(3)])
+
+
+class StateSpace(nn.Module):
+    """A diagonal state space of complex numbers, applied as a convolution by Fourier transforms (S4D)."""
+
+    def __init__(self, width: int = 16, states: int = 8) -> None:
+        super().__init__()
+        self.log_decay, self.turn = nn.Parameter(torch.rand(width, states)), nn.Parameter(torch.randn(width, states))
+        self.mixing, self.out = nn.Parameter(torch.randn(width, states, 2)), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        poles = torch.complex(-self.log_decay.exp(), self.turn)
+        powers = torch.exp(poles[..., None] * torch.arange(length, device=x.device) * 0.1)
+        kernel = torch.einsum("wn,wnl->wl", torch.view_as_complex(self.mixing), powers).real
+        spectrum = torch.fft.rfft(x.mT, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+        return x + self.out(F.gelu(torch.fft.irfft(spectrum, n=2 * length)[..., :length].mT))
+
+
+@job("state space layers by Fourier transforms (S4D)")
+def state_space(way: Way) -> Steps:
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 16), StateSpace(), StateSpace(), nn.Linear(16, VOCABULARY))
+    return way.train(model, next_token, [tokens(4, 24) for _ in range(3)])
+
+
+@job("texts of several lengths as a jagged nested tensor")
+def nested(way: Way) -> Steps:
+    def loss(model: nn.Module, *rows: Tensor) -> Tensor:
+        jagged = torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+        return torch.nested.to_padded_tensor(model(jagged), 0.0).square().mean()
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    return way.train(model, loss, [(torch.randn(7, 16), torch.randn(12, 16)) for _ in range(3)])
+
+
 class Recurrent(nn.Module):
     """An LSTM of two layers with dropout between them, over tokens."""
 
@@ -137,6 +232,31 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@job("LSTM language model with dropout")
+@job("LSTM language model with dropout, a last short batch")
 def lstm(way: Way) -> Steps:
-    return way.train(Recurrent(), next_token, [tokens(8, 20) for _ in range(3)])
+    return way.train(Recurrent(), next_token, [tokens(batch, 20) for batch in (8, 8, 8, 3)])
+
+
+@job("nn.Transformer from sequence to sequence, with its dropout and masks")
+def transformer(way: Way) -> Steps:
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, 32)
+            self.both = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+            self.head = nn.Linear(32, VOCABULARY)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            later = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+            padded = source == 0
+            return self.head(
+                self.both(
+                    self.embed(source), self.embed(target), tgt_mask=later, src_key_padding_mask=padded,
+                    memory_key_padding_mask=padded, tgt_is_causal=True,
+                )
+            )  # fmt: skip
+
+    def loss(model: nn.Module, source: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+
+    return way.train(Translator(), loss, [(F.pad(tokens(4, 10), (0, 2)), tokens(4, 9)) for _ in range(3)])
