@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ SHARE = 0.7
 MOST_TRIED = 8
 GRADIENT = "gradient of "
 
+T = TypeVar("T")
 Numbers = list[dict[str, Tensor]]
 """After each step all that is compared, by name."""
 
@@ -74,7 +75,8 @@ def judge(job: Job, way: str, *, loud: bool = False) -> Outcome:
     found = Outcome.of(job, way, IDENTICAL)
     ran = None
     try:
-        ran, found = _within_budget(job, made[1], found)
+        ran, budget, vain = named_budgets(lambda budget: run(job, made[1](budget)))
+        found = replace(found, budget=budget, named_in_vain=vain)
     except Exception as error:  # noqa: BLE001 - what ends in any error is told
         if loud:
             traceback.print_exc()
@@ -93,12 +95,15 @@ def judge(job: Job, way: str, *, loud: bool = False) -> Outcome:
     return replace(found, seconds=time.perf_counter() - begun)
 
 
-def _within_budget(job: Job, made: Callable[[float], Way], found: Outcome) -> tuple[Ran, Outcome]:
-    """A run within the first budget that is not refused, of those that refusals name, and which one that was."""
+def named_budgets(train: Callable[[float], T]) -> tuple[T, float, int]:
+    """What `train` makes of the first budget that it does not refuse, of 70 % and those that refusals name.
+
+    And which one that is, and how many that were named were refused. Raises the last refusal where all are.
+    """
     budget: float = SHARE
     for tried in range(MOST_TRIED):
         try:
-            return run(job, made(budget)), replace(found, budget=budget, named_in_vain=max(0, tried - 1))
+            return train(budget), budget, max(0, tried - 1)
         except InfeasibleBudget as error:
             if error.floor_bytes <= budget or tried == MOST_TRIED - 1:
                 raise

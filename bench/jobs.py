@@ -2,6 +2,7 @@
 
     python bench/jobs.py [--jobs NAME,…] [--ways NAME,…] [--processes 2] [--json FILE]
     python bench/jobs.py --list
+    python bench/jobs.py --first-step [--rounds 3] [--jobs NAME,…] [--json FILE]
     python bench/jobs.py --read bench/results/jobs.json
 
 The jobs are in `jobs_by_field/`, three or four steps each. By `compile` and `train_step` a job is compared with plain
@@ -16,15 +17,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import multiprocessing
 import os
-import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OVERSPILL_EFFORT", "0.1")  # the bits are asked for, not the best of plans
@@ -33,6 +31,9 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch
 import torch._inductor.compile_fx
+from job_first_steps import SIDES, Row, first_step
+from job_first_steps import table as first_step_table
+from job_processes import each
 from job_trials import CRASH, IDENTICAL, KINDS, NOT_INSTALLED, Outcome, judge, row
 from jobs_by_field import JOBS
 from jobs_by_field.job import Job
@@ -40,7 +41,6 @@ from jobs_by_field.ways import WAYS
 from paired import json_record
 
 Case = tuple[Job, str]
-Running = dict[Connection, tuple[Case, BaseProcess, float]]
 LIBRARIES = ("transformers", "peft", "timm", "diffusers", "torch_geometric", "monai", "torchvision")
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     """Run jobs, or print a record."""
     options = _options()
     if options.read is not None:
-        print(table(read(options.read)))
+        print_record(options.read)
         return
     if options.list:
         print(*(f"{job.name:28s} {job.field:15s} {job.about}" for job in JOBS.values()), sep="\n")
@@ -57,16 +57,51 @@ def main() -> None:
     warnings.simplefilter("ignore")
     cases = [(JOBS[name], way) for name in options.jobs for way in options.ways]
     _load(job for job, _ in cases)
+    if options.first_step:
+        time_first_steps([JOBS[name] for name in options.jobs if JOBS[name].deep], options)
+        return
     found = {(o.job, o.way): o for o in read(options.json)} if options.json and options.json.exists() else {}
-    ran = []
-    for outcome in outcomes(cases, options.processes, options.seconds, loud=options.verbose):
+    ran: list[Outcome] = []
+    for outcome in outcomes(cases, options):
         ran.append(outcome)
         print(f"{len(ran):3d}/{len(cases)} {outcome.seconds:5.1f} s  {told(outcome)}", flush=True)
         if options.json:
             found[outcome.job, outcome.way] = outcome
             rows = [row(found[name, way]) for name in JOBS for way in WAYS if (name, way) in found]
-            options.json.write_text(json_record(torch.device("cpu"), libraries=_versions(), jobs=rows))
+            record(options.json, jobs=rows)
     print(summary(ran))
+
+
+def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Outcome]:
+    """The outcome of each case, as they come."""
+    for job, way in cases:
+        if job.missing:
+            yield Outcome.of(job, way, NOT_INSTALLED, ", ".join(job.missing))
+    there = [case for case in cases if not case[0].missing]
+    for case, found in each(there, judge, options.processes, options.seconds, loud=options.verbose):
+        yield Outcome.of(*case, CRASH, found) if isinstance(found, str) else found
+
+
+def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """Time the first steps of jobs at real depth, one process after the other, and record them."""
+    rows: list[Row] = []
+    cases = [(job, side) for job in jobs for _ in range(options.rounds) for side in SIDES]
+    for (job, side), found in each(cases, first_step, 1, 2 * options.seconds, loud=options.verbose):
+        rows.append(
+            {"job": job.name, "layers": job.deep, "side": side}
+            | ({"error": found} if isinstance(found, str) else found)
+        )
+        print(f"{len(rows):3d}/{len(cases)} {rows[-1]}", flush=True)
+        if options.json:
+            record(options.json, first_steps=rows)
+    print(first_step_table(rows))
+
+
+def record(path: Path, **rows: Any) -> None:
+    """Write `rows`; those of the other kind that are there stay."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = {name: kept[name] for name in ("jobs", "first_steps") if name in kept}
+    path.write_text(json_record(torch.device("cpu"), libraries=_versions(), **kept | rows))
 
 
 def _options() -> argparse.Namespace:
@@ -75,6 +110,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ways", default=",".join(WAYS), metavar="NAME,…")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300.0, help="a job that takes longer is a crash")
+    parser.add_argument(
+        "--first-step", action="store_true", help="time first steps of eight jobs at real depth instead"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="how often each side's first step is timed")
     parser.add_argument("--verbose", action="store_true", help="with all that the jobs print, and tracebacks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to add to")
     parser.add_argument("--read", type=Path, metavar="FILE", help="print the tables of a record, and run nothing")
@@ -95,57 +134,6 @@ def _load(jobs: Iterable[Job]) -> None:
             job.load()
 
 
-def outcomes(cases: Sequence[Case], processes: int, seconds: float, *, loud: bool = False) -> Iterator[Outcome]:
-    """The outcome of each case, as they come, so many at once."""
-    waiting = deque(cases)
-    running: Running = {}
-    while waiting or running:
-        while waiting and len(running) < processes:
-            job, way = waiting.popleft()
-            if missing := job.missing:
-                yield Outcome.of(job, way, NOT_INSTALLED, ", ".join(missing))
-            else:
-                connection, process = _started(job, way, loud=loud)
-                running[connection] = (job, way), process, time.perf_counter()
-        answered = wait(list(running), timeout=1.0)
-        for connection, ((job, way), process, begun) in list(running.items()):
-            late = time.perf_counter() - begun > seconds
-            if connection in answered or late:
-                del running[connection]
-                yield _ended(connection, process, (job, way), seconds, late=late)
-
-
-def _started(job: Job, way: str, *, loud: bool) -> tuple[Connection, BaseProcess]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, job, way, loud), daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
-
-
-def _run(connection: Connection, job: Job, way: str, loud: bool) -> None:
-    if not loud:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(nowhere, stream)
-    connection.send(judge(job, way, loud=loud))
-
-
-def _ended(connection: Connection, process: BaseProcess, case: Case, seconds: float, *, late: bool) -> Outcome:
-    """The outcome that a process sent, or what became of it."""
-    try:
-        return connection.recv() if connection.poll() else Outcome.of(*case, CRASH, f"no answer in {seconds:.0f} s")
-    except EOFError:
-        process.join()
-        return Outcome.of(*case, CRASH, f"the process ended with {process.exitcode}")
-    finally:
-        if late:
-            process.kill()
-        process.join()
-        connection.close()
-
-
 def _versions() -> dict[str, str]:
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     return {name: found[name] for name in LIBRARIES if name in found}
@@ -153,7 +141,14 @@ def _versions() -> dict[str, str]:
 
 def read(path: Path) -> list[Outcome]:
     """The outcomes of a record."""
-    return [Outcome(**found) for found in json.loads(path.read_text())["jobs"]]
+    return [Outcome(**found) for found in json.loads(path.read_text()).get("jobs", [])]
+
+
+def print_record(path: Path) -> None:
+    """Print the tables of what a record has."""
+    print(table(read(path)))
+    if first_steps := json.loads(path.read_text()).get("first_steps"):
+        print(f"\n{first_step_table(first_steps)}")
 
 
 def told(outcome: Outcome) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .finetuning import mean_square
 from .job import job
-from .language import HF, SIZES, own_loss, texts
+from .language import HF, own_loss, sizes, texts
 from .ways import Steps, Way
 
 
@@ -70,7 +70,7 @@ def qwen3_moe(way: Way) -> Steps:
     import transformers
 
     config = transformers.Qwen3MoeConfig(
-        **SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
+        **sizes(), num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
     )
     return way.train(transformers.Qwen3MoeForCausalLM(config), own_loss, texts())
 
@@ -79,5 +79,5 @@ def qwen3_moe(way: Way) -> Steps:
 def mixtral(way: Way) -> Steps:
     import transformers
 
-    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    config = transformers.MixtralConfig(**sizes(), num_key_value_heads=2, num_local_experts=4)
     return way.train(transformers.MixtralForCausalLM(config), own_loss, texts("padded"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .job import job
-from .language import HF, SIZES, VOCABULARY, llama, next_token, own_loss, texts, tokens
+from .language import HF, VOCABULARY, llama, next_token, own_loss, sizes, texts, tokens
 from .ways import Steps, Way
 
 PEFT = (*HF, "peft")
@@ -29,9 +29,9 @@ def llama_lora(way: Way) -> Steps:
     return way.train(with_lora(llama()), own_loss, texts())
 
 
-@job("Llama with LoRA and its dropout, gradient checkpointing, a padding mask", needs=PEFT)
-def llama_lora_checkpointed(way: Way) -> Steps:
-    model = llama(use_cache=False)
+@job("Llama with LoRA and its dropout, gradient checkpointing, a padding mask", needs=PEFT, deep=16)
+def llama_lora_checkpointed(way: Way, layers: int = 2) -> Steps:
+    model = llama(layers, use_cache=False)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     return way.train(with_lora(model, 0.05, ["q_proj", "v_proj"]), own_loss, texts("padded"))
@@ -64,7 +64,7 @@ def llama_accumulated(way: Way) -> Steps:
 def bert_lora_reentrant(way: Way) -> Steps:
     import transformers
 
-    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = transformers.BertConfig(**sizes(), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = transformers.BertForMaskedLM(config)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -179,7 +179,7 @@ def soft_prompt(way: Way) -> Steps:
         def __init__(self) -> None:
             super().__init__()
             self.base = llama().requires_grad_(False)
-            self.prompt = nn.Parameter(torch.randn(4, SIZES["hidden_size"]))
+            self.prompt = nn.Parameter(torch.randn(4, sizes()["hidden_size"]))
 
         def forward(self, ids: Tensor) -> Tensor:
             words = self.base.get_input_embeddings()(ids)

@@ -95,13 +95,13 @@ class DiffusionBlock(nn.Module):
         return x + gate_mlp * self.mlp(self.norm(x) * (1 + scale_mlp) + shift_mlp)
 
 
-@job("diffusion transformer, flow matching, times and noise drawn in the loss")
-def diffusion_transformer(way: Way) -> Steps:
+@job("diffusion transformer, flow matching, times and noise drawn in the loss", deep=24)
+def diffusion_transformer(way: Way, layers: int = 3) -> Steps:
     class Transformer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.into, self.time, self.out = nn.Linear(8, 32), nn.Linear(1, 32), nn.Linear(32, 8)
-            self.blocks = nn.ModuleList(DiffusionBlock() for _ in range(3))
+            self.blocks = nn.ModuleList(DiffusionBlock() for _ in range(layers))
 
         def forward(self, x: Tensor, time: Tensor) -> Tensor:
             x, time = self.into(x), self.time(time[:, None])

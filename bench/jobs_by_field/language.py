@@ -12,9 +12,6 @@ from .job import job
 from .ways import Steps, Way
 
 VOCABULARY = 128
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": VOCABULARY,
-}  # fmt: skip
 HF = ("transformers",)
 
 
@@ -43,11 +40,19 @@ def own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def llama(**more: Any) -> nn.Module:
+def sizes(layers: int = 2) -> dict[str, int]:
+    """The sizes of small configurations, of so many layers."""
+    return {
+        "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": VOCABULARY,
+    }  # fmt: skip
+
+
+def llama(layers: int = 2, **more: Any) -> nn.Module:
     """A small Llama."""
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **more))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(layers), num_key_value_heads=2, **more))
 
 
 @job("Llama", needs=HF)
@@ -55,9 +60,9 @@ def llama_plain(way: Way) -> Steps:
     return way.train(llama(), own_loss, texts())
 
 
-@job("Llama, a padding mask", needs=HF)
-def llama_padded(way: Way) -> Steps:
-    return way.train(llama(), own_loss, texts("padded"))
+@job("Llama, a padding mask", needs=HF, deep=16)
+def llama_padded(way: Way, layers: int = 2) -> Steps:
+    return way.train(llama(layers), own_loss, texts("padded"))
 
 
 @job("Llama, a mask of ones", needs=HF)
@@ -76,11 +81,11 @@ def llama_eager_attention(way: Way) -> Steps:
     return way.train(llama(attn_implementation="eager"), own_loss, texts("padded"))
 
 
-@job("Qwen3, a padding mask", needs=HF)
-def qwen3(way: Way) -> Steps:
+@job("Qwen3, a padding mask", needs=HF, deep=28)
+def qwen3(way: Way, layers: int = 2) -> Steps:
     import transformers
 
-    config = transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16)
+    config = transformers.Qwen3Config(**sizes(layers), num_key_value_heads=2, head_dim=16)
     return way.train(transformers.Qwen3ForCausalLM(config), own_loss, texts("padded"))
 
 
@@ -88,25 +93,25 @@ def qwen3(way: Way) -> Steps:
 def gemma3(way: Way) -> Steps:
     import transformers
 
-    config = transformers.Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=16, sliding_window=16)
+    config = transformers.Gemma3TextConfig(**sizes(), num_key_value_heads=2, head_dim=16, sliding_window=16)
     return way.train(transformers.Gemma3ForCausalLM(config), own_loss, texts("padded"))
 
 
-@job("GPT-2 with its dropouts, a padding mask", needs=HF)
-def gpt2(way: Way) -> Steps:
+@job("GPT-2 with its dropouts, a padding mask", needs=HF, deep=12)
+def gpt2(way: Way, layers: int = 2) -> Steps:
     import transformers
 
     config = transformers.GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
+        n_embd=64, n_layer=layers, n_head=4, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
     )
     return way.train(transformers.GPT2LMHeadModel(config), own_loss, texts("padded"))
 
 
-@job("BERT with its dropouts, a padding mask", needs=HF)
-def bert(way: Way) -> Steps:
+@job("BERT with its dropouts, a padding mask", needs=HF, deep=12)
+def bert(way: Way, layers: int = 2) -> Steps:
     import transformers
 
-    return way.train(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), own_loss, texts("padded"))
+    return way.train(transformers.BertForMaskedLM(transformers.BertConfig(**sizes(layers))), own_loss, texts("padded"))
 
 
 @job("T5, a padding mask", needs=HF)

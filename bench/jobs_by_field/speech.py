@@ -99,13 +99,13 @@ class Conformer(nn.Module):
         return self.last(x + 0.5 * self.after(x))
 
 
-@job("Conformer on spectrograms of the sound, with CTC and dropouts")
-def conformer(way: Way) -> Steps:
+@job("Conformer on spectrograms of the sound, with CTC and dropouts", deep=16)
+def conformer(way: Way, layers: int = 2) -> Steps:
     class Listening(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("window", torch.hann_window(64))
-            self.into, self.blocks = nn.Linear(33, 32), nn.Sequential(Conformer(), Conformer())
+            self.into, self.blocks = nn.Linear(33, 32), nn.Sequential(*(Conformer() for _ in range(layers)))
             self.head = nn.Linear(32, 12)
 
         def forward(self, sound: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ def classification(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-@job("ViT of transformers", needs=HF)
-def vit(way: Way) -> Steps:
+@job("ViT of transformers", needs=HF, deep=12)
+def vit(way: Way, layers: int = 3) -> Steps:
     import transformers
 
     config = transformers.ViTConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, image_size=32, patch_size=8,
-        num_labels=10,
+        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=128, image_size=32,
+        patch_size=8, num_labels=10,
     )  # fmt: skip
     batches = [{"pixel_values": images, "labels": labels} for images, labels in labelled(32, 8)]
     return way.train(transformers.ViTForImageClassification(config), own_loss, batches)

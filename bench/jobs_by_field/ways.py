@@ -8,6 +8,7 @@ one argument is a `Way`, by which alone the runs of a job differ: `way.train(mod
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ class Way:
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.begun = 0.0
+        """When the model was there, and training began."""
 
     def train(self, model: nn.Module, loss: Loss, batches: Iterable[Any], optimizer: Optimizer | None = None) -> Steps:
         """The losses of a loop over batches: each a tuple of what the loss is given behind the model, or that itself."""
@@ -54,6 +57,7 @@ class Way:
         accumulate: int = 1,
     ) -> Callable[..., Tensor]:
         """What takes a step on a batch, in as many micro-batches as gradients are accumulated over, and returns the loss."""
+        self.begun = self.begun or time.perf_counter()
         model.train()
         used = optimizer or adamw(model)
         self.models.append(model)
