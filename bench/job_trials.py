@@ -68,7 +68,7 @@ class Ran:
     partitions: set[float | None]
 
 
-def judge(job: Job, way: str, *, loud: bool = False) -> Outcome:
+def judge(job: Job, way: str) -> Outcome:
     """Train `job` by `way` within 70 % of its memory, or within what the refusal of that names, and compare."""
     begun = time.perf_counter()
     made = WAYS[way]
@@ -78,8 +78,7 @@ def judge(job: Job, way: str, *, loud: bool = False) -> Outcome:
         ran, budget, vain = named_budgets(lambda budget: run(job, made[1](budget)))
         found = replace(found, budget=budget, named_in_vain=vain)
     except Exception as error:  # noqa: BLE001 - what ends in any error is told
-        if loud:
-            traceback.print_exc()
+        traceback.print_exc()
         kind = REFUSED if isinstance(error, OverspillError) else CRASH
         found = replace(found, kind=kind, error=type(error).__name__, said=_line(error))
         forgetful(error)

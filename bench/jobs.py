@@ -78,8 +78,8 @@ def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Out
         if job.missing:
             yield Outcome.of(job, way, NOT_INSTALLED, ", ".join(job.missing))
     there = [case for case in cases if not case[0].missing]
-    for case, found in each(there, judge, options.processes, options.seconds, loud=options.verbose):
-        yield Outcome.of(*case, CRASH, found) if isinstance(found, str) else found
+    for (job, way), found in each(there, judge, options.processes, options.seconds, loud=options.verbose):
+        yield Outcome.of(job, way, CRASH, found) if isinstance(found, str) else found
 
 
 def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:

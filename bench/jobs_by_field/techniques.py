@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -119,7 +119,6 @@ class Square(torch.autograd.Function):
         return x.square()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x.to(gradient.dtype) * gradient
