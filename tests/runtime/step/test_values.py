@@ -339,3 +339,22 @@ def test_inductor_goes_the_way_that_values_lead_and_refuses_shapes_that_follow_f
     assert all(map(same_bits, sides.managed.parameters(), expected[-1][1].parameters()))
     with pytest.raises(UnsupportedError, match=r'test_values.py, line \d+.*backend="inductor".*use backend="eager"'):
         Sides(asks_rows, backend="inductor").step(*BATCHES[1])
+
+
+def asks_whether_compiled(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    told = torch.compiler.is_compiling() + 2 * torch.compiler.is_dynamo_compiling() + 4 * torch.compiler.is_exporting()
+    told = (
+        told
+        + 8 * torch._dynamo.is_compiling()
+        + 16 * torch.jit.is_tracing()
+        + 32 * torch.fx._symbolic_trace.is_fx_tracing()
+    )
+    return net(x).sum() * 0 + told + mask.sum() * 0
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_code_that_asks_whether_it_is_compiled_is_told_what_the_reference_tells_it(backend: str) -> None:
+    reference = asks_whether_compiled if backend == "eager" else torch.compile(asks_whether_compiled, dynamic=False)
+    expected = reference(Net(), *batch(1)).item()
+    assert (expected > 0) == (backend == "inductor")
+    assert Sides(asks_whether_compiled, backend=backend).step(*batch(1)).item() == expected

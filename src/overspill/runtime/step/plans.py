@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.capture.compiled.backward import Backward
+from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storage_bytes, storages
@@ -460,7 +461,8 @@ class StepPlans:
         """The step `function` as aten ops, and the Python that it follows from."""
 
         def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
-            return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere, named=readable)
+            with told(compiles=False):
+                return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere, named=readable)
 
         found, python = watched(
             lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code

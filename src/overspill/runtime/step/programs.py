@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.backward import Backward
+from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.step_joint import joint_of_step, returned
 from overspill.core.errors import UnsupportedError
@@ -43,7 +41,7 @@ def step_programs(
     The step is a function of `module`, and the first `lasting` values are parameters and buffers. `partition` is that of
     the Options; `backward` checks what gets gradients. Raises UnsupportedError.
     """
-    with _compiling():
+    with told(compiles=True):
         watched_joint, python = watched(
             lambda begin: joint_of_step(after(begin, step), module, values, backward), lambda joint: joint.module.code
         )
@@ -57,7 +55,7 @@ def step_programs(
 
     def by_partition() -> Iterator[StepPrograms]:
         while True:
-            with _compiling(), backward.followed():
+            with told(compiles=True), backward.followed():
                 if (found := next(made, None)) is None:
                     return
             backward.check(found.joint)
@@ -87,18 +85,3 @@ def _graph_of(step: Step, takes: int, returns: int) -> fx.GraphModule:
     called = graph.call_function(step_of_overspill, values)
     graph.output(tuple(graph.call_function(operator.getitem, (called, i)) for i in range(returns)))
     return fx.GraphModule(nn.Module(), graph)
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """While this lasts models that ask are told that they are compiled, as under `torch.compile`; those of other threads are not."""
-    plain, me = torch.compiler.is_compiling, get_ident()
-
-    def is_compiling() -> bool:
-        return get_ident() == me or plain()
-
-    torch.compiler.is_compiling = is_compiling
-    try:
-        yield
-    finally:
-        torch.compiler.is_compiling = plain
