@@ -195,23 +195,27 @@ def test_what_no_input_leads_to_is_not_asked_again() -> None:
     assert len(sides.step.plans) == 1
 
 
-def test_all_answers_come_from_the_device_at_once() -> None:
-    def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
-        scale = x.max().item() * 2 if mask.all() and x.abs().max() > 0.01 else len(mask.nonzero())
-        return net(x).square().mean() * scale
+def test_all_answers_come_from_a_device_in_one_transfer() -> None:
+    values = [
+        torch.tensor(True),
+        torch.tensor(-0.0),
+        (torch.tensor(2**53 + 1), torch.zeros(3, 2)),
+        torch.tensor(1 + 2j),
+        7,
+    ]
+    values.append(torch.tensor(1.5, dtype=torch.bfloat16))
+    expected = [(1,), ("-0x0.0p+0",), (2**53 + 1, (3, 2)), (((1.0).hex(), (2.0).hex()),), (7,), ((1.5).hex(),)]
+    assert guards._answers(values) == expected
+    plain, transfers = Tensor.cpu, []
 
-    sides = Sides(loss)
-    sides.train(*BATCHES[0])
-    plain, transfers = Tensor.tolist, []
-
-    def told(self: Tensor) -> object:
+    def moved(self: Tensor) -> Tensor:
         transfers.append(self)
         return plain(self)
 
-    with patch.object(Tensor, "tolist", told):
-        sides.train(*BATCHES[0])
-    (answers,) = transfers
-    assert len(answers) == 3
+    elsewhere = patch.object(Tensor, "is_cpu", property(lambda _: False))
+    with elsewhere, patch.object(Tensor, "cpu", moved):
+        assert guards._answers(values) == expected
+    assert len(transfers) == 1
 
 
 @pytest.mark.long

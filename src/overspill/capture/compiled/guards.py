@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 Answer = tuple[Any, ...]
-"""A number for each value of an answer, which two equal values have in common: `word`, and the shape of what is no scalar."""
+"""The `word` of each value of an answer."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Guards:
             return None
         with torch.no_grad(), torch._C._DisableAutocast():
             try:
-                values = self.program(*(given[position] for position in self.takes))
+                values = self.program.forward(*(given[position] for position in self.takes))
             except (RuntimeError, IndexError):
                 # Behind another answer a step goes another way; its own capture says what is wrong, if anything is.
                 return self.places[0]
@@ -78,39 +78,31 @@ class Guards:
 
 
 def word(value: Any) -> Any:
-    """What stands for a value that was read: for a scalar, an integer with the same bits; the shape of any other tensor."""
-    scalar = _as_int64(value)
-    return tuple(value.shape) if scalar is None else int(scalar)
-
-
-def _as_int64(value: Any) -> Tensor | None:
-    if not isinstance(value, Tensor):
-        value = torch.tensor(value)
-    if value.numel() != 1 or value.dim():
-        return None
-    if value.is_complex():
-        value = value.to(torch.complex64).view(torch.float64)
-    return value.double().view(torch.int64) if value.is_floating_point() else value.long()
+    """What stands for a value that was read: for a scalar what no other bits have, for any other tensor its shape."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            return tuple(value.shape)
+        value = value.item()
+    if isinstance(value, complex):
+        return value.real.hex(), value.imag.hex()
+    return value.hex() if isinstance(value, float) else int(value)
 
 
 def _answers(values: Iterable[Any]) -> list[Answer]:
-    """The answers, all scalars of a device in one transfer from it."""
-    found: list[list[Any]] = []
-    scalars: dict[torch.device, list[tuple[list[Any], int, Tensor]]] = {}
-    for value in values:
-        found.append([])
-        for leaf in tree_leaves(value):
-            scalar = _as_int64(leaf)
-            if scalar is None:
-                found[-1].append(tuple(leaf.shape))
-            else:
-                scalars.setdefault(scalar.device, []).append((found[-1], len(found[-1]), scalar))
-                found[-1].append(None)
-    for of_device in scalars.values():
-        numbers = torch.stack([scalar for *_, scalar in of_device]).tolist()
-        for (answer, place, _), number in zip(of_device, numbers, strict=True):
-            answer[place] = number
-    return [tuple(answer) for answer in found]
+    """The answers, all scalars of another device in one transfer from it."""
+    answers = [tree_leaves(value) for value in values]
+    scalars = [leaf for answer in answers for leaf in answer if isinstance(leaf, Tensor) and not leaf.dim()]
+    if any(not scalar.is_cpu for scalar in scalars):
+        here = dict(zip(map(id, scalars), _transferred(scalars), strict=True))
+        answers = [[here.get(id(leaf), leaf) for leaf in answer] for answer in answers]
+    return [tuple(map(word, answer)) for answer in answers]
+
+
+def _transferred(scalars: Sequence[Tensor]) -> list[Tensor]:
+    """The scalars on the CPU."""
+    packed = torch.cat([scalar.reshape(1).view(torch.uint8) for scalar in scalars]).cpu()
+    parts = packed.split([scalar.element_size() for scalar in scalars])
+    return [part.clone().view(scalar.dtype)[0] for part, scalar in zip(parts, scalars, strict=True)]
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
