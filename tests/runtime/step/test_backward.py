@@ -107,6 +107,12 @@ def of_no_input_with_gradient(net: Net, x: Tensor) -> Tensor:
     return net.c(again(net.inner, x))
 
 
+def with_a_look_at_the_input(net: Net, x: Tensor) -> Tensor:
+    return net.c(
+        again(lambda h: net.b(h) if x.mean() > 5 else net.b(h).sin(), again(net.a, x.detach().requires_grad_()))
+    )
+
+
 def with_dropout(net: Net, x: Tensor) -> Tensor:
     return net.c(again(net.noisy, net.a(x)))
 
@@ -138,7 +144,7 @@ def by_an_attack_on_the_input(net: Net, x: Tensor) -> Tensor:
 
 BY_CHECKPOINTS = [
     with_a_dummy, with_a_frozen_start, behind_a_trained_layer, with_shared_weights, with_an_output_changed_in_place,
-    with_several_outputs, within_one_another, of_no_input_with_gradient, with_dropout, under_autocast,
+    with_several_outputs, within_one_another, of_no_input_with_gradient, with_a_look_at_the_input, with_dropout, under_autocast,
 ]  # fmt: skip
 BY_OTHERS = [
     by_a_function_that_adds_to_grad,

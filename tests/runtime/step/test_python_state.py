@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
+import logging
 import math
 import random
+import sysconfig
+import threading
 import types
 from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,6 +98,112 @@ def test_an_iterator_that_forward_reads_is_refused() -> None:
     model.numbers = itertools.count(1)
     with pytest.raises(UnsupportedError, match=r"Plus\.numbers is an iterator"):
         step_of(model, optimizer)(*batch())
+
+
+@pytest.mark.parametrize(
+    ("advancing", "draw"),
+    [
+        (lambda: iter([2.0, 3.0, 4.0, 5.0, 6.0]), next),
+        (lambda: map(float, itertools.count()), next),
+        (lambda: (float(n) for n in range(9)), next),
+        (lambda: random.Random(1), lambda drawn: drawn.random()),
+        (lambda: np.random.default_rng(1), lambda drawn: float(drawn.random())),
+        (lambda: np.random.RandomState(1), lambda drawn: float(drawn.rand())),
+    ],
+)
+def test_what_each_step_would_advance_is_refused_where_it_advances(advancing: Any, draw: Any) -> None:
+    model, optimizer = made(lambda m, y: y * draw(m.config["numbers"]))
+    model.config = {"numbers": advancing()}
+    with pytest.raises(UnsupportedError, match=r"Plus\.config is an iterator or a random generator"):
+        step_of(model, optimizer)(*batch())
+    model, optimizer = made(lambda m, y: y * len(m.config))
+    model.config = {"numbers": advancing()}
+    assert step_of(model, optimizer)(*batch()).isfinite()
+
+
+LOG = logging.getLogger("of a model")
+LOCK = threading.Lock()
+FILE = io.StringIO()
+SCALE: ContextVar[float] = ContextVar("scale", default=1.0)
+
+
+@functools.lru_cache
+def cached(width: int) -> float:
+    return width * FACTOR
+
+
+class Scales:
+    """An object that the step makes for itself."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return helper(y * self.by)
+
+
+def logs(_: Plus, y: Tensor) -> Tensor:
+    LOG.debug("shape %s", y.shape)
+    with LOCK:
+        print(y.shape, file=FILE)
+        return y * cached(y.shape[1]) if LOG.isEnabledFor(logging.WARNING) else y
+
+
+def test_a_forward_that_logs_locks_writes_and_caches_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOG, "handlers", [logging.StreamHandler(FILE)])
+    monkeypatch.setattr(LOG, "level", logging.DEBUG)
+    model, optimizer = made(logs)
+    step = step_of(model, optimizer)
+    assert all(step(*batch()).isfinite() for _ in range(3))
+    assert len(step.plans) == 1
+
+
+def test_a_context_variable_is_followed() -> None:
+    model, optimizer = made(lambda _, y: y * SCALE.get())
+    step = step_of(model, optimizer)
+    step(*batch())
+    token = SCALE.set(0.0)
+    assert step(*batch()).item() == pytest.approx(math.log(3))
+    SCALE.reset(token)
+
+
+def test_a_class_whose_objects_the_step_makes_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made(lambda _, y: Scales(1.0)(y))
+    step = step_of(model, optimizer)
+    step(*batch())
+    monkeypatch.setattr(f"{__name__}.helper", lambda value: value * 0)
+    assert step(*batch()).item() == pytest.approx(math.log(3))
+
+
+@pytest.mark.parametrize("where", ["a folder", "an environment"])
+def test_what_is_followed_is_the_same_wherever_a_file_lies(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(sysconfig.get_path("purelib") if where == "an environment" else "/somewhere") / "layers.py"
+    module = types.ModuleType("layers")
+    module.__file__ = str(file)
+    source = "import logging\nLOG, GAIN, OTHER = logging.getLogger('layers'), 1.0, 1.0\ndef gain(y):\n LOG.debug('')\n return y * GAIN\n"
+    source += "def other(y):\n return y * OTHER\n"
+    exec(compile(source, str(file), "exec"), vars(module))
+    monkeypatch.setattr(f"{__name__}.LAYERS", module, raising=False)
+    model, optimizer = made(lambda _, y: by_one(by_another(y)))
+    step = step_of(model, optimizer)
+    step(*batch())
+    step(*batch())
+    assert len(step.plans) == 1
+    for name in ("GAIN", "OTHER"):
+        monkeypatch.setattr(module, name, 0.0)
+        assert step(*batch()).item() == pytest.approx(math.log(3))
+        monkeypatch.setattr(module, name, 1.0)
+
+
+LAYERS: Any = None
+
+
+def by_one(y: Tensor) -> Tensor:
+    return LAYERS.gain(y)
+
+
+def by_another(y: Tensor) -> Tensor:
+    return LAYERS.other(y)
 
 
 def test_a_hook_that_collects_is_refused() -> None:

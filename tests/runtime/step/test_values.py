@@ -301,7 +301,7 @@ def test_what_follows_from_parameters_or_chance_is_refused_with_its_line(loss: L
 
 def test_a_package_that_asks_is_named_with_the_users_line_that_calls_it() -> None:
     def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
-        return -torch.distributions.Categorical(logits=net(x)).log_prob(mask.long()).mean()
+        return -torch.distributions.Categorical(logits=net(x), validate_args=True).log_prob(mask.long()).mean()
 
     with pytest.raises(UnsupportedError, match=r"test_values.py, line \d+.*validate_args=False"):
         Sides(loss).step(*batch(1))

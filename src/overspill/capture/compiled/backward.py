@@ -234,8 +234,12 @@ def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> Gradients:
     """What a plain `backward()` of `step(*values)` gives gradients to; nothing is computed."""
     mode = next(v.fake_mode for v in values)
     with mode:
-        leaves = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-        watched = {i: _Accumulations(leaf) for i, leaf in enumerate(leaves) if values[i].requires_grad}
+        leaves = [
+            # The others as they are, for something may be known of their values.
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) if v.requires_grad else v
+            for v in values
+        ]
+        watched = {i: _Accumulations(leaf) for i, leaf in enumerate(leaves) if leaf is not values[i]}
         found = step(*leaves)
         (found[0] if isinstance(found, tuple) else found).backward()
     return Gradients(

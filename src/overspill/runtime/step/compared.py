@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -76,6 +77,11 @@ def contents_of(cell: types.CellType) -> tuple[Any, ...]:
         return (cell.cell_contents,)
     except ValueError:  # not set yet
         return (MISSING,)
+
+
+def value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
+    """What a context variable is set to."""
+    return (variable.get(MISSING),)
 
 
 def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,8 @@ A graph would do once what the model's Python does at every step. So `PythonStat
 it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or NumPy's
 random numbers. What a model sets at its first call is no such change if it comes out the same without it (`watching.py`).
 
-Not noticed: what functions of installed packages read besides the attributes of modules, and clocks, files and the like.
+Not noticed: what Python's own functions, torch's and NumPy's read besides the attributes of modules (`followed.py`), and clocks,
+files and the like.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): the instance dictionaries `_modules`, `_parameters` and
 `_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
@@ -21,13 +22,12 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from operator import is_
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,20 @@ from torch.utils.data import DataLoader, Dataset
 
 from overspill.core.errors import UnsupportedError
 
-from .compared import MISSING, Compared, array_kind, compared, contents_of, items, present, put_back, same, tensor_kind
+from .compared import (
+    MISSING,
+    Compared,
+    array_kind,
+    compared,
+    contents_of,
+    items,
+    present,
+    put_back,
+    same,
+    tensor_kind,
+    value_of,
+)
+from .followed import advances, globals_of, has_advanced, is_followed, is_open, methods_of, names_of, position_of
 from .structure import TABLES
 
 MOST_VALUES = 50_000
@@ -81,10 +94,6 @@ _GLOBAL_HOOKS = tuple(
         "_global_forward_hooks",
     )
 )
-_INSTALLED = (
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(torch.__file__).parent),
-)
 
 
 class PythonState:
@@ -95,7 +104,9 @@ class PythonState:
         self._empty: list[Compared] = []
         self._empty_values: list[Any] = []  # the same, which one call looks through
         self._known: dict[int, Any] = {}
-        self._iterators: list[str] = []
+        self._globals_read: dict[int, tuple[dict[str, Any], str, dict[str, Any]]] = {}
+        self._looked: set[tuple[int, frozenset[str], frozenset[str]]] = set()
+        self._advancing: list[tuple[str, Any, Any]] = []
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._written: dict[tuple[int, str], nn.Module] = {}
         self._created: dict[int, nn.Module] = {}
@@ -155,9 +166,12 @@ class PythonState:
         self.drop_fakes()
         for module, names in self._modules.values():
             self._compare_attributes(module, names)
-        if self._iterators:
+        for namespace, where, values in self._globals_read.values():
+            if values:
+                self._compared.append(compared(namespace, (*values,), (*values.values(),), where))
+        if advanced := next((label for label, value, since in self._advancing if has_advanced(value, since)), ""):
             raise UnsupportedError(
-                f"{self._iterators[0]} is an iterator, which a planned step would advance once; {INSTEAD}"
+                f"{advanced} is an iterator or a random generator, which a planned step would advance once; {INSTEAD}"
             )
         if changed := self.changed():
             raise Changed(changed, self)
@@ -248,9 +262,14 @@ class PythonState:
                 self._compare(tensor_kind, value, label)
         elif isinstance(value, np.ndarray):
             self._compare(array_kind, value, label)
-        elif hasattr(value, "__next__"):
-            self._iterators.append(label)
-        elif isinstance(own := getattr(value, "__dict__", None), dict):
+        elif advances(value):
+            self._advancing.append((label, value, position_of(value)))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            return (value.__wrapped__,)
+        elif isinstance(value, ContextVar):
+            self._compare(value_of, value, label)
+            return value_of(value)
+        elif is_open(value) and isinstance(own := getattr(value, "__dict__", None), dict):
             return self._container(own, f"{label} ({type(value).__name__})")
         return ()
 
@@ -269,14 +288,15 @@ class PythonState:
             return self._method(value)
         if isinstance(value, functools.partial):
             return value.func, value.args, value.keywords
-        if not _is_users(value.__code__):
+        if not is_followed(value.__globals__.get("__name__")):
             return ()
         found: list[Any] = [value.__defaults__, value.__kwdefaults__]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._compare(contents_of, cell, f"{name} of {value.__name__}")
             found.extend(contents_of(cell))
-        used = _names(value.__code__)
-        found.extend(self._globals(value.__globals__, used, value.__name__))
+        code = value.__code__
+        where = value.__globals__
+        found.extend(self._globals(where, globals_of(code), names_of(code), str(where.get("__name__"))))
         return found
 
     def _method(self, method: types.MethodType) -> Sequence[Any]:
@@ -286,7 +306,7 @@ class PythonState:
             return functions
         used: set[str] = set()
         for function in functions:  # grows by the methods that are called
-            new = _names(function.__code__) - used if isinstance(function, types.FunctionType) else set()
+            new = names_of(function.__code__) - used if isinstance(function, types.FunctionType) else set()
             used |= new
             functions += [
                 f for name in sorted(new) if isinstance(f := getattr(type(of), name, None), types.FunctionType)
@@ -296,18 +316,20 @@ class PythonState:
             self._compared.append(compared(vars(of), names, tuple(vars(of)[n] for n in names), type(of).__name__))
         return [*functions, *(vars(of)[n] for n in names)]
 
-    def _globals(self, namespace: dict[str, Any], used: frozenset[str], function: str) -> list[Any]:
-        """What a function reads of the module that it stands in, and of the user's modules that it finds there."""
-        names = tuple(n for n in sorted(used) if n in namespace)
-        if names:
-            self._compared.append(compared(namespace, names, tuple(namespace[n] for n in names), function))
+    def _globals(self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str) -> list[Any]:
+        """What a function reads of the module that it stands in, and of the modules that it finds there; it names all of `used`."""
+        if (id(namespace), read, used) in self._looked:
+            return []
+        self._looked.add((id(namespace), read, used))
+        _, _, known = self._globals_read.setdefault(id(namespace), (namespace, where, {}))
         found = []
-        for value in (namespace[n] for n in names):
-            if isinstance(value, types.ModuleType) and id(value) not in self._known and _is_users_module(value):
-                self._known[id(value)] = value
-                found.extend(self._globals(vars(value), used, value.__name__))
-            elif isinstance(value, type) and _is_users_module(sys.modules.get(value.__module__)):
-                found.extend(v for v in vars(value).values() if isinstance(v, types.FunctionType))
+        for name in sorted(read & namespace.keys()):
+            value = known.setdefault(name, namespace[name])
+            if isinstance(value, types.ModuleType):
+                if is_followed(value.__name__):
+                    found.extend(self._globals(vars(value), used, used, value.__name__))
+            elif isinstance(value, type):
+                found.extend(methods_of(value, used))
             else:
                 found.append(value)
         return found
@@ -315,7 +337,7 @@ class PythonState:
     def _watch_class(self, kind: type, name: str, label: str) -> None:
         """An attribute of the class: a method that might be replaced, or a constant."""
         owner = next((c for c in kind.__mro__ if name in vars(c)), None)
-        if owner is None or not _is_users_module(sys.modules.get(owner.__module__)):
+        if owner is None or not is_followed(owner.__module__):
             return
         value = vars(owner)[name]
         self._compare(lambda of: (vars(of).get(name),), owner, label)
@@ -362,23 +384,6 @@ class NotKept:
     __bool__ = __len__ = __iter__ = __float__ = __int__ = __getitem__ = __add__ = __mul__ = __sub__ = __truediv__ = (
         _refuse
     )
-
-
-def _names(code: types.CodeType) -> frozenset[str]:
-    """All names that a function uses, and those of the functions in it."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
-
-
-def _is_users(code: types.CodeType) -> bool:
-    return not code.co_filename.startswith(_INSTALLED)
-
-
-def _is_users_module(module: types.ModuleType | None) -> bool:
-    if module is None or module.__name__ in sys.builtin_module_names:
-        return False
-    file = getattr(module, "__file__", None)
-    return not (isinstance(file, str) and file.startswith(_INSTALLED))
 
 
 def _holds_fakes(module: nn.Module, name: str) -> bool:

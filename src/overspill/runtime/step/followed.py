@@ -1,0 +1,108 @@
+"""Which of the Python values that a step may read are followed, told by what they are, wherever their files lie.
+
+Followed are functions of all packages but Python's own, torch, NumPy and this one, and objects of all classes but
+those of these: a logger, a lock, a file or a thread is what it is, whatever is in it. Their containers are looked into.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import io
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .compared import same
+
+_APART = frozenset({*sys.stdlib_module_names, "torch", "numpy", "overspill"})
+_OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local)
+"""Classes of Python's own whose attributes are what users put there."""
+
+
+def is_followed(module: str | None) -> bool:
+    """Whether the code of a module is followed."""
+    return module is not None and module.split(".")[0] not in _APART
+
+
+def is_open(value: Any) -> bool:
+    """Whether the attributes of an object are looked at."""
+    return isinstance(value, _OPEN) or is_followed(type(value).__module__)
+
+
+@lru_cache(4096)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """All names that a function uses, and those of the functions in it."""
+    return frozenset(code.co_names).union(*map(names_of, _inner(code)))
+
+
+@lru_cache(4096)
+def globals_of(code: types.CodeType) -> frozenset[str]:
+    """The names that a function, or one in it, looks up in its module."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(own).union(*map(globals_of, _inner(code)))
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (c for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+def methods_of(kind: type, used: frozenset[str]) -> list[types.FunctionType]:
+    """What may run of a class when its objects are made and `used` of them is called."""
+    if not is_followed(kind.__module__):
+        return []
+    own = vars(kind).items()
+    return [f for name, f in own if isinstance(f, types.FunctionType) and (name in used or name.startswith("__"))]
+
+
+# -- what each step would advance
+
+
+def advances(value: Any) -> bool:
+    """Whether `value` gives something else each time it is asked: an iterator, or a random generator of Python's or NumPy's."""
+    if isinstance(value, io.IOBase):
+        return False
+    return hasattr(type(value), "__next__") or isinstance(value, _RANDOM)
+
+
+def position_of(value: Any) -> Any:
+    """How far `value`, which `advances`, has come, to be compared; None where nobody can tell."""
+    if isinstance(value, types.GeneratorType):
+        return (value.gi_frame is None, 0 if value.gi_frame is None else value.gi_frame.f_lasti)
+    for kind, read in _STATES.items():
+        if isinstance(value, kind):
+            return repr(read(value))
+    if isinstance(own := getattr(value, "__dict__", None), dict):
+        return tuple(own.items())
+    if "__reduce__" not in vars(type(value)):
+        return None
+    return _parts(value.__reduce__())
+
+
+def _parts(value: Any) -> Any:
+    """What an iterator is made of, with the positions of the iterators in it."""
+    if isinstance(value, tuple):
+        return tuple(map(_parts, value))
+    return position_of(value) if hasattr(type(value), "__next__") else value
+
+
+def has_advanced(value: Any, since: Any) -> bool:
+    """Whether `value` is no longer where it was `since`."""
+    now = position_of(value)
+    return now is None or not same(now, since)
+
+
+_STATES: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda r: r.getstate(),
+    np.random.Generator: lambda r: r.bit_generator.state,
+    np.random.RandomState: lambda r: [
+        part.tolist() if isinstance(part, np.ndarray) else part for part in r.get_state()
+    ],
+}
+_RANDOM = tuple(_STATES)
