@@ -207,6 +207,11 @@ class Graph(Saved):
         return replace(self, ops=tuple(replace(op, frames=()) for op in self.ops), frames=())
 
     @cached_property
+    def read_only(self) -> frozenset[int]:
+        """What a schedule may move and no op writes, a frozen weight: once in the store, its copy there stays right."""
+        return frozenset(t.id for t in self.tensors if t.persistent and t.movable and not self.written_by[t.id])
+
+    @cached_property
     def persistent_bytes(self) -> int:
         """Bytes that are on the device during the whole step."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.persistent)

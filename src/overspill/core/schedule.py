@@ -40,7 +40,8 @@ class Schedule(Saved):
 
     When compute waits for a transfer is a property of the schedule, and what the papers differ in: an Await at the
     end of every layer (vDNN, Fig. 9), where the memory is needed or the copy is done (Dymem, §3.2.1), or at the end
-    of a phase. `stored` are the persistent tensors that are in the store, and not on the device, between two steps.
+    of a phase. `stored` are the persistent tensors that are in the store, and not on the device, between two steps; of
+    what no op writes, the store has a copy wherever it is.
     """
 
     policy: str

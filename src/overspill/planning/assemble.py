@@ -47,7 +47,8 @@ class _Assembly:
         transfers = list(transfers)
         self.stored_between_steps = frozenset(t.gap.tensor for t in transfers if t.gap.wraps)
         self.present = {t.id for t in self.tensors if t.persistent} - self.stored_between_steps
-        self.stored = set(self.stored_between_steps)  # tensors of which the store has a copy, or is getting one
+        # Tensors of which the store has a copy, or is getting one.
+        self.stored = {*self.stored_between_steps, *program.graph.read_only}
         self.leaving: set[int] = set()
         self.offloads: dict[int, list[Transfer]] = defaultdict(list)
         self.copies: dict[int, list[Transfer]] = defaultdict(list)

@@ -18,14 +18,15 @@ Seconds = NDArray[np.float64]
 
 
 def needs_copy(program: StepProgram, gaps: Iterable[Gap]) -> set[Gap]:
-    """Those of `gaps` whose tensor must be sent to the store: a second swap, not updated since, finds its copy there."""
+    """Those of `gaps` whose tensor must be sent to the store: what has not been updated since it was, finds its copy there."""
     found: set[Gap] = set()
     by_tensor: dict[int, list[Gap]] = {}
     for gap in gaps:
         by_tensor.setdefault(gap.tensor, []).append(gap)
     for tensor, swaps in by_tensor.items():
         written = program.written[tensor]
-        copied = -1 if any(gap.wraps for gap in swaps) else None  # when the store's copy was made
+        kept = tensor in program.graph.read_only or any(gap.wraps for gap in swaps)
+        copied = -1 if kept else None  # when the store's copy was made
         for gap in sorted(swaps, key=lambda g: g.start):
             if copied is None or bisect_left(written, copied + 1) < bisect_left(written, gap.start + 1):
                 found.add(gap)

@@ -34,7 +34,7 @@ from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION, CapturedStep
-from overspill.core import Instruction, Op, Phase, Schedule, Verb
+from overspill.core import Graph, Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
 from .halves import crossing, split
@@ -99,9 +99,9 @@ def lower_step(
 ) -> fx.GraphModule:
     """The one graph module of a whole step; the updates of each of `groups`, which follow one another, are one call.
 
-    It takes the captured primals, and returns the loss, what the step returns besides, and the persistent tensors that may
-    move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store between steps.
-    `made` as for `lower`.
+    It takes the captured primals, and the handles of those that are `copied`; it returns the loss, what the step returns
+    besides, and the persistent tensors that may move, in the order of `captured.joint.primals`: as tensors, or as handles
+    where `schedule` has them in the store between steps. `made` as for `lower`.
     """
     emitter = _Emitter(captured, engine, backward=False, made=made)
     emitter.groups = {group[0]: group for group in groups}
@@ -113,9 +113,17 @@ def lower_step(
             emitter.add_handle(tensor)
         else:
             emitter.add_placeholder(node)
+    for tensor in copied(captured.graph, schedule):
+        emitter.add_handle(tensor)
     emitter.emit(schedule.instructions)
     returned = (captured.loss, *captured.others)
     return emitter.finish_step(returned, [n for n in captured.joint.primals if captured.moves(n)], stored)
+
+
+def copied(graph: Graph, schedule: Schedule) -> list[int]:
+    """What no op writes and `schedule` reads from the store, but has on the device between two steps: it is in both then."""
+    prefetched = dict.fromkeys(schedule.targets(Verb.PREFETCH))
+    return [tensor for tensor in prefetched if tensor in graph.read_only and tensor not in schedule.stored]
 
 
 def _crossing(

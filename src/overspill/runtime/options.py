@@ -272,5 +272,6 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
 
 def store_bytes(plan: Plan) -> int:
     """Store bytes that one step of `plan` needs, each tensor rounded up to pages."""
-    stored = dict.fromkeys((*plan.schedule.stored, *plan.schedule.targets(Verb.OFFLOAD)))
+    moved = plan.schedule.targets(Verb.OFFLOAD) + plan.schedule.targets(Verb.PREFETCH)
+    stored = dict.fromkeys((*plan.schedule.stored, *moved))
     return sum(whole_pages(plan.graph.tensors[t].nbytes) for t in stored)

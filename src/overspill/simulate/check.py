@@ -6,6 +6,7 @@ Each tensor's device copy is in one of four states, and its store copy is valid 
     ABSENT ──Prefetch (if stored)──▶ ARRIVING ──AwaitPrefetch──▶ PRESENT ──Free──▶ ABSENT
 
 A persistent tensor starts PRESENT, or where the schedule says so in the store; it is freed only when the store has it.
+Of one that may move and that no op writes the store has a copy from the start, for it has been there in a step before.
 A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but can
 not be read. This file shares no code with the policies or with the clocked machine.
 """
@@ -80,7 +81,9 @@ class _Machine:
     def __init__(self, graph: Graph, stored_between_steps: tuple[int, ...]) -> None:
         self.graph = graph
         self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
-        self.stored: dict[int, int] = {}  # tensor -> the version that the store holds
+        written = {t for op in graph.ops for t in op.writes}
+        self.stored = {t.id: 0 for t in graph.tensors if t.persistent and t.movable and t.id not in written}
+        """Of each tensor the version that the store holds."""
         self.version = [0] * len(graph.tensors)
         self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read and make
         self.phase = 0

@@ -36,7 +36,7 @@ from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.live.pools import check_live, live_steps
 from overspill.runtime.live.steps import LiveSteps
-from overspill.runtime.lower import lower_step
+from overspill.runtime.lower import copied, lower_step
 from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import (
     Options,
@@ -104,8 +104,9 @@ class Compiled:
 
     `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
     (buffers, tensors of the caller). Its results are the loss, the other tensors of `results`, and the residents
-    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know. It is
-    right while `python` has not changed, and for inputs and buffers of which `guards` sees no difference.
+    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know.
+    Those `copied` are there and in the store; their handles are the last inputs. It is right while `python` has not changed,
+    and for inputs and buffers of which `guards` sees no difference.
     """
 
     plan: Plan
@@ -114,6 +115,7 @@ class Compiled:
     moving: tuple[str, ...]
     stored: frozenset[str]
     kept_in_store: frozenset[str]
+    copied: tuple[str, ...]
     results: Results
     python: PythonState
     guards: Guards
@@ -378,11 +380,13 @@ class StepPlans:
         primals = captured.joint.primals
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
+        name_of = {tensor: str(name) for tensor, name in zip(tensor_of.values(), names, strict=True)}
         return Compiled(
             plan, LoweredStep(module), names,
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),
+            tuple(name_of[tensor] for tensor in copied(captured.graph, plan.schedule)),
             found.results,
             found.python,
             found.known.settled(),

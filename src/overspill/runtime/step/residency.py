@@ -85,6 +85,8 @@ class Resident:
         self.handle: Tensor | None = None
         self.away = spec is not None
         """Whether the object holds only its placeholder."""
+        self.hidden: Tensor | None = None
+        """The bytes on the device of what the store has too: nobody else sees them, so that both stay the same."""
         self._placeholder: Tensor | None = None
         self._seen = tensor._version
 
@@ -113,27 +115,34 @@ class Resident:
         """A resident without bytes."""
         return cls(name, spec.placeholder(), spec)
 
+    @property
+    def here(self) -> Tensor | None:
+        """The bytes on the device, if it has them, hidden or not."""
+        return self.hidden if self.away else self.tensor.data
+
     def take(self) -> Tensor:
         """The data, which the object lets go of. Only for what is there."""
-        data = self.tensor.data
-        self._let_go()
+        data, self.hidden = self.here, None
+        assert data is not None
+        if not self.away:
+            self._let_go()
         return data
 
     def put(self, data: Tensor) -> None:
         """Give the object its data; the store's copy, if any, is given up."""
         self.tensor.data = data
-        self.handle = None
+        self.handle = self.hidden = None
         self.away = False
 
     def blanked(self) -> None:
         """Let go of the data, here and in the store."""
-        self.handle = None
+        self.handle = self.hidden = None
         if not self.away:
             self.take()
 
     def stored(self, handle: Tensor) -> None:
-        """From now on the store has the bytes, as `handle`."""
-        self.handle = handle
+        """From now on the store alone has the bytes, as `handle`."""
+        self.handle, self.hidden = handle, None
         if not self.away:
             self.take()
 
@@ -185,7 +194,9 @@ class Residency:
         failure: StoreError | None = None
         try:
             for resident in map(self.residents.__getitem__, names):
-                if resident.handle is not None:
+                if resident.hidden is not None:
+                    resident.put(resident.hidden)
+                elif resident.handle is not None:
                     coming.append((resident, engine.prefetch(resident.handle)))
                 elif resident.away:
                     resident.put(resident.spec.empty())
@@ -206,6 +217,7 @@ class Residency:
         """Let these be in the store; whether any was not. Raises StoreError; what could not be written stays here."""
         going = []
         for resident in map(self.residents.__getitem__, names):
+            resident.hidden = None
             if not resident.away:
                 going.append((resident, engine.offload(resident.tensor.data)))
             elif resident.handle is None:
@@ -215,6 +227,15 @@ class Residency:
             engine.await_offload(handle)
             resident.stored(handle)
         return bool(going)
+
+    def copy(self, names: Iterable[str], engine: TransferEngine) -> None:
+        """Let these be on the device, and in the store too; what is so already is not moved. Raises StoreError."""
+        lacking = [name for name in names if self.residents[name].hidden is None]
+        self.bring(lacking, engine)
+        going = [(r, engine.offload(r.tensor.data)) for r in map(self.residents.__getitem__, lacking)]
+        for resident, handle in going:
+            engine.await_offload(handle)
+            resident.hidden, resident.handle = resident.take(), handle
 
 
 def _is_placeholder(tensor: Tensor) -> bool:

@@ -96,8 +96,14 @@ class LoweredStep:
 
     def _forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
         """For each input, the instructions whose value is that input in some form, in order."""
-        forms = {n: [(n, Form.HANDLE if n.name.startswith(HANDLE_PREFIX) else Form.TENSOR)] for n in self.inputs}
-        source = {node: node for node in self.inputs}
+        forms: dict[fx.Node, list[tuple[fx.Node, Form]]] = {node: [] for node in self.inputs}
+        named = {
+            node.name: node for node in self.inputs
+        }  # the handle of what is there too is that input in another form
+        source = {node: named.get(node.name.removeprefix(HANDLE_PREFIX), node) for node in self.inputs}
+        for node in self.inputs:
+            form_now = Form.HANDLE if node.name.startswith(HANDLE_PREFIX) else Form.TENSOR
+            forms[source[node]].append((node, form_now))
         form = {offload: Form.HANDLE, prefetch: Form.ARRIVING, await_prefetch: Form.TENSOR}
         for instruction in self.instructions:
             node = instruction.node

@@ -194,12 +194,12 @@ class StepState:
     def present_bytes(self) -> int:
         """Bytes of parameters, buffers, optimizer state and sums of gradients that are on the device now."""
         residents = self.residency.residents
-        away = sum(of.spec.nbytes for name, of in residents.items() if of.away and name not in self.sums)
+        away = sum(of.spec.nbytes for name, of in residents.items() if of.here is None and name not in self.sums)
         return self.whole_bytes() - away + sum(residents[n].spec.nbytes for n in self.sums if not residents[n].away)
 
     def present(self) -> list[Tensor]:
         """What may leave the device, and what an optimizer has besides, as far as it is there now."""
-        found = [of.tensor for of in self.residency.residents.values() if not of.away]
+        found = [of.hidden if of.away else of.tensor for of in self.residency.residents.values() if of.here is not None]
         for owned in self.owned.values():
             found += [value for value in owned.rest.values() if isinstance(value, Tensor)]
         return found

@@ -391,6 +391,8 @@ class TrainStep(PlannedPeaks):
         for name, value in zip(compiled.moving, results, strict=True):
             if name in compiled.stored:
                 self._state.residency[name].stored(value)
+            elif name in compiled.copied:
+                self._state.residency[name].hidden = value
             else:
                 self._state.residency[name].put(value)
         results.clear()  # should anything hold this frame, it holds no tensors
@@ -411,6 +413,7 @@ class TrainStep(PlannedPeaks):
                 self._move(compiled, self._state.engine)
         given = [*self._state.buffers.values(), *batches.tensors(part)]
         args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
+        args += [self._state.residency[name].handle for name in compiled.copied]
         if self.recorder is not None:
             self.recorder.given(compiled.plan.graph, held_by(compiled.program.inputs), args)
             self.recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
@@ -426,7 +429,9 @@ class TrainStep(PlannedPeaks):
         if (steps := self._plans.steps) is not None and not steps.holds_model:
             self._state.renew()  # a live pool has all that moves from the first step on
             steps.holds_model = True
-        self._state.residency.bring((n for n in compiled.moving if n not in compiled.stored), engine)
+        here = [name for name in compiled.moving if name not in compiled.stored]
+        self._state.residency.bring((name for name in here if name not in compiled.copied), engine)
+        self._state.residency.copy(compiled.copied, engine)
 
     def _taken(self, name: str, compiled: Compiled) -> Tensor:
         """The tensor or handle of a resident, for the step to have alone."""
