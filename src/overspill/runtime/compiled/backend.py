@@ -55,6 +55,7 @@ from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
 from .planned import Frame, Planned
 from .session import Session, plan_captured, torch_device
+from .tangents import Gradients
 
 Compiled = Callable[..., Any]
 _LOG = logging.getLogger("overspill")
@@ -146,6 +147,7 @@ class _GraphCompiler:
         self.frame = frame
         self.planned: Planned | None = None
         self.has_arena = False
+        self.gradients: Gradients | None = None
 
     @property
     def session(self) -> Session:
@@ -154,7 +156,7 @@ class _GraphCompiler:
 
     def watched(self, compiled: Compiled) -> Compiled:
         """`compiled`, of which the session knows which calls wait for their backward, and which refuses a backward of that."""
-        session_now, planned, has_arena = self._session, self.planned, self.has_arena
+        session_now, planned, has_arena, kept = self._session, self.planned, self.has_arena, self.gradients
         if planned is None:  # no ops
             return compiled
 
@@ -170,6 +172,8 @@ class _GraphCompiler:
             outputs = compiled(*args)
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)
+                if kept is not None:
+                    node.register_prehook(kept.begin)
                 # The node has the session now: a model may be dropped before its backward.
                 session.pending.begin(node, planned.kind, partial(begin_backward, session))
             return outputs
@@ -206,7 +210,7 @@ class _GraphCompiler:
             with kept, eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
                 return aot_autograd(
                     fw_compiler=self._boxed,
-                    bw_compiler=self._boxed,
+                    bw_compiler=self._backward,
                     inference_compiler=self._infer,
                     partition_fn=self.partition,
                 )(self.module, self.examples)
@@ -263,6 +267,7 @@ class _GraphCompiler:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's hook: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
+        self.gradients = Gradients(graph)
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
         device = torch_device(self.examples)
@@ -282,6 +287,16 @@ class _GraphCompiler:
         engine = self.session.engine_for(plan, torch_device(self.examples))
         made = made_by(captured, plan, self.session.steps)
         return self._boxed(lower_inference(captured, plan.schedule, engine, made), _inputs)
+
+    def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
+        compiled, gradients = self._boxed(module, _inputs), self.gradients
+        assert gradients is not None  # there is no backward without a partition
+
+        def run(args: list[Any]) -> Any:
+            return gradients.of(compiled(args))
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
