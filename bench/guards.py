@@ -1,9 +1,10 @@
-"""What it costs `train_step` to look, before each step, whether the model is still what was captured.
+"""What it costs `train_step` to look, before each step, whether the model is still what was captured, and its values alike.
 
     python bench/guards.py [--steps 20] [--out bench/results/guards.json]
 
-Two jobs: GPT-2 (a batch of one, 128 tokens) and a perceptron whose step takes about 5 ms. The checks are timed where they
-are called, in the steps themselves; the ratio is a step with them over the same step without. About two minutes.
+Three jobs: GPT-2 (a batch of one, 128 tokens), a perceptron whose step takes about 5 ms, and a BERT of two narrow layers, padded,
+which asks its mask. The checks are timed where they are called, in the steps themselves; the ratio is a step with them over the
+same step without. About two minutes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from typing import Any
 import torch
 from paired import json_record
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 import overspill
+from overspill.capture.compiled.guards import Guards
 from overspill.models import load
 from overspill.models.step import TrainingStep
 from overspill.runtime.step.python_state import PythonState
 from overspill.runtime.step.state import StepState
 
 CHECKS = (
+    (Guards, "difference"),
     (PythonState, "changed"),
     (StepState, "check_model"),
     (StepState, "adopt_parameters"),
@@ -73,14 +77,33 @@ def perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Net(), (torch.randn(128, 256),)
 
 
+def padded() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model that returns its loss, and a batch whose mask has padding."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = BertForMaskedLM(
+                BertConfig(
+                    vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
+                )
+            )
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            """A scalar."""
+            return self.bert(input_ids=words, attention_mask=mask, labels=words).loss
+
+    return Net(), (torch.randint(5, 128, (4, 32)), (torch.arange(32) < torch.tensor([[20], [32], [25], [32]])).long())
+
+
 def main() -> None:
-    """Time both jobs and record them."""
+    """Time the jobs and record them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "guards.json")
     arguments = parser.parse_args()
     watch, rows = Watch(), []
-    for make in (gpt2, perceptron):
+    for make in (gpt2, perceptron, padded):
         torch.manual_seed(0)
         model, batch = make()
         step = overspill.train_step(model, None, torch.optim.SGD(model.parameters(), 1e-3), store="host")
