@@ -502,3 +502,19 @@ def test_the_gpu_in_another_thread_is_refused(write: Callable[..., str]) -> None
                 "t.start(); t.join(); out.pop()\n"
             )
         )
+
+
+@pytest.mark.long
+def test_what_a_thread_may_not_do_ends_the_script_that_waits_for_it(write: Callable[..., str]) -> None:
+    script = (
+        "import queue, threading, torch\nq = queue.Queue()\n"
+        "threading.Thread(target=lambda: q.put(torch.ones(3).cuda()), daemon=True).start()\nq.get()\n"
+    )
+    with pytest.raises(UnsupportedError, match=r"train\.py:3, .* uses cuda in a thread of its own"):
+        record_script(write(script), time_limit=20)
+
+
+def test_a_graph_of_cuda_is_said_not_to_be_there(write: Callable[..., str]) -> None:
+    said = r"^train\.py:2 uses a part of CUDA that an estimate does not have \(.*CUDAGraph"
+    with pytest.raises(UnsupportedError, match=said):
+        record_script(write("import torch\ntorch.cuda.CUDAGraph()\n"))

@@ -122,6 +122,26 @@ def test_what_a_model_makes_and_what_is_empty_is_not_known() -> None:
     assert known.tolist() == [2] * 4
 
 
+def test_there_are_no_more_different_positions_than_places() -> None:
+    scores = torch.randn(64, 10, device="cuda")
+    classes = scores.argmax(1)
+    assert torch.unique(classes.view(8, 8).flatten()).shape == (10,)
+    assert torch.unique(scores.max(dim=1).indices[:4]).shape == (4,)
+    assert torch.unique(scores.topk(3).indices).shape == (10,)
+    assert torch.unique(scores.argmax()).shape == (1,)
+    assert torch.bincount(classes * 10 + classes, minlength=100).shape == (100,)
+    assert torch.allclose(scores, scores + 1)
+    assert not torch.equal(scores, scores + 1)
+
+
+def test_lengths_that_went_to_the_device_and_back_pack_a_batch() -> None:
+    lengths = torch.tensor([3, 5, 2]).cuda()
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        torch.zeros(5, 3, 4, device="cuda"), lengths.cpu(), enforce_sorted=False
+    )
+    assert packed.data.shape == (10, 4)
+
+
 def test_counts_follow_arithmetic_where_they_are_invented() -> None:
     labels = torch.randint(9, (3000,), device="cuda")
     classes = labels.max().item() + 1

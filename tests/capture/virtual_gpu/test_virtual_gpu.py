@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.capture.virtual_gpu.virtual import CPU, GPU, F, batch, mlp, refused_in_another_thread
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
+from overspill.capture.virtual_gpu.script_patches import script_patches
 from overspill.core.errors import UnsupportedError
 
 
@@ -29,9 +34,45 @@ def test_every_way_to_say_gpu(gpu: VirtualGpu, device: Any) -> None:
     assert there.to(device) is there
     assert torch.zeros(3, device=device).is_cuda
     assert torch.tensor([1.0], device=device).is_cuda
+    assert torch.tensor(np.ones(3), device=device).is_cuda
+    assert torch.as_tensor(np.ones(3, np.float32), device=device).is_cuda
     assert nn.Linear(2, 2, device=device).weight.is_cuda
     assert there.new_zeros(2).is_cuda
     assert torch.empty_like(host, device=device).is_cuda
+
+
+def test_a_number_is_a_device_of_torchs_own(gpu: VirtualGpu) -> None:
+    device = torch.device(0)
+    assert device == GPU == torch.device("cuda", 0) == pickle.loads(pickle.dumps(device))
+    assert isinstance(device, torch.device)
+    assert not isinstance("cuda", torch.device)
+    assert torch.ones(2, device=device).is_cuda
+    with torch.device(device):
+        assert torch.ones(2).is_cuda
+
+
+def test_the_device_meta_has_no_memory_here_or_there(gpu: VirtualGpu) -> None:
+    for x in (torch.ones(2), torch.ones(2, device="cuda"), torch.empty(1 << 40, device="meta")):
+        assert x.to("meta").device.type == "meta"
+    before = gpu.recorder.live_bytes
+    with torch.device("meta"):
+        model = nn.Linear(1 << 20, 1 << 10)
+    model.weight.data.normal_()
+    assert (model.weight.device.type, gpu.recorder.live_bytes) == ("meta", before)
+    assert mlp().to("meta")[0].weight.device.type == "meta"
+    model.to_empty(device="cuda")
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.is_cuda
+    assert gpu.recorder.live_bytes - before == 4 * ((1 << 30) + (1 << 10))
+
+
+def test_a_module_with_an_own_way_to_move_need_not_know_torchs_newest(gpu: VirtualGpu) -> None:
+    class Metric(nn.Module):
+        def _apply(self, fn: Callable[[Tensor], Tensor], exclude: str = "") -> nn.Module:
+            assert "state" not in exclude
+            return super()._apply(fn)
+
+    assert nn.Sequential(Metric(), nn.Linear(2, 2)).cuda()[1].weight.is_cuda
 
 
 def test_every_argument_of_to(gpu: VirtualGpu) -> None:
@@ -150,6 +191,7 @@ def test_what_programs_ask_torch_cuda(gpu: VirtualGpu) -> None:
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
     with torch.cuda.nvtx.range("step"):
         torch.cuda.nvtx.mark("here")
+    assert torch.cuda.is_bf16_supported()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     assert event.elapsed_time(event) >= 0
@@ -172,8 +214,6 @@ def test_scripted_functions_and_compiled_models_run(gpu: VirtualGpu) -> None:
 
 
 def test_data_loaders_feed_the_device(gpu: VirtualGpu) -> None:
-    from torch.utils.data import DataLoader, TensorDataset
-
     data = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10) % 4)
     seen = 0
     for x, y in DataLoader(data, batch_size=4, shuffle=True, pin_memory=True):
@@ -181,6 +221,42 @@ def test_data_loaders_feed_the_device(gpu: VirtualGpu) -> None:
         assert int(y.max()) < 4  # the host's values are real
         F.cross_entropy(nn.Linear(2, 4).cuda()(x.cuda(non_blocking=True)), y.to("cuda")).backward()
     assert seen == 10
+
+
+class Shard(IterableDataset[Tensor]):
+    """An endless data set that a worker opens."""
+
+    start: int | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        assert worker is not None
+        assert self.start is not None
+        for number in count(self.start):
+            yield torch.tensor(number * worker.num_workers + worker.id)
+
+
+def opened(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.start = 5 + worker
+
+
+def test_a_data_set_sees_the_first_of_the_workers_that_were_asked_for(gpu: VirtualGpu) -> None:
+    with script_patches():
+        loader = DataLoader(
+            Shard(), 2, num_workers=3, worker_init_fn=opened, persistent_workers=True, prefetch_factor=4, timeout=9
+        )
+        found = iter(loader)
+        assert [next(found).tolist() for _ in range(2)] == [[15, 18], [21, 24]]
+        assert get_worker_info() is None
+        assert [x.tolist() for (x,) in DataLoader(TensorDataset(torch.arange(2)))] == [[0], [1]]
+
+
+def test_bfloat16_is_said_as_torch_says_it() -> None:
+    with VirtualGpu(capability=(7, 5)):
+        assert torch.cuda.is_bf16_supported()
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------

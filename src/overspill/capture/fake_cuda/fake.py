@@ -232,6 +232,8 @@ def _key(value: Any, tensors: list[FakeTensor]) -> Any:
     if isinstance(value, FakeTensor):
         if value.constant is not None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise _Uncacheable
+        if value.fake_device is not _CPU and value.fake_device != _CPU:  # on the device `meta`
+            raise _Uncacheable
         tensors.append(value)
         return (value.shape, value.stride(), value.storage_offset(), value.dtype)
     if isinstance(value, (list, tuple)):

@@ -120,6 +120,9 @@ class Recorder:
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """The result of an op, and what it did to device memory."""
+        device = kwargs.get("device")
+        if device is not None and device.type == "meta":  # as torch has it: no memory, here or there
+            return compute(args, kwargs)
         instead = in_place(func, args, self._made_by)
         if instead is not None:
             func, compute = instead, lambda args, _: args[0]
@@ -130,7 +133,6 @@ class Recorder:
                 found = self._live.get(tensor.untyped_storage()._cdata)
                 if found is not None and found not in reads:
                     reads.append(found)
-        device = kwargs.get("device")
         placed = self._placed(device, kwargs.get("dtype"), made_from_nothing=not inputs)
         if device is not None and device.type != "cpu":
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -110,7 +110,7 @@ class CudaFunctions:
             "get_device_capability": constant(capability),
             "get_device_properties": constant(properties),
             "get_arch_list": constant([f"sm_{capability[0]}{capability[1]}"]),
-            "is_bf16_supported": constant(capability >= (8, 0)),
+            "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
             "mem_get_info": lambda *_, **__: (memory_bytes - recorder.live_bytes, memory_bytes),
             "memory_allocated": lambda *_, **__: recorder.live_bytes,
             "memory_reserved": lambda *_, **__: recorder.live_bytes,

@@ -2,6 +2,9 @@
 
 The host of a script works for real. Three things of it cannot: worker processes, which would have no virtual GPU;
 pinned memory, which needs a driver; and profilers, which would ask one.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): `_SingleProcessDataLoaderIter` and its `_next_data`, and
+`_worker_info` of its module of workers.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ import torch.utils.data
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
+from torch.utils.data import dataloader
+from torch.utils.data._utils import worker
 
 from .patching import Patches, patched
 
+_WORKER = "_overspill_worker"  # on a data loader: what its first worker knows of itself
 _IN_PROCESS: dict[str, Any] = {
     "num_workers": 0,
     "pin_memory": False,
@@ -36,9 +42,12 @@ _IN_PROCESS: dict[str, Any] = {
 def script_patches() -> AbstractContextManager[None]:
     """Inside, data loaders load in this process, profilers see nothing, and `spawn` runs its first process here."""
     loader, sampler = torch.utils.data.DataLoader, torch.utils.data.RandomSampler
+    batches = dataloader._SingleProcessDataLoaderIter
     return patched(
         [
             (loader, "__init__", _in_process(loader.__init__)),
+            (batches, "__init__", _as_worker(batches.__init__, lambda _, loader: loader)),
+            (batches, "_next_data", _as_worker(batches._next_data, lambda loading: loading)),
             (sampler, "__iter__", _on_host(sampler.__iter__)),
             (torch.multiprocessing, "spawn", _spawn),
             (nn.DataParallel, "forward", _data_parallel),
@@ -54,16 +63,39 @@ def script_patches() -> AbstractContextManager[None]:
 
 
 def _in_process(init: Callable[..., None]) -> Callable[..., None]:
-    """`DataLoader.__init__` without worker processes and without pinned memory, whatever is asked for."""
+    """`DataLoader.__init__` without worker processes and without pinned memory, whatever is asked for.
+
+    This process is then the first worker, as far as the data set can tell.
+    """
     signature = inspect.signature(init)
 
     def make(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
+        workers, first = given.arguments.get("num_workers", 0), given.arguments.get("worker_init_fn")
         given.arguments |= {name: value for name, value in _IN_PROCESS.items() if name in given.arguments}
         with torch.device("cpu"):
             init(*given.args, **given.kwargs)
+        if workers:
+            loader = args[0]
+            loader.__dict__[_WORKER] = worker.WorkerInfo(
+                id=0, num_workers=workers, seed=torch.initial_seed(), dataset=loader.dataset
+            )
+            if first is not None:
+                _as_worker(lambda _: first(0), lambda loader: loader)(loader)
 
     return make
+
+
+def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, a method that gets data, as the first worker of its loader runs it."""
+
+    def run(*args: Any) -> Any:
+        loading = args[0]
+        loading.__dict__.setdefault(_WORKER, getattr(loader_of(*args), _WORKER, None))
+        with patched([(worker, "_worker_info", loading.__dict__[_WORKER])]):
+            return load(*args)
+
+    return run
 
 
 def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:

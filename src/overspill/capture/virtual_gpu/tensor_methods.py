@@ -64,6 +64,8 @@ class TensorMethods:
         if isinstance(tensor, UninitializedTensorMixin):  # a lazy module's, which would not tell its shape
             return self._moved_uninitialized(tensor, *args, **kwargs)
         target, dtype, memory_format, copy = _parse_to(args, kwargs)
+        if target is not None and target.type == "meta":
+            return self._to(tensor, target, dtype)
         here = self._recorder.on_device(tensor)
         there = here if target is None else target.type == "cuda"
         if there and get_ident() != self._thread:  # fake tensors exist in the thread of the mode alone

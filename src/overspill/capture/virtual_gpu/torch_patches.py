@@ -25,6 +25,7 @@ from overspill.core.errors import RequestError
 from .patching import Patches, patched
 
 GPU = torch.device("cuda", 0)
+_DEVICE = torch.device
 UninitializedTensorMixin: Any = parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 _FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace",
@@ -55,6 +56,7 @@ def torch_patches(recorder: Recorder) -> Patches:
         (nn.Module, "_apply", _apply),
         (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
         (fake_tensor.log, "disabled", not os.environ.get("OVERSPILL_DEBUG")),  # the error itself says what is wrong
+        (torch, "device", _Device),
         (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
         (parametrizations, "_is_orthogonal", lambda *_, **__: False),  # no random matrix is
     ]
@@ -83,13 +85,34 @@ def factories() -> Iterator[None]:
 
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
-        if type(kwargs.get("device")) is int:
-            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        device = kwargs.get("device")
+        if type(device) is int:
+            kwargs["device"] = _DEVICE("cuda", device)
+        elif str(device) == "cuda":  # torch looks for the current one itself, to copy an array there
+            kwargs["device"] = GPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return original(*args, **kwargs)
 
     return make
+
+
+class _DeviceType(type):
+    """The metaclass of `torch.device` with numbers of GPUs, for which torch itself asks the driver."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
+        return _DEVICE("cuda", *args) if len(args) == 1 and type(args[0]) is int else _DEVICE(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _DEVICE)
+
+
+class _Device(metaclass=_DeviceType):
+    """`torch.device`: what it makes is one of torch's own."""
+
+
+_Device.__name__ = _Device.__qualname__ = "device"
+_Device.__module__ = "torch"
 
 
 class _TensorType(type):
@@ -190,25 +213,32 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     """`nn.Module._apply` as it is for plain tensors; torch's own swaps fake ones, which their weak references forbid."""
     if recurse:
         for child in self.children():
-            child._apply(fn, recurse)
+            child._apply(fn)  # as torch: a module of the script may take no more
     for name, own in self._parameters.items():
-        if own is None:
-            continue
-        with torch.no_grad():
-            applied = fn(own)
-            if isinstance(applied, FakeTensor) and not isinstance(own, FakeTensor):
-                raise RequestError(
-                    f"parameter {name} of {type(self).__name__} was made before the estimate began, so it cannot "
-                    "move to cuda in it; build the model inside the function that is estimated, or move a deep copy"
-                )
-            if applied is not own:
-                own.data = applied
-            if own.grad is not None:
-                own.grad.data = fn(own.grad)
+        if own is not None:
+            with torch.no_grad():
+                self._parameters[name] = _applied_to_parameter(own, fn, f"{name} of {type(self).__name__}")
     for key, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[key] = _applied_to_buffer(buffer, fn)
     return self
+
+
+def _applied_to_parameter(own: nn.Parameter, fn: Callable[[Tensor], Tensor], name: str) -> nn.Parameter:
+    """The parameter with `fn(own)` in it: the same one, unless it comes from the device `meta` or goes there."""
+    applied = fn(own)
+    if isinstance(applied, FakeTensor) and not isinstance(own, FakeTensor):
+        raise RequestError(
+            f"parameter {name} was made before the estimate began, so it cannot "
+            "move to cuda in it; build the model inside the function that is estimated, or move a deep copy"
+        )
+    if applied is not own and "meta" in {applied.device.type, own.device.type}:
+        return nn.Parameter(applied, own.requires_grad)
+    if applied is not own:
+        own.data = applied
+    if own.grad is not None:
+        own.grad.data = fn(own.grad)
+    return own
 
 
 def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -40,7 +40,13 @@ from .places import lines_from, place_in, place_of, spelled, whereabouts
 from .request import Mailbox, Request
 
 _NO_ANSWER = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-_MISSING = ("not compiled with CUDA", "no CUDA-capable device", "has no attribute '_cuda", "has no attribute '_nccl")
+_MISSING = (
+    "not compiled with CUDA",
+    "no CUDA-capable device",
+    "has no attribute '_cuda",
+    "has no attribute '_nccl",
+    "dummy base class",
+)
 
 TIME_IS_UP = signal.SIGXCPU
 """What a script's process is sent when its time is over."""
@@ -106,6 +112,17 @@ class _Answer:
                 stream.flush()
         self._exit(code)
 
+    def leave_later(self, error: OverspillError | None = None) -> None:
+        """End the process if the script does not in a few seconds; then the `error` is the answer, unless there is one."""
+
+        def leave() -> None:
+            self.give(error)
+            self.leave(0)
+
+        timer = threading.Timer(_TO_WIND_UP, leave)
+        timer.daemon = True
+        timer.start()
+
     def watch(self, progress: Iterations, repeats: Repeats) -> None:
         """Answer for `progress` from here on, also when the time is over; what was left out or invented is noted."""
         self._progress = progress
@@ -127,9 +144,7 @@ class _Answer:
             progress.calls, tuple(progress.optimizers), progress.finished, notes,
         )  # fmt: skip
         self.give(found)
-        timer = threading.Timer(_TO_WIND_UP, self.leave, (0,))
-        timer.daemon = True
-        timer.start()
+        self.leave_later()
 
     def script_ended(self) -> None:
         """The script has come to its end, well or not: what it did is the answer, if it did anything."""
@@ -214,7 +229,7 @@ def _run(program: _Program, answer: _Answer) -> None:
     """Run `program` until it ends or has shown enough; gives the error of a script that failed."""
     in_threads: list[OverspillError] = []
     try:
-        with _errors_of_threads(in_threads):
+        with _errors_of_threads(in_threads, answer):
             program.run()
     except Enough:
         pass
@@ -232,13 +247,14 @@ def _run(program: _Program, answer: _Answer) -> None:
 
 
 @contextmanager
-def _errors_of_threads(found: list[OverspillError]) -> Iterator[None]:
-    """Errors of ours that end a thread of the script are found, and explain what fails after."""
+def _errors_of_threads(found: list[OverspillError], answer: _Answer) -> Iterator[None]:
+    """Errors of ours that end a thread of the script are found, and explain what fails, or waits for it, after."""
     hook = threading.excepthook
 
     def notice(event: threading.ExceptHookArgs) -> None:
         if isinstance(event.exc_value, OverspillError):
             found.append(event.exc_value)
+            answer.leave_later(event.exc_value)
         else:
             hook(event)
 

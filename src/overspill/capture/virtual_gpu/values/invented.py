@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
 from . import followed
 from .assumptions import known
@@ -129,6 +129,8 @@ def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
         if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
             known = followed.computed(func, args, kwargs)
             return _ANSWERS[func](invented, args, sys._getframe(1)) if known is None else known
+        if func is aten._pack_padded_sequence.default and (lengths := followed.values_of(args[1])) is not None:
+            args = (args[0], lengths, *args[2:])
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
         if _has_shape_of_values(func) and args and isinstance(args[0], FakeTensor):
@@ -136,6 +138,7 @@ def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented
         result = observe(func, args, kwargs, compute)
         if not followed.follow(func, args, kwargs, result):
             _guess(func, args, result)
+            _bound(func, args, result)
         return result
 
     def shaped(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
@@ -198,7 +201,8 @@ def _expanded(x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def _unique(x: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False) -> tuple[Tensor, ...]:
-    return x.new_empty(x.numel()), _whole(x, x.shape if inverse else 0), _whole(x, x.numel() if counts else 0)
+    most = min(x.numel(), getattr(x, _BELOW, x.numel()))
+    return x.new_empty(most), _whole(x, x.shape if inverse else 0), _whole(x, most if counts else 0)
 
 
 def _unique_rows(
@@ -212,6 +216,13 @@ def _unique_in_a_row(
     x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
 ) -> tuple[Tensor, ...]:
     return _unique(x, True, inverse, counts) if dim is None else _unique_rows(x, dim, True, inverse, counts)
+
+
+def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Who says how many counts there are at the least has them all."""
+    if not minlength:
+        raise DynamicOutputShapeException(aten.bincount.default)
+    return x.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
 
 
 def _whole(x: Tensor, shape: Any) -> Tensor:
@@ -234,7 +245,31 @@ _LARGEST: dict[Any, Callable[..., Any]] = {
     aten._unique2.default: _unique,
     aten.unique_dim.default: _unique_rows,
     aten.unique_consecutive.default: _unique_in_a_row,
+    aten.bincount.default: _counts,
 }
+
+_BELOW = "_overspill_below"  # on a fake tensor of positions: how many there are
+_POSITIONS: dict[
+    Any, tuple[int, int | None]
+] = {  # which argument is the dimension that they are along, and its default
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), (1, None)),
+    aten.topk.default: (2, -1),
+}
+
+
+def _bound(func: Any, args: Any, result: Any) -> None:
+    """Say of `result`, positions along a dimension, below what they are."""
+    first = args[0] if args and isinstance(args[0], FakeTensor) else None
+    if first is None:
+        return
+    if func in _POSITIONS:
+        index, default = _POSITIONS[func]
+        dim = args[index] if len(args) > index else default
+        positions = result[1] if isinstance(result, (list, tuple)) else result
+        setattr(positions, _BELOW, first.numel() if dim is None or not first.dim() else first.shape[dim])
+    elif hasattr(first, _BELOW) and isinstance(result, FakeTensor) and (func.is_view or func in _HANDED_ON):
+        setattr(result, _BELOW, getattr(first, _BELOW))
+
 
 # --- Truth values -----------------------------------------------------------------------------------------------------
 
