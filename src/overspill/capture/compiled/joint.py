@@ -191,7 +191,12 @@ def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws from a random number generator."""
+    """Whether `node` draws from a random number generator, itself or in a graph that it calls."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        called = (
+            getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
+        )
+        return any(is_random(n) for graph in called if isinstance(graph, fx.GraphModule) for n in graph.graph.nodes)
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

@@ -26,7 +26,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
-from overspill.capture.compiled.joint import JointGraph, copied
+from overspill.capture.compiled.joint import JointGraph, copied, is_random
 from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
 from overspill.capture.programs.program import Program, namespace_of
@@ -114,10 +114,10 @@ class _ByPartition:
 
 @contextmanager
 def _left_out(partition: float) -> Iterator[None]:
-    """While this lasts a further partition is compiled; one like another, or that Inductor cannot compile, is left out."""
+    """While this lasts a further partition is compiled; one like another, that draws again, or that Inductor cannot compile, is left out."""
     try:
         yield
-    except _SeenBefore:
+    except (_SeenBefore, _DrawsAgain):
         pass
     except UnsupportedError as error:
         warnings.warn(f"the partition for activation_memory_budget={partition} is left out: {error}", stacklevel=4)
@@ -199,6 +199,10 @@ class _SeenBefore(UnsupportedError):
     """This partition has been compiled already."""
 
 
+class _DrawsAgain(UnsupportedError):
+    """Backward would draw again what forward has drawn: other numbers, and wrong gradients (PyTorch's issue 190717)."""
+
+
 class _Compiler:
     """Compiles by one partition, and keeps the programs.
 
@@ -241,10 +245,16 @@ class _Compiler:
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
-        """Raises _SeenBefore for a partition like one before."""
+        """Raises _SeenBefore for a partition like one before, _DrawsAgain for one that trains wrongly."""
         names = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
         if names in self.seen:
             raise _SeenBefore
+        forward, backward = ({node.name for node in part.graph.nodes if is_random(node)} for part in parts)
+        if again := sorted(forward & backward):
+            raise _DrawsAgain(
+                f"with activation_memory_budget={self.partition} Inductor's backward draws random numbers of forward again "
+                f"({', '.join(again)}), and they are others; give a larger partition=, or none"
+            )
         self.seen.add(names)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

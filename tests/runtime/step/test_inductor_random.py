@@ -1,0 +1,68 @@
+"""Random numbers in a whole step with Inductor's kernels: each step is that of stock torch.compile, the generator's state included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+from tests.runtime.random_nets import NETS, Step, made, trained
+from torch import Tensor, nn
+
+import overspill
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def stock(net: type[nn.Module], partition: float) -> list[Step]:
+    torch._dynamo.reset()
+    model, x = made(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    with (
+        torch._functorch.config.patch(activation_memory_budget=partition),
+        torch._dynamo.config.patch(allow_rnn=True),
+    ):
+        compiled = torch.compile(lambda model, x: model(x), dynamic=False, fullgraph=True)
+
+        def step() -> Tensor:
+            loss: Tensor = compiled(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return trained(model, step)
+
+
+def assert_like_stock(net: type[nn.Module], budget: str | float, partition: float | None) -> None:
+    torch._dynamo.reset()
+    model, x = made(net)
+    step = overspill.train_step(
+        model, None, torch.optim.SGD(model.parameters(), 0.1), budget=budget, backend="inductor", store="host",
+        partition=partition,
+    )  # fmt: skip
+    found = trained(model, lambda: step(x))
+    (taken,) = {p for p in step.partitions if p is not None}
+    for mine, expected in zip(found, stock(net, taken), strict=True):
+        mine.assert_same(expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget", ["1GiB", 0.7, "smallest"])
+@pytest.mark.parametrize("net", NETS)
+def test_every_step_is_that_of_torch_compile(net: type[nn.Module], budget: str | float) -> None:
+    assert_like_stock(net, budget, None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("partition", [0.75, 0.5, 0.25])
+@pytest.mark.parametrize("net", NETS)
+def test_every_step_by_a_partition_is_that_of_torch_compile_with_it(net: type[nn.Module], partition: float) -> None:
+    assert_like_stock(net, "smallest", partition)
