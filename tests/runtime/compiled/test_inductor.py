@@ -130,6 +130,39 @@ def test_what_cannot_be_planned_is_refused_in_a_line() -> None:
     assert issubclass(UnsupportedError, OverspillError)
 
 
+def rotary(x: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones(32), torch.arange(32.0))
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def behind_a_graph_without_inputs(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    scale = torch.arange(64.0).sin()
+    torch._dynamo.graph_break()
+    return x * scale
+
+
+def solved(x: Tensor) -> Tensor:
+    chosen = torch.multinomial(x.detach().softmax(-1), 64, replacement=True)
+    return x * chosen + torch.linalg.solve(x.T @ x + torch.eye(64), x.T).T
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("body", [rotary, behind_a_graph_without_inputs, solved])
+def test_what_a_program_leaves_to_libraries(body: Callable[[Tensor], Tensor]) -> None:
+    pair(planned, [32, 32], body=body)
+
+
+@pytest.mark.long
+def test_a_library_call_that_stock_torch_compile_cannot_run_is_refused_in_a_line() -> None:  # oneDNN's LSTM, trained
+    rnn = nn.LSTM(16, 16)
+    step = overspill.train_step(
+        rnn, lambda rnn, x: rnn(x)[0].sum(), torch.optim.SGD(rnn.parameters()), budget="1GiB", backend="inductor"
+    )
+    with pytest.raises(UnsupportedError, match=r"mkldnn_rnn_layer.* cannot be measured \(expected"):
+        step(torch.randn(4, 1, 16))
+
+
 @pytest.mark.parametrize("partition", [1.0, 0.0])
 def test_a_partition_that_is_asked_for_is_the_one(partition: float) -> None:
     call = overspill.compile(Net(), budget="smallest", backend="inductor", store="host", partition=partition)

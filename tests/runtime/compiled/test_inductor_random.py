@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 from tests.runtime.random_nets import NETS, Dropouts, Step, made, trained
 from torch import Tensor, nn
@@ -39,7 +40,10 @@ def in_loop(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> li
 def stock(net: type[nn.Module], partition: float) -> list[Step]:
     torch._dynamo.reset()
     model, x = made(net)
-    with torch._functorch.config.patch(activation_memory_budget=partition):
+    with (
+        torch._functorch.config.patch(activation_memory_budget=partition),
+        torch._dynamo.config.patch(allow_rnn=True),
+    ):
         return in_loop(model, torch.compile(model, dynamic=False), x)
 
 

@@ -18,13 +18,14 @@ EFFECT = "overspill_effect"
 """Key in a node's meta: it is run though nothing may read what it makes."""
 
 
-def without_tokens(graph: fx.Graph) -> None:
-    """Take the tokens out of the joint `graph`."""
+def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
+    """How many of the first `outputs` are left when the tokens have been taken out of the joint `graph`."""
     from torch._higher_order_ops.effects import with_effects  # noqa: PLC0415 - registers itself
 
     found = graph.find_nodes(op="call_function", target=with_effects)
     if not found:
-        return
+        return outputs
+    outputs -= sum(map(_is_token, _output_descs(graph)[:outputs]))
     _drop_outputs(graph)
     for node in reversed(found):
         _, op, *args = node.args
@@ -45,12 +46,17 @@ def without_tokens(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if _is_token(node.meta.get("desc")):
             graph.erase_node(node)
+    return outputs
+
+
+def _output_descs(graph: fx.Graph) -> list[Any]:
+    output = graph.find_nodes(op="output")[0]
+    return tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
 
 
 def _drop_outputs(graph: fx.Graph) -> None:
     output = graph.find_nodes(op="output")[0]
-    descs = tree_leaves(output.meta["desc"], is_leaf=lambda x: not isinstance(x, (list, tuple)))
-    pairs = list(zip(tree_leaves(output.args), descs, strict=True))
+    pairs = list(zip(tree_leaves(output.args), _output_descs(graph), strict=True))
     kept = [(value, desc) for value, desc in pairs if not _is_token(desc)]
     output.args = (tuple(value for value, _ in kept),)
     output.meta["desc"] = [desc for _, desc in kept]

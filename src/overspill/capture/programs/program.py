@@ -34,7 +34,7 @@ class Kind(StrEnum):
     """What a statement does."""
 
     ALLOCATE = "allocate"
-    ALIAS = "alias"  # another name, or another view, of the same bytes
+    ALIAS = "alias"  # another name, or another view, of the same bytes, or their size
     PICK = "pick"  # one result of a call that returns several
     CALL = "call"
     CHECK = "check"
@@ -144,7 +144,8 @@ class Program:
             function = ast.unparse(value.func)
             if ALLOCATES.match(function):
                 return Kind.ALLOCATE
-            return Kind.ALIAS if function == "reinterpret_tensor" else Kind.CALL
+            is_size = isinstance(value.func, ast.Attribute) and value.func.attr == "size"
+            return Kind.ALIAS if is_size or function == "reinterpret_tensor" else Kind.CALL
         raise not_understood(node)
 
     def _uses(self, value: ast.AST) -> tuple[str, ...]:

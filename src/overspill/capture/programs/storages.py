@@ -23,7 +23,7 @@ from overspill.capture.compiled.joint import StorageKey
 from overspill.core.errors import UnsupportedError
 
 from .program import Access, Kind, Program, Statement, not_understood
-from .workspaces import workspace_bytes
+from .workspaces import Library, workspace_bytes
 
 FORWARD, BACKWARD = "f_", "b_"
 """What the variables, kernels and constants of the two programs begin with."""
@@ -147,7 +147,7 @@ class _Follower:
         self.mode = mode
         self.written: set[StorageKey] = set()
         self.calls_by_variable: dict[str, Call] = {}
-        self.libraries: list[tuple[Program, Call, ast.expr, Sequence[str]]] = []
+        self.libraries: list[tuple[Program, Call, Library]] = []
 
     def enter(self, program: Program, values: Sequence[Any]) -> None:
         if len(program.inputs) != len(values):
@@ -170,8 +170,9 @@ class _Follower:
         self.found.outputs[part].extend(self._value(program, e) for e in program.outputs)
 
     def alias(self, name: str, expression: ast.expr, program: Program) -> None:
-        self.found.values[name] = self._value(program, expression)
-        self.found.aliases[name] = expression
+        value = self.found.values[name] = self._value(program, expression)
+        is_size = isinstance(value, (int, torch.Size))
+        self.found.aliases[name] = ast.parse(repr(value), mode="eval").body if is_size else expression
 
     def _statement(self, program: Program, statement: Statement, part: int) -> None:
         target = statement.target
@@ -197,6 +198,9 @@ class _Follower:
     def _pick(self, program: Program, statement: Statement) -> None:
         target, (source, *_) = statement.target, statement.uses or ("",)
         made = self.calls_by_variable.get(source)
+        if target is not None and source in self.found.aliases:  # one of several views
+            self.alias(target, statement.value, program)
+            return
         if made is None or target is None:
             raise not_understood(statement.node)
         value = self.found.values[target] = self._value(program, statement.value)
@@ -223,6 +227,10 @@ class _Follower:
     def _call(self, program: Program, statement: Statement, part: int) -> None:
         node = statement.value
         assert isinstance(node, ast.Call)
+        if statement.target is not None and self._is_view(program, node):
+            self.alias(statement.target, node, program)
+            return
+        node, own_state = _drawing(node)
         name, written, random, repeatable, is_kernel = self._effects(program, node, statement)
         keys = {n: k for n in statement.uses if (k := self.found.key_of(n)) is not None}
         reads = dict.fromkeys(k for n, k in keys.items() if written.get(n) is not Access.WRITE or k in self.written)
@@ -232,14 +240,14 @@ class _Follower:
             name, [statement.node], statement.uses,
             reads=tuple(k for k in reads if k not in fresh), writes=tuple(writes),
             updated=tuple(k for k in writes if k in self.written),
-            random=random, repeatable=repeatable, flops=0, moved_bytes=0,
+            random=random and not own_state, repeatable=repeatable, flops=0, moved_bytes=0,
             # A library call is one op, the last; those before made what it reads.
             origins=statement.origins if is_kernel else statement.origins[-1:],
         )  # fmt: skip
         self.written.update(writes)
         result = None
         if statement.target is not None:
-            result = self.found.values[statement.target] = self._value(program, node)
+            result = self.found.values[statement.target] = self._value(program, statement.value)
             self.calls_by_variable[statement.target] = call
             if isinstance(result, Tensor):
                 self._made(call, statement.target, result)
@@ -252,8 +260,18 @@ class _Follower:
         tensors = [self.found.values[n] for n in statement.uses] + tree_leaves(result)
         call.moved_bytes = sum(_nbytes(t) for t in tensors if isinstance(t, Tensor))
         if not is_kernel:
-            call.flops = self._flops(program, name, node, result)
-            self.libraries.append((program, call, node, statement.uses))
+            plain = node is statement.value
+            call.flops = self._flops(program, name, node, result) if plain else 0
+            alone: list[ast.stmt] = [ast.Expr(node)]
+            self.libraries.append((program, call, Library(node, call.lines if plain else alone, statement.uses)))
+
+    def _is_view(self, program: Program, call: ast.Call) -> bool:
+        """Whether a library call gives other names for bytes that there are."""
+        target = self._operator(program, call.func)
+        if target is None or target._schema.is_mutable or not any(r.alias_info for r in target._schema.returns):
+            return False
+        found = tree_leaves(self._value(program, call))
+        return all(isinstance(v, Tensor) and storage_key(v) in self.found.roots for v in found)
 
     def _effects(self, program: Program, call: ast.Call, statement: Statement) -> Effects:
         """Raises UnsupportedError for a call of which nothing tells what it changes."""
@@ -267,12 +285,9 @@ class _Follower:
                 raise not_understood(statement.node)
             written = {n: access for names, access in zip(given, accesses, strict=True) for n in names}
             return Effects(function.id[2:], written, repeatable=function.id not in program.atomic, is_kernel=True)
-        target = self._plain(program, function)
         written = {n: Access.WRITE for k in call.keywords if k.arg == "out" for n in program.uses_of(k.value)}
         name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
-        if isinstance(target, torch._ops.OpOverloadPacket) and name.endswith("_") and "default" in target.overloads():
-            target = target.default  # `aten.index_put_(…)`, as deterministic mode has it for an embedding
-        if isinstance(target, torch._ops.OpOverload):
+        if (target := self._operator(program, function)) is not None:
             tags = target.tags
             if target._schema.is_mutable and not written:
                 written = self._mutated(program, target, call)
@@ -281,6 +296,13 @@ class _Follower:
         if not (written or statement.target) or not name.startswith(("extern_kernels.", "aten.")) or name.endswith("_"):
             raise not_understood(statement.node)
         return Effects(name, written)
+
+    def _operator(self, program: Program, function: ast.expr) -> Any:
+        """The operator that a library call is of; None where it is another function."""
+        target = self._plain(program, function)
+        if isinstance(target, torch._ops.OpOverloadPacket) and "default" in target.overloads():
+            target = target.default  # `aten.index_put_(…)`, as deterministic mode has it for an embedding
+        return target if isinstance(target, torch._ops.OpOverload) else None
 
     def _mutated(self, program: Program, target: Any, call: ast.Call) -> dict[str, Access]:
         given = dict(zip((a.name for a in target._schema.arguments), call.args, strict=False))
@@ -296,9 +318,9 @@ class _Follower:
         """Find out what the library calls allocate for themselves."""
         for program in (self.found.forward, self.found.backward):
             if program is not None:
-                calls = [(call, node, uses) for of, call, node, uses in self.libraries if of is program]
-                found = workspace_bytes([(node, uses) for _, node, uses in calls], program.namespace, self.found.values)
-                for (call, _, _), nbytes in zip(calls, found, strict=True):
+                calls = [(call, library) for of, call, library in self.libraries if of is program]
+                found = workspace_bytes([library for _, library in calls], program.namespace, self.found.values)
+                for (call, _), nbytes in zip(calls, found, strict=True):
                     call.workspace_bytes = nbytes
 
     # -- values
@@ -330,6 +352,22 @@ class _Follower:
         args = [self._plain(program, a) for a in call.args]
         kwargs = {k.arg: self._plain(program, k.value) for k in call.keywords if k.arg and k.arg != "out"}
         return int(formula(*args, **kwargs, out_val=value))
+
+
+def _drawing(call: ast.Call) -> tuple[ast.Call, bool]:
+    """The op that `call` runs, and whether it draws from a state that it is given.
+
+    So a checkpoint's random op is run: forward keeps the generator's state, and backward draws from that.
+    """
+    function = ast.unparse(call.func)
+    if function not in _WITH_STATE:
+        return call, False
+    own_state = function == _WITH_STATE[1]
+    op, *args = call.args[own_state:]
+    return ast.copy_location(ast.Call(op, args, call.keywords), call), own_state
+
+
+_WITH_STATE = tuple(f"torch.ops.higher_order.run_{name}_rng_state" for name in ("and_save", "with"))
 
 
 def _convolution_flops(x: Sequence[int], weight: Sequence[int], out: Sequence[int], *, transposed: bool) -> int:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from itertools import count
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from overspill.core.errors import UnsupportedError
 
 from .allocations import allocations, peak_of
 
@@ -35,48 +39,74 @@ def nothing_measured() -> Iterator[None]:
         _measures.reset(token)
 
 
-def workspace_bytes(
-    calls: Iterable[tuple[ast.expr, Sequence[str]]], namespace: Mapping[str, Any], values: Mapping[str, Any]
-) -> list[int]:
-    """Of each library call, given with the variables that it uses: bytes that it had beyond its results at most.
+class Library(NamedTuple):
+    """A library call: `node`, the statements `lines` that carry it out, and the variables that it `uses`."""
+
+    node: ast.expr
+    lines: list[ast.stmt]
+    uses: Sequence[str]
+
+
+def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
+    """Of each library call: bytes that it had beyond its results at most.
 
     `values` are the variables as fake tensors. While a profiler runs nothing can be measured; the user is then warned.
+    Raises UnsupportedError for a call that cannot be run.
     """
     if not _measures.get():
         return [0 for _ in calls]
-    signed = [(_signature(call, uses, values), call, uses) for call, uses in calls]
-    new = {signature: (call, uses) for signature, call, uses in signed if signature not in _known}
+    signed = [(_signature(call, values), call) for call in calls]
+    new = {signature: call for signature, call in signed if signature not in _known}
     if new and torch.autograd._profiler_enabled():
         warnings.warn(
             "a profiler runs while a model is compiled: what its library calls allocate for themselves is not planned for",
             stacklevel=2,
         )
-        return [_known.get(signature, 0) for signature, _, _ in signed]
+        return [_known.get(signature, 0) for signature, _ in signed]
     if new:
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
             _known.update(zip(new, _measured(list(new.values()), namespace, values), strict=True))
-    return [_known[signature] for signature, _, _ in signed]
+    return [_known[signature] for signature, _ in signed]
 
 
-def _signature(call: ast.expr, uses: Sequence[str], values: Mapping[str, Any]) -> str:
-    names = {name: f"v{i}" for i, name in enumerate(uses)}
-    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), ast.unparse(call))
-    shapes = [(v.shape, v.stride(), v.dtype, v.device) for n in uses if isinstance(v := values[n], Tensor)]
+def _signature(call: Library, values: Mapping[str, Any]) -> str:
+    names = {name: f"v{i}" for i, name in enumerate(call.uses)}
+    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), ast.unparse(call.node))
+    shapes = [(v.shape, v.stride(), v.dtype, v.device) for n in call.uses if isinstance(v := values[n], Tensor)]
     return f"{torch.get_num_threads()} {text} {shapes}"
 
 
-def _measured(
-    calls: Sequence[tuple[ast.expr, Sequence[str]]], namespace: Mapping[str, Any], values: Mapping[str, Any]
-) -> list[int]:
+def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
+    succeeded: list[int] = []
     with allocations() as found:
-        for call, uses in calls:
-            given = {name: _zeros(values[name]) for name in uses}
-            code = compile(ast.fix_missing_locations(ast.Expression(call)), "<a library call>", "eval")
-            with found.part():
-                result = eval(code, dict(namespace), given)  # noqa: S307 - the user's own compiled program
-            del given, result
-    peaks = map(peak_of, found.by_part)
+        parts = count()
+        for call in calls:
+            code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
+            for fill in (_zeros, _definite):
+                given = {name: fill(values[name]) for name in call.uses}
+                with found.part():
+                    failure = _failure(code, namespace, given)
+                given.clear()
+                part = next(parts)
+                if failure is None:
+                    succeeded.append(part)
+                    break
+            else:
+                raise UnsupportedError(
+                    f"what {ast.unparse(call.node)[:80]} of Inductor's program allocates for itself cannot be measured "
+                    f'({str(failure).splitlines()[0]}); use backend="eager"'
+                )
+    peaks = [peak_of(found.by_part[part]) for part in succeeded]
     return [most - max(results, 0) for most, results in peaks]
+
+
+def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]) -> Exception | None:
+    """What a library call raises, or the check of its results; these are then among what is `given`."""
+    try:
+        exec(code, dict(namespace), given)  # noqa: S102 - the user's own compiled program
+    except (AssertionError, RuntimeError, TypeError) as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _zeros(value: Any) -> Any:
@@ -85,3 +115,13 @@ def _zeros(value: Any) -> Any:
     elements = value.untyped_storage().nbytes() // value.element_size()
     whole = torch.zeros(elements, dtype=value.dtype, device=value.device)
     return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _definite(value: Any) -> Any:
+    """Positive numbers, and positive definite matrices: what samplers of a distribution and solvers ask for."""
+    found = _zeros(value)
+    if isinstance(found, Tensor):
+        found.fill_(1)
+        if found.is_floating_point() and found.dim() > 1:
+            found.diagonal(dim1=-2, dim2=-1).add_(found.shape[-1])
+    return found

@@ -20,11 +20,12 @@ import torch
 import torch._functorch.config
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from overspill.capture.compiled.effects import without_tokens
 from overspill.capture.compiled.graph import InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph, copied, is_random
 from overspill.capture.programs.failures import inductor_failures
@@ -174,7 +175,8 @@ class _Partitioner(CustomPartitionerFn):
     def __call__(
         self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self._compiler.joint = JointGraph(copied(module), options["num_fwd_outputs"])
+        joint = copied(module)
+        self._compiler.joint = JointGraph(joint, without_tokens(joint.graph, options["num_fwd_outputs"]))
         options.setdefault("compiler", "inductor")
         if self._compiler.lasting is not None:
             options["static_lifetime_input_indices"] = self._compiler.lasting
@@ -289,7 +291,7 @@ class _Compiler:
         joint = self.joint
         assert joint is not None
         values = [n.meta["val"] for n in (*joint.primals, *joint.tangents)]
-        mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
+        mode = detect_fake_mode(values) or FakeTensorMode()
         primals, tangents = values[: len(joint.primals)], values[len(joint.primals) :]
         self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
 
