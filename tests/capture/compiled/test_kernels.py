@@ -129,3 +129,24 @@ def test_batch_norm_by_cudnn_is_recomputed_by_cudnn_without_statistics(monkeypat
     (again,) = module.graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm.default)
     assert again.args[3:6] == (None, None, True)
     assert not any(recomputes_without_statistics(node) for node in found.nodes.values()), "on the CPU it cannot run"
+
+
+GROUPED: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {
+    "rows by group": (torch.randn(10, 8), torch.randn(3, 8, 16), torch.tensor([2, 4, 10], dtype=torch.int32)),
+    "rows of a width that is padded": (
+        torch.randn(10, 8), torch.randn(3, 7, 8).mT, torch.tensor([2, 4, 10], dtype=torch.int32)
+    ),
+    "columns by group": (torch.randn(3, 9, 8), torch.randn(10, 8).t(), torch.tensor([2, 4, 10], dtype=torch.int32)),
+    "sums by group": (torch.randn(10, 8).t(), torch.randn(10, 16), torch.tensor([2, 4, 10], dtype=torch.int32)),
+    "a batch": (torch.randn(3, 10, 8), torch.randn(3, 7, 8).mT, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", GROUPED)
+def test_products_of_groups_are_as_large_as_the_kernels_make_them(case: str, dtype: torch.dtype) -> None:
+    a, b, offsets = GROUPED[case]
+    real = torch.ops.aten._grouped_mm(a.to(dtype), b.to(dtype), offsets)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.ops.aten._grouped_mm(*(mode.from_tensor(t.to(dtype)) for t in (a, b)), offsets)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)

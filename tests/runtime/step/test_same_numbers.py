@@ -52,6 +52,19 @@ class Dropped(nn.Module):
         return F.dropout(self.second(y), self.share).float().square().mean()
 
 
+class Experts(nn.Module):
+    """Four experts, each with its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.weight = nn.Parameter(torch.randn(4, 8, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 3, 9, 15], dtype=torch.int32)
+        return F.grouped_mm(self.first(x).flatten(0, 1), self.weight, offs=ends).square().mean()
+
+
 class Mixed(nn.Module):
     """A weight that two ops read, a region without autocast, dropout, and a convolution."""
 
@@ -107,6 +120,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "autocast with a region without": (Mixed, mixed_precision),
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),
+    "products of groups in float32": (Experts, nullcontext),
 }  # fmt: skip
 LIKE_ANOTHER = {
     "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",

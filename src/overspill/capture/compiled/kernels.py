@@ -234,3 +234,30 @@ FAKE: dict[Any, Callable[..., Any]] = {
     aten.mkldnn_rnn_layer_backward.default: _fake_rnn_layer_backward,
 }
 """Fake implementations of our own."""
+
+
+def _fake_grouped_mm(
+    mode: Any,
+    _: Any,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: None = None,  # noqa: ARG001 - of its name, and not there yet
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Products of groups in rows of whole 16 bytes, as the kernels make them."""
+    dtype = a.dtype if out_dtype is None else out_dtype
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        leading = [offs.shape[0], a.shape[0]]
+    else:
+        leading = [*a.shape[:-1]] if b.dim() == 3 else [a.shape[1]]
+    width = 16 // dtype.itemsize
+    padded = -(-b.shape[-1] // width) * width
+    strides = [leading[-1] * padded, padded, 1][-len(leading) - 1 :]
+    with mode:
+        return torch.empty_strided((*leading, b.shape[-1]), strides, dtype=dtype, device=a.device)
+
+
+# For Dynamo too, from now on: PyTorch's own refuses all precisions but bfloat16, though the kernels have others.
+op_implementations_dict[aten._grouped_mm.default] = _fake_grouped_mm

@@ -41,6 +41,16 @@ SHAPE_FOLLOWS: dict[Any, tuple[int, Any]] = {aten._ctc_loss.Tensor: (3, aten.max
 """Ops whose results' shapes follow from a number: of which argument, and what makes it of that (the longest target)."""
 
 
+class Held(UnsupportedError):
+    """A step reads one of the model's own tensors, not through the model."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the step reads {name} by a reference that was taken outside of it, where it is not followed; take it from the model, in the "
+            f"step: model.get_parameter(…), dict(model.named_parameters())"
+        )
+
+
 @dataclass(frozen=True)
 class _Source:
     fake: FakeTensor
@@ -57,6 +67,7 @@ class KnownValues(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._sources: list[_Source] = []
+        self._own: Mapping[int, str] = {}
         self._without_values = False
         self.begin()
 
@@ -66,6 +77,10 @@ class KnownValues(FakeTensorMode):
         if not self._without_values:
             self._sources.append(_Source(fake, real, position))
             self._add_source(self._sources[-1])
+
+    def own(self, tensors: Mapping[str, Tensor]) -> None:
+        """These real tensors have fake ones in their place, and `Held` is raised where a step reads them themselves."""
+        self._own = {id(tensor): name for name, tensor in tensors.items()}
 
     def begin(self) -> None:
         """A pass over the step begins: what an earlier one has asked is forgotten."""
@@ -125,6 +140,8 @@ class KnownValues(FakeTensorMode):
 
     def _constant(self, value: Tensor) -> fx.Node:
         """The node of a real tensor that the step reads by itself; it is looked at anew for each step."""
+        if name := self._own.get(id(value), ""):
+            raise Held(name)
         if id(value) not in self._nodes:
             name = f"constant_{len(self._constants)}"
             self._constants[name] = value

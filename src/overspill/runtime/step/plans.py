@@ -19,7 +19,7 @@ from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storage_bytes, storages
-from overspill.capture.compiled.known_values import KnownValues
+from overspill.capture.compiled.known_values import Held, KnownValues
 from overspill.capture.compiled.whole_step import (
     CapturedStep,
     GradientOps,
@@ -440,12 +440,18 @@ class StepPlans:
         infos, values, takes, known = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
-        with CAPTURES.lock, without_collections(), closing(swapped):
+        def capture() -> tuple[Iterator[Capturing], PythonState]:
             if by_inductor:
-                partition = self.options.partition if partition is None else partition
-                made, python = self._capture_programs(function, infos, values, ops, elsewhere, partition)
-            else:
-                made, python = self._capture_ops(function, infos, values, ops, elsewhere)
+                chosen = self.options.partition if partition is None else partition
+                return self._capture_programs(function, infos, values, ops, elsewhere, chosen)
+            return self._capture_ops(function, infos, values, ops, elsewhere)
+
+        with CAPTURES.lock, without_collections(), closing(swapped):
+            try:
+                made, python = capture()
+            except Held:
+                swapped.follows_references = True
+                made, python = capture()
         return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
 
     def _state_of(self, captured: CapturedStep) -> list[str]:
@@ -515,6 +521,7 @@ class StepPlans:
                 kind = TensorKind.BUFFER if name in self.state.buffers else TensorKind.INPUT
                 infos.append(InputInfo(kind, readable(name)))
                 takes.append(position)
+            known.own({readable(n): t for n, t in {**self.state.parameters, **self.state.buffers}.items()})
         return infos, values, takes, known
 
     def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
