@@ -6,9 +6,9 @@ import gc
 
 import pytest
 from hypothesis import given, settings
-from tests.simulate.graphs import DEVICE, Layer, devices, network, networks
+from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
-from overspill.core import Device, Graph, Phase, Schedule, Verb
+from overspill.core import Device, Graph, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.planning.floor import floor_of
 from overspill.planning.gaps import SMALLEST_MOVE_BYTES
@@ -42,6 +42,16 @@ def at_the_boundary(graph: Graph, made: Schedule) -> int:
 @EXAMPLES
 def test_its_schedule_is_valid(name: str, graph: Graph, device: Device) -> None:
     check(graph, POLICIES[name]().plan(graph, device, tight(graph, name, device)))
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(POLICIES) if POLICIES[name].plans_for_budget])
+def test_a_step_without_ops_needs_what_is_there(name: str) -> None:
+    build = Build()
+    build.tensor(1000, TensorKind.PARAMETER, persistent=True)
+    with pytest.raises(InfeasibleBudget) as infeasible:
+        POLICIES[name]().plan(build.graph(), DEVICE, 999)
+    assert infeasible.value.floor_bytes == 1000
+    check(build.graph(), POLICIES[name]().plan(build.graph(), DEVICE, 1000))
 
 
 @every_policy

@@ -15,6 +15,8 @@ from overspill.core import Device, Graph, Schedule
 from overspill.core.errors import OverspillError, PolicyError, is_out_of_memory
 from overspill.costs import MeasuredTimes, op_seconds
 from overspill.planning.algorithms import folded, folded_seconds, memory_optimal, unfolded
+from overspill.planning.floor import infeasible
+from overspill.planning.step_program import StepProgram
 
 MEMORY_OPTIMAL = ":m"
 """Behind a policy's name: with memory-optimal algorithms."""
@@ -48,6 +50,8 @@ class Policy(ABC):
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget of {budget_bytes} bytes")
+        if self.plans_for_budget and budget_bytes is not None and not graph.ops and graph.persistent_bytes > budget_bytes:
+            raise infeasible(StepProgram(graph), budget_bytes, self.name)
         seconds = op_seconds(graph, device, times)
         with _without_collection(), self._failing_by_name():
             if not self.memory_optimal:

@@ -100,7 +100,7 @@ class CompiledOnce:
             self._named = {**dict(step.named_parameters()), **dict(step.named_buffers()), **dict(enumerate(batch))}
             if not run:
                 run.append(self._run(session) if self.first else compile_in(session, step, fullgraph=fullgraph))
-            with plans_needed():
+            with plans_needed("inductor"):
                 return run[0](*batch)
 
         return call

@@ -193,7 +193,8 @@ class _Call:
         watch = self.overspill.watch_calls
         before = watch.graphs_run
         evaluates = steps is not None and not torch.is_grad_enabled()
-        with whole_models(), plans_needed(), steps.outside_a_step() if steps and evaluates else nullcontext():
+        needed = plans_needed(self.overspill.options.backend)
+        with whole_models(), needed, steps.outside_a_step() if steps and evaluates else nullcontext():
             try:
                 result = self._call(*args, **kwargs)
             except OverspillError as error:  # it says what is wrong; the frames of Dynamo below do not

@@ -60,5 +60,6 @@ def _mark(gradients: tuple[Tensor | None, ...], _: Any) -> None:
 def _refuse(_: Any) -> None:
     raise UnsupportedError(
         "the gradients of a compiled model cannot be differentiated again (create_graph=True, a gradient penalty): "
-        "compute what needs them on the plain model, which shares the parameters (compiled._orig_mod)"
+        "compile the function that computes the loss with these gradients in it (overspill.compile(loss_fn)), or use "
+        "overspill.train_step; without a plan, the plain model has the same parameters (compiled._orig_mod)"
     )

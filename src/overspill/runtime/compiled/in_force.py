@@ -5,7 +5,7 @@ what really happened. That no graph of ours ran is seen by a counter; that ops r
 of the result, in which they have nodes of their own. What these keep for backward must have room beside the plans.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._dynamo.config` and its `recompile_limit`,
-`accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn` and `skip_nnmodule_hook_guards`,
+`accumulated_recompile_limit`, `fail_on_recompile_limit_hit`, `allow_rnn`, `skip_nnmodule_hook_guards` and `trace_autograd_ops`,
 `torch._dynamo.utils.counters`, `FailOnRecompileLimitHit`, `TorchDynamoException`, and the name of AOTAutograd's node in the autograd graph.
 """
 
@@ -43,17 +43,20 @@ SETTINGS: dict[str, Any] = {
 }
 """Of Dynamo, while a model of ours is called: it traces recurrent layers, never stops compiling without a word, and compiles
 anew once a module has other hooks."""
+OF_EAGER: dict[str, Any] = {"trace_autograd_ops": True}
+"""With eager's kernels it also traces `torch.autograd.grad`, so that a gradient in a loss is planned with it, and its own gradient too."""
 
 
 @contextmanager
-def plans_needed() -> Iterator[None]:
+def plans_needed(backend: str) -> Iterator[None]:
     """While this lasts Dynamo compiles what it can. Raises UnplannedError where there are more kinds of inputs than plans.
 
     Where this machine's memory runs out meanwhile, that is a MemoryError as anywhere, not one of Dynamo's.
     """
     config = torch._dynamo.config
-    before = {name: getattr(config, name) for name in SETTINGS}
-    for name, value in SETTINGS.items():  # not config.patch, which takes longer; this is around every call of a model
+    settings = SETTINGS | (OF_EAGER if backend == "eager" else {})
+    before = {name: getattr(config, name) for name in settings}
+    for name, value in settings.items():  # not config.patch, which takes longer; this is around every call of a model
         setattr(config, name, value)
     try:
         yield

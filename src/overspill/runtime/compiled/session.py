@@ -497,13 +497,13 @@ class Session(PlannedPeaks):
         for planned in self._planned:
             known = set(planned.parameters) | {id(p) for p in self.followed.parameters}
             new = sum(2 * p.nbytes for p in here if id(p) not in known)
-            if new and planned.frame.id != frame.id and planned.plan.peak_bytes + new > budget:
+            if new and planned.frame.id != frame.id and planned.least_peak_bytes + new > budget:
                 raise InfeasibleBudget(
                     f"infeasible: the model has several graphs, and {format_bytes(new)} of parameters and gradients of a later "
-                    f"one do not fit beside the first one's peak of {format_bytes(planned.plan.peak_bytes)} in "
+                    f"one do not fit beside the first one's peak of {format_bytes(planned.least_peak_bytes)} in "
                     f"{format_bytes(budget)}; use overspill.compile(model, ...), which sees all parameters at once",
                     budget_bytes=budget,
-                    floor_bytes=planned.plan.peak_bytes + new,
+                    floor_bytes=planned.least_peak_bytes + new,
                     cause="parameters and gradients of a later graph",
                 )
 
