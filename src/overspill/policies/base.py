@@ -50,7 +50,12 @@ class Policy(ABC):
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget of {budget_bytes} bytes")
-        if self.plans_for_budget and budget_bytes is not None and not graph.ops and graph.persistent_bytes > budget_bytes:
+        if (
+            self.plans_for_budget
+            and budget_bytes is not None
+            and not graph.ops
+            and graph.persistent_bytes > budget_bytes
+        ):
             raise infeasible(StepProgram(graph), budget_bytes, self.name)
         seconds = op_seconds(graph, device, times)
         with _without_collection(), self._failing_by_name():

@@ -118,6 +118,21 @@ def test_compilation_that_is_switched_off_is_noticed() -> None:
         model(torch.randn(4, 8))
 
 
+def test_a_model_of_which_only_parts_are_called_is_noticed_and_what_calls_them_can_be_planned() -> None:
+    plain, model = twins(lambda: Net(8, 16, 4))
+    compiled = overspill.compile(model, budget="1GiB")
+    with pytest.raises(UnplannedError, match=r"two optimizer steps in a row .* overspill\.compile\(loss_fn\)"):
+        train(compiled.layers[0], model, [4] * 3)
+    plain, model = twins(lambda: Net(8, 16, 4))
+
+    def part(x: Tensor) -> Tensor:
+        return model.layers[0](x)
+
+    call = overspill.compile(part, budget="1GiB")
+    assert train(call, model, [4] * 3) == train(plain.layers[0], plain, [4] * 3)
+    assert call.overspill.plans
+
+
 def test_who_wants_no_error_is_warned_once_and_trains_on() -> None:
     plain, model = twins(lambda: LayerDrop(8, 8, 8))
     compiled = overspill.compile(model, budget="1GiB", store="host", on_unplanned="warn")

@@ -161,6 +161,7 @@ class _GraphCompiler:
             return compiled
 
         def begin_backward(session: Session, call: Any) -> None:
+            session.watch_calls.backwards_run += 1
             session.see(planned, call=call)
             session.arenas.give_back()  # of calls whose backward is over
 

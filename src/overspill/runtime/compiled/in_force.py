@@ -12,6 +12,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._dynamo
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.autograd.graph import Node
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from overspill.core.errors import UnplannedError, is_out_of_memory
@@ -82,10 +84,11 @@ def too_many_kinds() -> UnplannedError:
 
 
 class Watch:
-    """Looks after each call whether it ran by plans. `graphs_run` counts the runs of planned graphs."""
+    """Looks after each call whether it ran by plans. `graphs_run` counts the runs of planned graphs, `backwards_run` those backward."""
 
     def __init__(self, on_unplanned: str) -> None:
-        self.graphs_run = 0
+        self.graphs_run = self.backwards_run = 0
+        self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._warns = on_unplanned == "warn"
         self._said_before = {kind: Counter(counters[kind]) for kind in SAID}
         self._seen: set[Any] = set()
@@ -113,6 +116,21 @@ class Watch:
             self._tell(
                 f"a part of {model} ran without a plan, and what it keeps does not fit beside the plans ({what} {verb} "
                 f"{format_bytes(nbytes)} for backward): {self._reason()}; set it aside with reserve='{nbytes}', or {CURE}"
+            )
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Before `optimizer` steps on gradients of the models: raise UnplannedError, or warn once, where none came from a planned backward.
+
+        Not before its second step in a row: the first may be for its state alone, as where a checkpoint is loaded.
+        """
+        before, unplanned = self._steps.get(optimizer, (0, 0))
+        unplanned = unplanned + 1 if before == self.backwards_run else 0
+        self._steps[optimizer] = self.backwards_run, unplanned
+        if unplanned > 1:
+            self._tell(
+                "the model is trained without a plan: two optimizer steps in a row follow from no call of it; where a part of it is "
+                "called (compiled.model(...)), compile the function that does so: overspill.compile(loss_fn), or "
+                "overspill.train_step, or pass on_unplanned='warn' to train without the promise"
             )
 
     def _tell(self, message: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.capture.compiled.graph import InputInfo, Surroundings
@@ -506,6 +507,15 @@ class Session(PlannedPeaks):
                     floor_bytes=planned.least_peak_bytes + new,
                     cause="parameters and gradients of a later graph",
                 )
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for session in list(_SESSIONS):
+        if session.gradients_are_kept() and session.followed.updated_by(optimizer):
+            session.watch_calls.check_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)
 
 
 def torch_device(examples: Sequence[Any]) -> torch.device:
