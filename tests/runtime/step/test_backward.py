@@ -122,6 +122,11 @@ def under_autocast(net: Net, x: Tensor) -> Tensor:
         return net.c(again(lambda x: net.b(net.b(x)), again(lambda x: net.b(net.b(x).sin()), net.a(x)))).float()
 
 
+def where_autocast_casts_an_input_once_for_two_layers(net: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return net.c(again(lambda h: net.b(h) * net.a(h) + net.b(h).sin(), net.a(x).float())).float()
+
+
 def by_a_function_that_adds_to_grad(net: Net, x: Tensor) -> Tensor:
     return net.c(AddsToGrad.apply(AddsToGrad.apply(net.b(net.a(x)).tanh(), net.b.weight).tanh(), net.b.weight))
 
@@ -145,6 +150,7 @@ def by_an_attack_on_the_input(net: Net, x: Tensor) -> Tensor:
 BY_CHECKPOINTS = [
     with_a_dummy, with_a_frozen_start, behind_a_trained_layer, with_shared_weights, with_an_output_changed_in_place,
     with_several_outputs, within_one_another, of_no_input_with_gradient, with_a_look_at_the_input, with_dropout, under_autocast,
+    where_autocast_casts_an_input_once_for_two_layers,
 ]  # fmt: skip
 BY_OTHERS = [
     by_a_function_that_adds_to_grad,

@@ -26,7 +26,7 @@ class Casts:
 
     def __init__(self) -> None:
         self._leaves: dict[int, Tensor] = {}
-        self._cast: dict[int, Tensor] = {}
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # with what was cast, so that nothing else has its id
         self._in_region: dict[str, bool] = {}
         self._wanted = torch.is_autocast_cache_enabled()
 
@@ -70,14 +70,18 @@ class Casts:
             self._cast = before
 
     def cast(self, x: Tensor, dtype: torch.dtype, *options: Any, **named: Any) -> Tensor:
-        """`x.to(dtype)`: the cast there is already, if autocast asks for it and `x` is a parameter."""
-        asked = id(x) in self._leaves and self._asks(x, dtype)
+        """`x.to(dtype)`: the cast there is already, if autocast asks for it and `x` is a leaf."""
+        asked = self._is_leaf(x) and self._asks(x, dtype)
         if asked and id(x) in self._cast:
-            return self._cast[id(x)]
+            return self._cast[id(x)][1]
         result = CAST._op_dk(DispatchKey.CompositeImplicitAutograd, x, dtype, *options, **named)
         if asked:
-            self._cast[id(x)] = result
+            self._cast[id(x)] = x, result
         return result
+
+    def _is_leaf(self, x: Tensor) -> bool:
+        """Whether eager would keep the cast of `x`: a parameter, or what the step itself has made a leaf."""
+        return id(x) in self._leaves or (isinstance(x, Tensor) and x.requires_grad and x.is_leaf and not x._is_view())
 
     def _asks(self, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether it is autocast that wants `x` in `dtype`, within an op whose arguments it casts."""
