@@ -107,10 +107,24 @@ class Complex(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
 
+def offloaded(model: nn.Module) -> nn.Module:
+    """As accelerate's `cpu_offload` leaves a model."""
+    model._hf_hook = object()  # type: ignore[assignment]
+    return nn.Sequential(model.to("meta"), nn.Linear(2, 2))
+
+
 MODELS_REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse gradients": (Sparse, "embed makes sparse gradients.*sparse=False"),
     "complex": (Complex, "weight is complex; keep its real and imaginary parts"),
     "not initialised": (lambda: nn.LazyLinear(3), "not initialised yet; call the model once"),
+    "no values": (
+        lambda: nn.Linear(2, 2, device="meta"),
+        "parameters of .* on meta, without values; load the model on one device",
+    ),
+    "values that hooks bring": (
+        lambda: offloaded(nn.Linear(2, 2)),
+        "on meta, without values, and accelerate's hooks bring them",
+    ),
     "two devices": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "on 2 devices.*cpu, meta"),
     "no parameters": (nn.ReLU, "no parameters to train"),
 }
@@ -277,3 +291,23 @@ def test_impossible_options_are_refused_at_once(options: dict[str, Any], message
     with pytest.raises(RequestError, match=message):
         step_for(model, **options)
     assert not any(isinstance(m._parameters, Guarded) for m in model.modules())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_nested_tensors_are_refused(backend: str) -> None:
+    def pads(model: nn.Module, one: Tensor, other: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([one, other], layout=torch.jagged)
+        return torch.nested.to_padded_tensor(model(rows), 0.0).square().mean()
+
+    model, parts = nn.Linear(4, 4), (torch.randn(3, 4), torch.randn(5, 4))
+    step = step_for(model, loss_fn=pads, budget="1GiB", backend=backend)
+    with pytest.raises(
+        UnsupportedError, match=r"makes a nested tensor \(.*test_refusals.py, line \d+\).*pad its parts"
+    ):
+        step(*parts)
+    with pytest.raises(UnsupportedError, match=r"input 0 is a nested tensor.*pad its parts"):
+        step(torch.nested.nested_tensor([*parts], layout=torch.jagged), parts[0])
+    torch._dynamo.reset()
+    compiled = overspill.compile(nn.Linear(4, 4), budget="1GiB", backend=backend)
+    with pytest.raises(UnsupportedError, match=r"the model gets a nested tensor.*pad its parts"):
+        compiled(torch.nested.nested_tensor([*parts], layout=torch.jagged))

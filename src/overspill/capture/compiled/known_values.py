@@ -123,6 +123,10 @@ class KnownValues(FakeTensorMode):
             self._note(func, args, given, made)
         return made
 
+    def create_symbolic_nested_int(self, *_: Any, **__: Any) -> Any:
+        """Raises UnsupportedError: the rows of a nested tensor have sizes that no graph of fixed sizes knows."""
+        raise nested(f"the step makes a nested tensor{where(stack_within(sys._getframe()))}")
+
     # -- how known tensors are made
 
     def _add_source(self, source: _Source) -> None:
@@ -283,6 +287,13 @@ def reads_values(place: str, *, unknown: bool) -> UnsupportedError:
         "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read. Use "
         "torch.where and the like, leave checks of arguments out (validate_args=False), or use overspill.compile, which plans the "
         "graphs between"
+    )
+
+
+def nested(what: str) -> UnsupportedError:
+    """The error for `what` is nested."""
+    return UnsupportedError(
+        f"{what}, whose sizes follow from values; pad its parts and mask them (torch.nn.utils.rnn.pad_sequence)"
     )
 
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from overspill.capture.compiled.graph import capture
 from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
+from overspill.capture.compiled.known_values import nested
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Device
@@ -79,6 +80,8 @@ def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Call
     while the model is called or a backward is to come, not the session itself. An OverspillError arrives where the model was
     called, as itself and not in Dynamo's wrapping.
     """
+    if any(isinstance(example, Tensor) and example.is_nested for example in examples):
+        raise _Refused(nested("the model gets a nested tensor")) from None
     unknown = [i for i, example in enumerate(examples) if _is_symbolic(example)]
     if unknown:
         return _PerShape(module, session, tuple(unknown))

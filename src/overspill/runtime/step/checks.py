@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from overspill.capture.compiled.known_values import nested
 from overspill.core.errors import RequestError, UnsupportedError
 
 from .residency import Guarded, Spec, readable
@@ -39,6 +40,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
             )
     if not parameters:
         raise RequestError("the model has no parameters to train")
+    _check_values(step)
     if len(devices := {p.device for p in parameters.values()}) > 1:
         raise RequestError(
             f"the model's parameters are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
@@ -53,6 +55,20 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
             raise UnsupportedError(
                 f"{readable(name)} is a {type(parameter).__name__}, whose bytes are not in one place; "
                 "a planned step needs plain parameters"
+            )
+
+
+def _check_values(step: nn.Module) -> None:
+    """Raises RequestError for parameters without values, on meta, which hooks bring or nobody does."""
+    for path, module in step.named_modules():
+        hooked = hasattr(module, "_hf_hook") and module._hf_hook is not None
+        if any(p.is_meta for p in module.parameters(recurse=False)) and (
+            hooked or all(p.is_meta for p in step.parameters())
+        ):
+            why = ", and accelerate's hooks bring them (cpu_offload, device_map)" if hooked else ""
+            raise RequestError(
+                f"the parameters of {readable(path)} are on meta, without values{why}; load the model on one device, without "
+                "offload: a planned step keeps in the store what does not fit"
             )
 
 
@@ -110,7 +126,7 @@ def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
-    """Raises RequestError for inputs that are not where the model is, or that want a gradient."""
+    """Raises RequestError for inputs that are not where the model is, or that want a gradient; UnsupportedError for nested ones."""
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -118,6 +134,8 @@ def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
             raise RequestError(
                 f"input {number} is on {leaf.device} and the model on {where}; move it with .to({str(where)!r})"
             )
+        if leaf.is_nested:
+            raise nested(f"input {number} is a nested tensor")
         if leaf.requires_grad:
             raise RequestError(
                 f"input {number} requires a gradient, and a step makes those of parameters only; detach() it"
