@@ -37,6 +37,8 @@ def test_every_way_to_say_gpu(gpu: VirtualGpu, device: Any) -> None:
     assert torch.tensor(np.ones(3), device=device).is_cuda
     assert torch.as_tensor(np.ones(3, np.float32), device=device).is_cuda
     assert nn.Linear(2, 2, device=device).weight.is_cuda
+    assert nn.Linear(2, 2).to(device).weight.is_cuda
+    assert nn.utils.rnn.pack_sequence([torch.ones(2)]).to(device).data.is_cuda
     assert there.new_zeros(2).is_cuda
     assert torch.empty_like(host, device=device).is_cuda
 

@@ -122,7 +122,6 @@ def _parse_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None, bool]:
     """Device, dtype, memory format and copy of a call of `Tensor.to`."""
-    args = tuple(torch.device("cuda", value) if type(value) is int else value for value in args)
     kwargs = dict(kwargs)
     copy = bool(kwargs.pop("copy", False))
     other = kwargs.pop("other", None)
@@ -133,7 +132,5 @@ def _parse_to(
         return other.device, other.dtype, kwargs.get("memory_format"), copy
     if len(args) == 4 or (len(args) == 3 and isinstance(args[0], torch.dtype)):  # ... non_blocking, copy
         args, copy = args[:-1], bool(args[-1])
-    if type(kwargs.get("device")) is int:
-        kwargs["device"] = torch.device("cuda", kwargs["device"])
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, memory_format, copy

@@ -57,6 +57,7 @@ def torch_patches(recorder: Recorder) -> Patches:
         (nn.init, "_no_grad_trunc_normal_", _trunc_normal(nn.init._no_grad_trunc_normal_)),
         (fake_tensor.log, "disabled", not os.environ.get("OVERSPILL_DEBUG")),  # the error itself says what is wrong
         (torch, "device", _Device),
+        (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
         (torch, "_nested_tensor_from_mask_left_aligned", lambda *_: False),  # padded batches stay as they are
         (parametrizations, "_is_orthogonal", lambda *_, **__: False),  # no random matrix is
     ]
@@ -95,6 +96,18 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return make
+
+
+def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What reads the arguments of `to`, of tensors, modules and packed sequences, with numbers of GPUs."""
+
+    def number(value: Any) -> Any:
+        return _DEVICE("cuda", value) if type(value) is int else value
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(number, args), **{name: number(value) for name, value in kwargs.items()})
+
+    return parse
 
 
 class _DeviceType(type):
