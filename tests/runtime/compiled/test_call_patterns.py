@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
@@ -419,6 +420,51 @@ def test_torchs_own_checkpointing_inside_the_model_is_planned_over() -> None:
     reference.load_state_dict(plain.state_dict())
     compiled = lean(managed)
     assert same(train(reference, reference, *batch()), train(managed, compiled, *batch()))
+
+
+class FrozenStart(nn.Module):
+    """Frozen words, whose output is told to require gradients, as peft's models are for checkpoints, and a trained layer."""
+
+    def __init__(self, *, returns_leaf: bool = False) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(16, 32).requires_grad_(False), nn.Linear(32, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.words.register_forward_hook(lambda *given: given[-1].requires_grad_(True))
+        self.returns_leaf = returns_leaf
+
+    def forward(self, x):
+        start = self.words(x)
+        loss = self.layer(checkpoint(self.frozen, start, use_reentrant=False).sin()).square().mean()
+        return (loss, start) if self.returns_leaf else loss
+
+
+def frozen_start_trained(compiled: bool, **options):
+    torch.manual_seed(0)
+    model = FrozenStart(**options)
+    call = overspill.compile(model, budget=1.0, store="host") if compiled else model
+    optimizer = torch.optim.SGD(model.layer.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        found = call(torch.arange(12).reshape(3, 4))
+        loss, *leaf = found if isinstance(found, tuple) else (found,)
+        (loss + sum(t.sum() for t in leaf)).backward()
+        optimizer.step()
+    leaves = [t.grad for t in leaf]
+    return [loss.detach(), *leaves, *(p.detach() for p in model.parameters())], call
+
+
+def test_a_frozen_start_that_is_told_to_require_gradients_ends_no_graph() -> None:
+    expected, _ = frozen_start_trained(compiled=False)
+    found, call = frozen_start_trained(compiled=True)
+    assert all(map(same_bits, found, expected))
+    assert len(call.overspill.plans) == 1
+
+
+def test_where_that_start_is_returned_its_gradient_is_there_too() -> None:
+    expected, _ = frozen_start_trained(compiled=False, returns_leaf=True)
+    found, _ = frozen_start_trained(compiled=True, returns_leaf=True)
+    assert len(expected) == len(found)
+    assert all(map(same_bits, found, expected))
 
 
 def test_where_the_update_does_not_fit_train_step_is_named_and_does() -> None:

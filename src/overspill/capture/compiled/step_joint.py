@@ -79,9 +79,16 @@ def _exported(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raises UnsupportedError where the step looks at values; a mistake in the model is shown as it is."""
+    """Raises UnsupportedError where the step looks at values or keeps tensors; a mistake in the model is shown as it is."""
     try:
         yield
+    except AssertionError as error:
+        if "Unexpected fake" not in str(error):
+            raise
+        raise UnsupportedError(
+            "the step's Python keeps a tensor that it makes at its first call, as a GradScaler its scale, and a planned step would make "
+            "it once, not at every step; make it before the step, and for float16 with a GradScaler use overspill.compile"
+        ) from error
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
         if type(error) is RuntimeError and ".numpy()" not in str(error):
             raise

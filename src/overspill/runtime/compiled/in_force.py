@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_leaves
 from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
 
+from .leaves import follow_leaves
+
 MOST_PLANS = 512
 """So many kinds of inputs (shapes above all) one function may have, each with a plan of its own."""
 PLANNED_NODE = "CompiledFunctionBackward"
@@ -60,6 +62,7 @@ def plans_needed(backend: str) -> Iterator[None]:
     before = {name: getattr(config, name) for name in settings}
     for name, value in settings.items():  # not config.patch, which takes longer; this is around every call of a model
         setattr(config, name, value)
+    follow_leaves(backend == "eager")  # stock torch.compile, whose bits Inductor has, ends its graphs
     try:
         yield
     except FailOnRecompileLimitHit:
@@ -71,6 +74,7 @@ def plans_needed(backend: str) -> Iterator[None]:
             "no memory was left on this machine to compile the model; call it again once there is"
         ) from None
     finally:
+        follow_leaves(False)
         for name, value in before.items():
             setattr(config, name, value)
 
