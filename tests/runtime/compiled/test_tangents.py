@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import overspill
 
@@ -48,3 +49,43 @@ def test_what_no_loss_follows_from_has_no_gradient_as_in_plain_pytorch(breaks: b
     for a, b in zip(trained(plain, plain), trained(ours, overspill.compile(ours, budget="1GiB")), strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
+
+
+class Pixels(nn.Module):
+    """A word for each pixel, and outside of its graph what is made of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+LOSSES = {
+    "as it is in eager": lambda z: F.interpolate(z, scale_factor=4, mode="bilinear").sin().mean(),
+    "transposed": lambda z: z.transpose(1, 2).contiguous().sin().mean(),
+    "expanded": lambda z: z.mean(),
+    "of some": lambda z: z[:, ::2].sin().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_gradient_in_another_order_in_memory_is_read_as_in_plain_pytorch(
+    name: str, layout: torch.memory_format, autocast: bool
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, ours = Pixels(), Pixels()
+    ours.load_state_dict(plain.state_dict())
+    compiled = overspill.compile(ours, budget="1GiB")
+    for seed in range(2):
+        x = torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(seed)).to(memory_format=layout)
+        for call in (plain, compiled):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = LOSSES[name](call(x))
+            loss.backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
-from overspill.capture.compiled.graph import capture
+from overspill.capture.compiled.graph import Captured, capture
 from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.known_values import nested
@@ -56,10 +56,14 @@ from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
 from .planned import Frame, Planned
 from .session import Session, plan_captured, torch_device
-from .tangents import Gradients
+from .tangents import Gradients, Layout, begin_backward, fake_examples, laid_out, same_steps
 
 Compiled = Callable[..., Any]
 _LOG = logging.getLogger("overspill")
+
+
+class _Traced(Exception):
+    """Ends a trace of which the joint graph is all that is wanted."""
 
 
 class _Refused(BackendCompilerFailed):
@@ -151,6 +155,8 @@ class _GraphCompiler:
         self.planned: Planned | None = None
         self.has_arena = False
         self.gradients: Gradients | None = None
+        self.fakes: list[Any] = []
+        self.autocast: AbstractContextManager[Any] = nullcontext()
 
     @property
     def session(self) -> Session:
@@ -159,11 +165,12 @@ class _GraphCompiler:
 
     def watched(self, compiled: Compiled) -> Compiled:
         """`compiled`, of which the session knows which calls wait for their backward, and which refuses a backward of that."""
-        session_now, planned, has_arena, kept = self._session, self.planned, self.has_arena, self.gradients
+        session_now, planned, has_arena = self._session, self.planned, self.has_arena
+        with_gradients = self.gradients is not None
         if planned is None:  # no ops
             return compiled
 
-        def begin_backward(session: Session, call: Any) -> None:
+        def begin(session: Session, call: Any) -> None:
             session.watch_calls.backwards_run += 1
             session.see(planned, call=call)
             session.arenas.give_back()  # of calls whose backward is over
@@ -176,10 +183,10 @@ class _GraphCompiler:
             outputs = compiled(*args)
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)
-                if kept is not None:
-                    node.register_prehook(kept.begin)
+                if with_gradients:
+                    node.register_prehook(begin_backward)
                 # The node has the session now: a model may be dropped before its backward.
-                session.pending.begin(node, planned.kind, partial(begin_backward, session))
+                session.pending.begin(node, planned.kind, partial(begin, session))
             return outputs
 
         return run
@@ -210,14 +217,19 @@ class _GraphCompiler:
                     warnings.warn(f"{error}; it runs on the eager backend now, within its budget", stacklevel=2)
                     self.module = unchanged
             # Backward may run twice with retain_graph=True, so AOTAutograd must not give saved tensors away.
-            kept = torch._functorch.config.patch(donated_buffer=False)
-            with kept, eager_kernels() as casts, leaves_told(self.module, self.examples, casts):
-                return aot_autograd(
-                    fw_compiler=self._boxed,
-                    bw_compiler=self._backward,
-                    inference_compiler=self._infer,
-                    partition_fn=self.partition,
-                )(self.module, self.examples)
+            self.fakes = fake_examples(self.examples) if torch.is_grad_enabled() else []
+            self.autocast = _autocast(torch_device(self.examples))
+            with torch._functorch.config.patch(donated_buffer=False):
+                return self._traced(self.examples, self.partition)
+
+    def _traced(self, examples: Sequence[Any], partition: Callable[..., Any]) -> Compiled:
+        with eager_kernels() as casts, leaves_told(self.module, examples, casts):
+            return aot_autograd(
+                fw_compiler=self._boxed,
+                bw_compiler=self._backward,
+                inference_compiler=self._infer,
+                partition_fn=partition,
+            )(self.module, examples)
 
     def _by_inductor(self) -> Compiled:
         from .inductor import compile_with_inductor  # noqa: PLC0415 - seconds to import, and rarely needed
@@ -273,15 +285,38 @@ class _GraphCompiler:
         graph = JointGraph(joint, num_fwd_outputs)
         self.gradients = Gradients(graph)
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
-        plan = self.planned.plan
         device = torch_device(self.examples)
-        engine = self.session.engine_for(plan, device)
-        lowered = lower(captured, plan.schedule, engine, made_by(captured, plan, self.session.steps))
+        engine = self.session.engine_for(self.planned.plan, device)
+        lowered = self._lowered(captured, engine)
+        self._again = partial(self._for_layout, engine, lowered[0])
         if self.session.options.profile:
             self.session.timer = OpTimer(captured.graph, device)
             for module in lowered:
                 self.session.timer.instrument(module)
         return lowered
+
+    def _lowered(self, captured: Captured, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        assert self.planned is not None
+        plan = self.planned.plan
+        return lower(captured, plan.schedule, engine, made_by(captured, plan, self.session.steps))
+
+    def _for_layout(self, engine: int, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
+        """The backward for gradients of another layout, by the plan of the one that was traced; None where it has other ops."""
+        found: list[JointGraph] = []
+
+        def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            found.append(JointGraph(joint, num_fwd_outputs))
+            raise _Traced
+
+        off = torch._functorch.config.patch({"backward_pass_autocast": "off"})
+        with torch.enable_grad(), self.autocast, off, laid_out(layout), suppress(_Traced):
+            self._traced(self.fakes, partition)
+        assert self.planned is not None
+        captured = self.session.captured_again(self.planned, found[0])
+        if captured.graph.ops != self.planned.plan.graph.ops:
+            return None
+        again, backward = self._lowered(captured, engine)
+        return self._boxed(backward, None) if same_steps(again, forward) else None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
@@ -295,9 +330,18 @@ class _GraphCompiler:
     def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         compiled, gradients = self._boxed(module, _inputs), self.gradients
         assert gradients is not None  # there is no backward without a partition
+        backwards: dict[Layout | None, Compiled | None] = {None: compiled}
 
         def run(args: list[Any]) -> Any:
-            return gradients.of(compiled(args))
+            given, layout = gradients.given()
+            if layout is not None and layout not in backwards:
+                backwards[layout] = self._again(layout)
+            if layout is not None and backwards[layout] is not None:
+                first = len(args) - len(layout)
+                for number in list(given):
+                    args[first + number] = given.pop(number)
+            given.clear()
+            return gradients.of((backwards[layout] or compiled)(args))
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -406,6 +450,16 @@ class _Backend:
 
 def _backend_with(options: Mapping[str, Any]) -> Callable[..., Compiled]:
     return partial(overspill_backend, options=options)
+
+
+def _autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast as it is now."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    )
 
 
 def _frame(module: fx.GraphModule) -> Frame:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overspill.capture.compiled.graph import InputInfo, Surroundings
+from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import Device, TensorKind
 from overspill.core.errors import InfeasibleBudget
@@ -318,6 +318,12 @@ class Session(PlannedPeaks):
             self.outdated |= any(p.plan.peak_bytes > budget for p in self._planned)
         self._tell_of_other_sessions(where)
         return captured, planned
+
+    def captured_again(self, planned: Planned, joint: JointGraph) -> Captured:
+        """The graph of a plan, captured from another trace of the same part."""
+        problem = replace(self._problems[planned.kind], joint=joint)
+        captured: Captured = problem.captured(planned.room, planned.plan.budget_bytes)
+        return captured
 
     def _made(
         self, problem: Problem[C], kind: Kind, room: Room, budget: int, retained: int

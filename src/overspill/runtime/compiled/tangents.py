@@ -1,49 +1,103 @@
-"""What autograd hands to a compiled graph's backward: nothing for outputs that no loss follows from.
+"""What autograd hands to a compiled graph's backward: nothing for some outputs, or gradients in another order in memory.
 
 AOTAutograd makes zeros of nothing, and gives zeros on where eager gives nothing: an optimizer then makes state for parameters that it
 leaves alone in eager, and weight decay changes them. So gradients that follow from nothing are nothing here too.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `desc` of tangents, and its `output`.
+It also copies a gradient into the order in memory that it has traced backward for, the output's; kernels that round by the order
+of their input then round otherwise than in eager. So where a gradient is in another order, backward is traced for that too, and
+gets the gradient as it is where it has the same ops; where it has others, it is mostly eager that copies.
+
+Names private to PyTorch that this file relies on (2.11 to 2.13): `desc` of tangents, and its `output`, and where AOTAutograd
+takes the order from, `coerce_tangent_and_suggest_memory_format`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd import collect_metadata_analysis
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.joint import JointGraph
 
-
-class _Absent(threading.local):
-    """Outputs of the graph whose backward is about to run, in this thread, that have no gradient."""
-
-    outputs: frozenset[int] = frozenset()
+Layout = tuple[tuple[int, ...], ...]
+"""The strides of the gradients of a graph's outputs, in their order."""
 
 
-_ABSENT = _Absent()
+class _Given(threading.local):
+    """What the backward that is about to run in this thread is given, one for each output."""
+
+    gradients: Sequence[Any] = ()
+
+
+_GIVEN = _Given()
+
+
+def begin_backward(given: Sequence[Any]) -> None:
+    """Backward of a graph is about to run, and is `given` these, one for each output."""
+    _GIVEN.gradients = given
 
 
 class Gradients:
-    """Of each gradient that a joint graph's backward gives, the outputs of forward whose gradients it follows from."""
+    """The gradients that a joint graph's backward is given and gives; of each of these, the outputs from whose gradients it follows."""
 
     def __init__(self, joint: JointGraph) -> None:
         number = {repr(desc): i for i, desc in enumerate(joint.forward_descs)}
+        self._outputs = [number[repr(tangent.meta["desc"].output)] for tangent in joint.tangents]
+        self._layout: Layout = tuple(tangent.meta["val"].stride() for tangent in joint.tangents)
         follows: dict[fx.Node, frozenset[int]] = {
-            tangent: frozenset({number[repr(tangent.meta["desc"].output)]}) for tangent in joint.tangents
+            tangent: frozenset({output}) for tangent, output in zip(joint.tangents, self._outputs, strict=True)
         }
         for node in joint.module.graph.nodes:
             follows.setdefault(node, frozenset().union(*(follows[n] for n in node.all_input_nodes)))
-        self.follow = [follows.get(output, frozenset()) for output in joint.backward_outputs]
+        self._follow = [follows.get(output, frozenset()) for output in joint.backward_outputs]
 
-    @staticmethod
-    def begin(given: Sequence[Any]) -> None:
-        """Backward is about to run, and is `given` these, one for each output."""
-        _ABSENT.outputs = frozenset(i for i, gradient in enumerate(given) if gradient is None)
+    def given(self) -> tuple[dict[int, Tensor], Layout | None]:
+        """The gradients of this backward, by their number among its inputs, and their strides if not those of the trace."""
+        given, _GIVEN.gradients = _GIVEN.gradients, ()
+        self._absent = frozenset(i for i, gradient in enumerate(given) if gradient is None)
+        there = {i: given[output] for i, output in enumerate(self._outputs) if given and given[output] is not None}
+        layout = tuple(there[i].stride() if i in there else traced for i, traced in enumerate(self._layout))
+        return there, layout if layout != self._layout else None
 
     def of(self, made: Sequence[Any]) -> list[Any]:
         """What backward has `made`, without the gradients that are zeros only because nothing was given."""
-        absent = _ABSENT.outputs
-        return [None if why and why <= absent else one for one, why in zip(made, self.follow, strict=True)]
+        return [None if why and why <= self._absent else one for one, why in zip(made, self._follow, strict=True)]
+
+
+def fake_examples(examples: Sequence[Any]) -> list[Any]:
+    """`examples` without their bytes, for another trace."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
+
+
+@contextmanager
+def laid_out(layout: Layout) -> Iterator[None]:
+    """While this lasts AOTAutograd traces backward for gradients of these strides."""
+    name, strides = "coerce_tangent_and_suggest_memory_format", iter(layout)
+    plain = getattr(collect_metadata_analysis, name)
+
+    def as_given(x: Any) -> Any:
+        # The first calls are for the gradients, in their order; those that follow describe them.
+        if (stride := next(strides, None)) is None or not isinstance(x, Tensor):
+            return plain(x)
+        found = torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        return found, plain(found)[1], True
+
+    with patch.object(collect_metadata_analysis, name, as_given):
+        yield
+
+
+def same_steps(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two lowered graphs call the same ops in the same order, on the same things."""
+
+    def spelled(module: fx.GraphModule) -> list[Any]:
+        return [(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes]
+
+    return spelled(one) == spelled(other)
