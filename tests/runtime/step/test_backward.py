@@ -147,6 +147,18 @@ def by_an_attack_on_the_input(net: Net, x: Tensor) -> Tensor:
     return net.c(net.inner(x + 0.1 * near.grad.sign()))  # type: ignore[union-attr]
 
 
+def with_weights_clipped_in_forward(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.a.weight.clamp_(-0.1, 0.1)
+    found = net.c(net.inner(x))
+    net.b.weight.data.clamp_(-0.1, 0.1)
+    return found
+
+
+def with_weights_clipped_beside_a_checkpoint(net: Net, x: Tensor) -> Tensor:
+    return with_weights_clipped_in_forward(net, x) + behind_a_trained_layer(net, x)
+
+
 BY_CHECKPOINTS = [
     with_a_dummy, with_a_frozen_start, behind_a_trained_layer, with_shared_weights, with_an_output_changed_in_place,
     with_several_outputs, within_one_another, of_no_input_with_gradient, with_a_look_at_the_input, with_dropout, under_autocast,
@@ -157,6 +169,8 @@ BY_OTHERS = [
     by_a_checkpoint_of_ones_own,
     by_a_backward_in_the_loss,
     by_an_attack_on_the_input,
+    with_weights_clipped_in_forward,
+    with_weights_clipped_beside_a_checkpoint,
 ]
 Forward = Callable[[Net, Tensor], Tensor]
 
@@ -248,12 +262,35 @@ def test_what_is_added_several_times_is_refused_for_micro_batches(backend: str) 
         both.step(both.x)
 
 
-def test_a_checkpoint_that_sets_the_random_state_is_refused_where_it_draws() -> None:
-    both = Both(lambda net, x: net.c(RunsAgain.apply(net.noisy, net.a(x), True)))
-    with pytest.raises(
-        UnsupportedError, match=r"sets the state of torch's random generator.*use torch.utils.checkpoint"
-    ):
+def seeds(net: Net, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return net.c(net.inner(x))
+
+
+def seeds_behind_the_scenes(net: Net, x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(3)
+    return net.c(net.noisy(net.a(x)))
+
+
+def draws_apart(net: Net, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return net.c(net.noisy(net.a(x)))
+
+
+def draws_again(net: Net, x: Tensor) -> Tensor:
+    return net.c(RunsAgain.apply(net.noisy, net.a(x), True))
+
+
+@pytest.mark.parametrize("forward", [seeds, seeds_behind_the_scenes, draws_apart, draws_again])
+def test_a_step_that_sets_the_random_state_is_refused_where_that_matters(forward: Forward) -> None:
+    both = Both(forward)
+    before = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match=r"sets the state of torch's random generator.*seed between steps"):
         both.step(both.x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_that_puts_the_random_state_back_and_does_not_draw_is_planned() -> None:
     Both(lambda net, x: net.c(RunsAgain.apply(net.b, net.a(x), True))).train()
 
 

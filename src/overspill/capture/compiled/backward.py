@@ -12,7 +12,7 @@ node of autograd, whose backward accumulates into `.grad`. With Inductor it is a
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): that AOTAutograd calls `torch.autograd.grad` behind the
 step, `CheckpointFunction` and `detach_variable` of torch.utils.checkpoint, `BackwardCFunction`, a node's `variable`, and
-`torch._guards.active_fake_mode`.
+`torch._guards.active_fake_mode` and `_disable_current_modes`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.errors import OverspillError, UnsupportedError
 
@@ -71,7 +72,8 @@ class Backward:
         self._positions: list[int] = []
         self._leaves: list[Tensor] = []
         self._awaited = False
-        self._seeded = False
+        self._seeded = self._moved = False
+        self._loss: Tensor | None = None
         self._copies = False
         self._kept: list[tuple[Tensor, int]] = []
         self._casts: Casts | None = None
@@ -106,7 +108,10 @@ class Backward:
             self._leaves = [values[i] for i in self._positions]
             if self._casts is not None:
                 self._casts.begin(self._leaves)
-            found = step(*values)
+            with _random_state_kept() as moved:
+                found = step(*values)
+            self._moved = moved()
+            self._loss = found[0] if isinstance(found, tuple) else found
             self._copies = self._copies or any(t._version != version for t, version in self._kept)
             if self._kept and self._plain is None:
                 raise Unheard(_UNHEARD)
@@ -133,10 +138,10 @@ class Backward:
 
     def check(self, joint: JointGraph) -> None:
         """Raises UnsupportedError where the captured step `joint` is not the step that plain PyTorch would run."""
-        if self._seeded and any(map(is_random, joint.module.graph.nodes)):
+        if self._moved or (self._seeded and any(map(is_random, joint.module.graph.nodes))):
             raise UnsupportedError(
-                "the step sets the state of torch's random generator, which a planned step would do once, and draws from it; "
-                "seed between steps, or use torch.utils.checkpoint, whose recomputation is planned"
+                "the step sets the state of torch's random generator, which a planned step would do once, and leaves it so or draws from "
+                "it; seed between steps, or use torch.utils.checkpoint, whose recomputation is planned"
             )
         given = {i for i, primal in enumerate(joint.primals) if primal in joint.gradients}
         if missing := self._expected - given:
@@ -157,6 +162,10 @@ class Backward:
         if not self._awaited or active_fake_mode() is None:
             return self._grad(outputs, inputs, grad_outputs, *args, **options)
         self._awaited = False
+        # Parameters that forward changes are outputs here as well, and their gradients no part of the loss's.
+        outputs, grad_outputs = zip(
+            *(pair for pair in zip(outputs, grad_outputs, strict=True) if pair[0] is self._loss), strict=True
+        )
         if self._plain is not None:
             torch.autograd.backward(outputs, grad_outputs)
             return tuple(leaf.grad for leaf in self._leaves)
@@ -298,6 +307,18 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[i
             reached.add(number)
         leads[node] = number is not None or any(leads[n] for n in behind)
     return reached, any(isinstance(node, BackwardCFunction) and not leads[node] for node in leads)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[Callable[[], bool]]:
+    """While this lasts a step is traced, which draws nothing. Tells behind it whether the generator's state was set, and puts it back."""
+    moved = False
+    with _disable_current_modes():
+        before = torch.get_rng_state()
+    yield lambda: moved
+    with _disable_current_modes():
+        moved = not torch.equal(torch.get_rng_state(), before)
+        torch.random.default_generator.set_state(before)
 
 
 @contextmanager
