@@ -97,6 +97,17 @@ class Solved(nn.Module):
         )
 
 
+class Turned(nn.Module):
+    """Complex numbers whose parts are two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.turn = nn.Parameter(torch.rand(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.complex(-self.decay.exp(), self.turn).exp()).real.square().mean()
+
+
 def mixed_precision() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -121,6 +132,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),
     "products of groups in float32": (Experts, nullcontext),
+    "complex numbers of two weights": (Turned, nullcontext),
 }  # fmt: skip
 LIKE_ANOTHER = {
     "LSTM", "GRU", "RNN", "GRU under autocast", "GRU whose units leave a rest under autocast", "LSTM with projection",

@@ -89,7 +89,7 @@ class Casts:
         return (
             self._wanted
             and x.dtype is torch.float32
-            and dtype == torch.get_autocast_dtype(device)
             and self._in_region.get(device, False)
+            and dtype == torch.get_autocast_dtype(device)  # which some devices, as meta, have none of
             and not torch.is_autocast_enabled(device)  # within such an op
         )
