@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch._functorch.config
-from tests.runtime.random_nets import NETS, Dropouts, Step, made, trained
+import torch.nn.functional as F
+from tests.runtime.random_nets import NETS, WIDTH, Dropouts, Step, made, trained
 from torch import Tensor, nn
 
 import overspill
@@ -111,6 +112,20 @@ def test_a_partition_that_would_draw_again_is_refused_in_a_line() -> None:
     model, x = made(Dropouts)
     with torch._functorch.config.patch(activation_memory_budget=0.0), pytest.raises(UnsupportedError, match="again"):
         overspill.train_step(model, None, torch.optim.SGD(model.parameters()), budget="1GiB", backend="inductor")(x)
+
+
+@pytest.mark.long
+def test_attention_without_dropout_may_be_computed_again() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            each = self.into(x).view(1, 2, -1, WIDTH)
+            return F.scaled_dot_product_attention(each, each, each).square().mean()
+
+    assert_like_stock(Attention, "1GiB", 0.0)
 
 
 @pytest.mark.long

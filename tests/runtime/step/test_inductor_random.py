@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.config
 import torch._functorch.config
-from tests.runtime.random_nets import NETS, Step, made, trained
+import torch.nn.functional as F
+from tests.runtime.random_nets import NETS, WIDTH, Step, made, trained
 from torch import Tensor, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
 
 import overspill
 
@@ -66,3 +70,44 @@ def test_every_step_is_that_of_torch_compile(net: type[nn.Module], budget: str |
 @pytest.mark.parametrize("net", NETS)
 def test_every_step_by_a_partition_is_that_of_torch_compile_with_it(net: type[nn.Module], partition: float) -> None:
     assert_like_stock(net, "smallest", partition)
+
+
+class Attending(nn.Module):
+    """A checkpoint with attention, which is random by its tags, and with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+
+    def block(self, x: Tensor) -> Tensor:
+        each = self.into(x).view(1, 2, -1, WIDTH)
+        return F.dropout(F.scaled_dot_product_attention(each, each, each).view_as(x), 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant).square().mean()
+
+    reentrant = False
+
+
+class Reentrant(Attending):
+    reentrant = True
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("net", [Attending, Reentrant])
+def test_a_checkpoint_is_parted_as_torch_compile_parts_it(
+    net: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parted = []
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        parts = min_cut_rematerialization_partition(*args, **kwargs)
+        parted.append([sorted(str(n.target) for n in part.graph.nodes if n.op == "call_function") for part in parts])
+        return parts
+
+    for module in ("torch._inductor.compile_fx", "overspill.runtime.compiled.inductor"):
+        monkeypatch.setattr(f"{module}.min_cut_rematerialization_partition", partition)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        assert_like_stock(net, "1GiB", 1.0)
+    mine, expected = parted
+    assert mine == expected

@@ -199,7 +199,7 @@ class Backward:
                 if active_fake_mode() is None:
                     return plain.apply(function, preserve_rng_state, *args)
                 if self._inlined:
-                    return function(*args)
+                    return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
                 with ExitStack() if self._casts is None else self._casts.apart():
                     found = _Kept.apply(function, self._copies, *args)
                 self._kept += [(t, t._version) for t in _tuple(found) if isinstance(t, Tensor)]

@@ -200,6 +200,16 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether `node` really draws; attention is random by its tags, also without dropout."""
+    if not is_random(node):
+        return False
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    chances = [given.get(a.name, a.default_value) for a in arguments if a.name == "dropout_p"]
+    return chances != [0.0]
+
+
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The arguments that `node` updates in place."""
     if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program

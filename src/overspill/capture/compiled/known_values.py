@@ -5,7 +5,8 @@ that the caller gives is known when the step is captured. So the mode notes how 
 by what the real tensors give. What was asked becomes `Guards` (`guards.py`), which ask it again before each later step. What
 follows from parameters or from random numbers has no value before the step runs; such a read is refused.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, the exceptions of fake tensors,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, `registered_hop_fake_fns` and
+`python_key_table` of operators with functions among their arguments, the exceptions of fake tensors,
 `torch._C._DisableAutocast`, `_disable_current_modes`.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import no_python_dispatcher
+from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -63,6 +65,8 @@ class KnownValues(FakeTensorMode):
 
     Raises UnsupportedError where the value of anything else is read.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -109,6 +113,15 @@ class KnownValues(FakeTensorMode):
     def shaped_at(self) -> str | None:
         """The place of the first read in the last pass that a shape follows from, None without one."""
         return next((question.place for question in self._questions if question.makes_shape), None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """As FakeTensorMode has it, whose own rules for operators with functions among their arguments are for that class alone."""
+        rules = getattr(func, "python_key_table", {}) if isinstance(func, torch._ops.HigherOrderOperator) else {}
+        if FakeTensorMode in rules and func not in registered_hop_fake_fns:
+            return rules[FakeTensorMode](self, *args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import without_tokens
 from overspill.capture.compiled.graph import InputInfo, Surroundings
-from overspill.capture.compiled.joint import JointGraph, copied, is_random
+from overspill.capture.compiled.joint import JointGraph, copied, draws
 from overspill.capture.programs.failures import inductor_failures
 from overspill.capture.programs.graph import CapturedPrograms, capture_programs
 from overspill.capture.programs.program import Program, namespace_of
@@ -251,7 +251,7 @@ class _Compiler:
         names = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
         if names in self.seen:
             raise _SeenBefore
-        forward, backward = ({node.name for node in part.graph.nodes if is_random(node)} for part in parts)
+        forward, backward = ({node.name for node in part.graph.nodes if draws(node)} for part in parts)
         if again := sorted(forward & backward):
             raise _DrawsAgain(
                 f"with activation_memory_budget={self.partition} Inductor's backward draws random numbers of forward again "

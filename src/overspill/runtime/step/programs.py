@@ -17,6 +17,7 @@ from overspill.capture.compiled.backward import Backward
 from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.known_values import KnownValues
 from overspill.capture.compiled.step_joint import joint_of_step, returned
+from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.core.errors import UnsupportedError
 from overspill.runtime.compiled.inductor import StepPrograms, programs_of
 
@@ -55,7 +56,7 @@ def step_programs(
 
     def by_partition() -> Iterator[StepPrograms]:
         while True:
-            with told(compiles=True), backward.followed():
+            with told(compiles=True), backward.followed(), checkpoints_marked():
                 if (found := next(made, None)) is None:
                     return
             backward.check(found.joint)
