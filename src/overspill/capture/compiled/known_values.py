@@ -39,8 +39,11 @@ from .guards import Guards, Question, word
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
-SHAPE_FOLLOWS: dict[Any, tuple[int, Any]] = {aten._ctc_loss.Tensor: (3, aten.max.default)}
-"""Ops whose results' shapes follow from a number: of which argument, and what makes it of that (the longest target)."""
+SHAPE_FOLLOWS: dict[Any, tuple[int, Any] | None] = {
+    aten._ctc_loss.Tensor: (3, aten.max.default),  # the longest target
+    aten._ctc_loss.default: None,
+}
+"""Ops whose results' shapes follow from a number: of which argument, and what makes it of that; None: from no tensor."""
 
 
 class Held(UnsupportedError):
@@ -226,8 +229,9 @@ class KnownValues(FakeTensorMode):
             with self:
                 return x.new_empty((count,))
         if func in SHAPE_FOLLOWS:
-            position, number = SHAPE_FOLLOWS[func]
-            self._ask(self._call(number, (args[position],), {}), error)
+            if (follows := SHAPE_FOLLOWS[func]) is not None:
+                position, number = follows
+                self._ask(self._call(number, (args[position],), {}), error)
             return self._shaped(func, args, kwargs)
         result = self._ask(self._call(func, args, kwargs), error)
         return tree_map_only(Tensor, self._like, result)
