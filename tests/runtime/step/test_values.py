@@ -299,12 +299,30 @@ def test_what_follows_from_parameters_or_chance_is_refused_with_its_line(loss: L
     assert "\n" not in str(raised.value)
 
 
-def test_a_package_that_asks_is_named_with_the_users_line_that_calls_it() -> None:
-    def loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
-        return -torch.distributions.Categorical(logits=net(x), validate_args=True).log_prob(mask.long()).mean()
+def policy_loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    y = net(x)
+    chosen = torch.distributions.Categorical(logits=y[:, :6])
+    around = torch.distributions.Normal(y[:, 6], y[:, 7].exp())
+    if not (y[:, 8].abs() < 1e6).all():
+        raise OverflowError("diverged")
+    return -chosen.log_prob(mask.long()).mean() - around.log_prob(x[:, 0]).mean()
 
-    with pytest.raises(UnsupportedError, match=r"test_values.py, line \d+.*validate_args=False"):
-        Sides(loss).step(*batch(1))
+
+def test_checks_of_values_that_follow_from_parameters_are_made_in_the_step() -> None:
+    sides = Sides(policy_loss, budget="smallest")
+    for one in BATCHES[:3]:
+        sides.train(*one)
+    assert len(sides.step.plans) == 1
+    for name, value, error in (("logits", float("nan"), ValueError), ("diverged", 1e9, OverflowError)):
+        before = copy.deepcopy(sides.managed.state_dict())
+        with torch.no_grad():
+            sides.managed.last.bias[8 if name == "diverged" else 0] = value
+        with pytest.raises(error, match=name):
+            sides.step(*batch(1))
+        assert not sides.step.is_unfinished
+        sides.managed.load_state_dict(before)
+    sides.managed.load_state_dict(sides.plain.state_dict())
+    sides.train(*batch(2))
 
 
 def test_without_a_real_batch_values_are_not_invented() -> None:

@@ -269,9 +269,15 @@ class KnownValues(FakeTensorMode):
 
     def _ask(self, node: fx.Node | None, error: Exception) -> Any:
         """The real value of `node`, which is asked again before each later step. Raises UnsupportedError where it is not known."""
-        place = where(stack_within(sys._getframe()))
+        lines = stack_within(sys._getframe())
+        place = where(lines)
         if node is None:
-            raise reads_values(place, unknown=not self._without_values) from error
+            if self._without_values:
+                raise UnsupportedError(
+                    f"the step reads values{place}, as .item() and `if` on a tensor do, and is planned here without any; "
+                    "call train_step(…).plan(…) with a real batch"
+                ) from error
+            raise UnknownValue(place, lines) from error
         with _for_real():
             value = self._value(node)
             answer = tuple(map(word, tree_leaves(value)))
@@ -292,19 +298,16 @@ class KnownValues(FakeTensorMode):
         return self._values[node]
 
 
-def reads_values(place: str, *, unknown: bool) -> UnsupportedError:
-    """The error for a step that reads a value which it cannot have: one `unknown` before it runs, or else not given."""
-    if not unknown:
-        return UnsupportedError(
-            f"the step reads values{place}, as .item() and `if` on a tensor do, and is planned here without any; "
-            "call train_step(…).plan(…) with a real batch"
+class UnknownValue(UnsupportedError):
+    """A step reads a value that is not known before it runs; `lines` are those that lead to it."""
+
+    def __init__(self, place: str, lines: Stack = ()) -> None:
+        super().__init__(
+            f"the step reads values or makes shapes that follow from parameters or random numbers{place}, as .item(), numpy(), nonzero() "
+            "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read. Use "
+            "torch.where and the like, or overspill.compile, which plans the graphs between"
         )
-    return UnsupportedError(
-        f"the step reads values or makes shapes that follow from parameters or random numbers{place}, as .item(), numpy(), nonzero() "
-        "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read. Use "
-        "torch.where and the like, leave checks of arguments out (validate_args=False), or use overspill.compile, which plans the "
-        "graphs between"
-    )
+        self.lines = lines
 
 
 def nested(what: str) -> UnsupportedError:

@@ -28,10 +28,11 @@ from overspill.core.errors import UnsupportedError
 
 from .backward import Backward, Unheard
 from .casts import Casts
+from .checks import Checks
 from .effects import without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
-from .known_values import reads_values
+from .known_values import UnknownValue
 from .layer_calls import layers_noted
 from .lines import lines_noted
 
@@ -42,19 +43,27 @@ def joint_of_step(
     values: Sequence[FakeTensor],
     backward: Backward,
     named: Callable[[str], str] = str,
+    *,
+    has_checks: bool = True,
 ) -> JointGraph:
     """The joint graph of forward and backward of `step(*values)`, whose backward starts from the loss itself.
 
     Its gradients are checked by `backward`. Its nodes carry the layer of `module` that they are of, by what `named` makes of its path.
+    If it `has_checks` of values that are not known yet, the graph makes them (`checks.py`).
     Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
     """
+    checks = Checks(step)
     with layers_noted(module, named), lines_noted(), _explained(), eager_kernels() as casts:
-        try:
-            graph_module = _exported(step, values, backward, casts)
-        except Unheard:
-            backward.ask(step, values)
-            graph_module = _exported(step, values, backward, casts)
+        graph_module: fx.GraphModule | None = None
+        while graph_module is None:
+            try:
+                graph_module = _heard(checks.followed if has_checks else step, values, backward, casts)
+            except UnknownValue as asked:
+                if not has_checks:
+                    raise
+                checks.decide(asked, values)
     without_tokens(graph_module.graph)
+    checks.put_into(graph_module.graph)
     descs = _output_descs(graph_module.graph)
     gradients = sum(type(desc).__name__ == "GradAOTOutput" for desc in descs)
     forward_outputs = sum(desc is not None for desc in descs) - gradients  # an input without gradient has none
@@ -66,6 +75,15 @@ def joint_of_step(
     joint = JointGraph(graph_module, forward_outputs)
     backward.check(joint)
     return joint
+
+
+def _heard(step: Callable[..., Any], values: Sequence[FakeTensor], backward: Backward, casts: Casts) -> fx.GraphModule:
+    """The joint graph as traced, for which plain autograd is asked what gets gradients where nobody else can tell."""
+    try:
+        return _exported(step, values, backward, casts)
+    except Unheard:
+        backward.ask(step, values)
+        return _exported(step, values, backward, casts)
 
 
 def _exported(
@@ -94,7 +112,7 @@ def _explained() -> Iterator[None]:
             raise
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        raise reads_values(place, unknown=True) from error
+        raise UnknownValue(place) from error
 
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")

@@ -44,7 +44,8 @@ def step_programs(
     """
     with told(compiles=True):
         watched_joint, python = watched(
-            lambda begin: joint_of_step(after(begin, step), module, values, backward), lambda joint: joint.module.code
+            lambda begin: joint_of_step(after(begin, step), module, values, backward, has_checks=False),
+            lambda joint: joint.module.code,
         )
     mode = values[0].fake_mode
     if isinstance(mode, KnownValues) and mode.shaped_at is not None:

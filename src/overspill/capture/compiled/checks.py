@@ -1,0 +1,124 @@
+"""Checks that a step makes of values which are not known before it runs, as of a distribution's arguments.
+
+`if not valid.all(): raise ValueError(…)` asks for a value that follows from parameters. Whatever it is, there is one way only on
+which the step goes on, and so the graph of a whole step can have that way, with the check in it: an op that raises what the
+other way raises. That it is a check is found out by trying both ways on fake tensors. A branch of which both ways go on is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from overspill.capture.frames import Stack
+from overspill.core.errors import OverspillError
+
+from .effects import EFFECT
+from .known_values import UnknownValue
+
+Step = Callable[..., Any]
+_READS = (Tensor.__bool__, torch.is_nonzero, Tensor.is_nonzero, Tensor.item)
+_ASSERT = torch.ops.aten._assert_async.msg
+_MARK = "overspill check "
+
+
+class Check(NamedTuple):
+    """The answer with which a step goes on, and what is raised for the other."""
+
+    passes: bool
+    error: Exception
+
+
+class Checks:
+    """The checks of one step. `followed` is the step with them."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._known: dict[Stack, Check] = {}
+        self._tried: dict[Stack, bool] = {}
+        self._made: list[Check] = []
+
+    def followed(self, *values: Tensor) -> Any:
+        """The step, in which a value that is asked for by a check has the answer that passes. Raises UnknownValue for any other."""
+        self._made.clear()
+        with _Reads(self._answer):
+            return self._step(*values)
+
+    def decide(self, asked: UnknownValue, values: Sequence[FakeTensor]) -> None:
+        """Find out whether the read that was `asked` is of a check, by trying both ways. Raises `asked` where it is none."""
+        if asked.lines in self._known:  # what was read there is no truth value
+            raise asked
+        errors = {answer: self._error(asked.lines, answer, values) for answer in (True, False)}
+        passes = errors[True] is None
+        if (error := errors[not passes]) is None:
+            raise asked
+        if (fails := errors[passes]) is not None:
+            raise fails  # the step fails whatever this value is
+        self._known[asked.lines] = Check(passes, error)
+
+    def put_into(self, graph: fx.Graph) -> None:
+        """Let the traced `graph` make the checks."""
+        for node in graph.find_nodes(op="call_function", target=_ASSERT):
+            value, message = node.args
+            node.meta[EFFECT] = True
+            if message.startswith(_MARK):
+                node.target = _raising(self._made[int(message.removeprefix(_MARK))])
+                node.args = (value,)
+
+    def _answer(self, value: Tensor, asked: UnknownValue) -> bool:
+        if asked.lines in self._tried:
+            return self._tried[asked.lines]
+        if asked.lines not in self._known:
+            raise asked
+        check = self._known[asked.lines]
+        torch._assert_async(value != 0, f"{_MARK}{len(self._made)}")
+        self._made.append(check)
+        return check.passes
+
+    def _error(self, lines: Stack, answer: bool, values: Sequence[FakeTensor]) -> Exception | None:
+        """What the step raises where that answer is given; None where it goes on."""
+        self._tried = {lines: answer}
+        try:
+            with values[0].fake_mode:
+                self.followed(*values)
+        except OverspillError:
+            return None  # it has come further
+        except Exception as error:  # noqa: BLE001 - whatever the user raises
+            text = str(error).partition("\n")[0]
+            try:
+                return type(error)(text)
+            except TypeError:
+                return RuntimeError(text)
+        finally:
+            self._tried = {}
+        return None
+
+
+class _Reads(TorchFunctionMode):
+    """While this lasts, `answer` is asked for truth values that are not known."""
+
+    def __init__(self, answer: Callable[[Tensor, UnknownValue], bool]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except UnknownValue as asked:
+            # Functional tensors ask for their truth value by item().
+            if func not in _READS or (func is Tensor.item and args[0].dtype is not torch.bool):
+                raise
+            return self._answer(args[0], asked)
+
+
+def _raising(check: Check) -> Callable[[Tensor], None]:
+    def check_value(value: Tensor) -> None:
+        if bool(value) != check.passes:
+            raise check.error.with_traceback(None)
+
+    return check_value
