@@ -311,3 +311,16 @@ def test_nested_tensors_are_refused(backend: str) -> None:
     compiled = overspill.compile(nn.Linear(4, 4), budget="1GiB", backend=backend)
     with pytest.raises(UnsupportedError, match=r"the model gets a nested tensor.*pad its parts"):
         compiled(torch.nested.nested_tensor([*parts], layout=torch.jagged))
+
+
+def test_data_that_forward_assigns_is_refused() -> None:
+    def clips(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        weight = model.get_parameter("first.weight")
+        weight.data = weight.data.clamp(-0.1, 0.1)
+        return cross_entropy(model, x, y)
+
+    model = made()
+    with pytest.raises(
+        UnsupportedError, match=r"assigns the data of a tensor \(.*test_refusals.py, line \d+\); change it in place"
+    ):
+        step_for(model, loss_fn=clips, budget="1GiB")(*batch_for(model))

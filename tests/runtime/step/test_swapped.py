@@ -87,3 +87,18 @@ def test_references_from_outside_are_refused_where_backward_reads_them() -> None
         UnsupportedError, match=r"reads 2.weight by a reference that was taken outside.*take it from the model"
     ):
         step(torch.rand(8, 2))
+
+
+def test_parameters_are_parameters_in_a_step() -> None:
+    def reads(_: nn.Module) -> Loss:
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            held = [p for m in model.modules() for p in vars(m)["_parameters"].values() if isinstance(p, nn.Parameter)]
+            return model(x).square().mean() + model.get_parameter("2.weight").norm() + sum(p.sum() for p in held)
+
+        return loss
+
+    plainly, step, differ = pair(reads)
+    x = torch.rand(8, 2)
+    for _ in range(2):
+        assert step(x) == plainly(x)
+    assert differ() == []

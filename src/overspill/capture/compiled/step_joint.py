@@ -8,11 +8,13 @@ Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_jo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,8 +24,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.frames import stack_within
 from overspill.core.errors import UnsupportedError
 
 from .backward import Backward, Unheard
@@ -32,7 +36,7 @@ from .checks import Checks
 from .effects import without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
-from .known_values import UnknownValue
+from .known_values import UnknownValue, where
 from .layer_calls import layers_noted
 from .lines import lines_noted
 
@@ -89,10 +93,22 @@ def _heard(step: Callable[..., Any], values: Sequence[FakeTensor], backward: Bac
 def _exported(
     step: Callable[..., Any], values: Sequence[FakeTensor], backward: Backward, casts: Casts
 ) -> fx.GraphModule:
-    with ExitStack() as stack, backward.followed(casts):
+    with ExitStack() as stack, backward.followed(casts), patch.object(FunctionalTensor, "data", _Data(), create=True):
         exported = aot_export_joint_with_descriptors(stack, _Function(backward.traced(step)), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
     return graph_module
+
+
+class _Data:
+    """In place of a traced tensor's `data`, which cannot be assigned: the trace would go on with what was there."""
+
+    def __get__(self, tensor: Tensor, _: Any) -> Tensor:
+        data: Tensor = torch.Tensor.data.__get__(tensor)
+        return data
+
+    def __set__(self, tensor: Tensor, value: Tensor) -> None:
+        place = where(stack_within(sys._getframe(1)))
+        raise UnsupportedError(f"the step assigns the data of a tensor{place}; change it in place, with copy_()")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A model that runs with other tensors in place of its parameters and buffers, also where backward runs parts of it again.
 
-Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary, and `_wrap_for_grad`, by which transforms take a tensor in.
+Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary, `_wrap_for_grad`, by which transforms take a tensor in,
+and `_is_param`, which makes a tensor an instance of nn.Parameter.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Swapped:
             for key, tensor in dict.items(table)
             if id(tensor) in names
         ]
+        for name in self._state.parameters:
+            tensors[name]._is_param = True  # so that it is an nn.Parameter
         for table, key, name in places:
             dict.__setitem__(table, key, tensors[name])
             self._open.callback(dict.__setitem__, table, key, own[name])
