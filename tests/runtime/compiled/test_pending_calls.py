@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.errors import InfeasibleBudget
+from overspill.runtime.compiled.bystanders import Bystanders
 from overspill.runtime.compiled.pending import Kind, PendingCalls
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.tracker import LiveBytes
@@ -498,3 +499,16 @@ def test_a_call_may_be_dropped_while_calls_are_counted() -> None:
     del output
     assert calls.others(None).total() == 3
     assert len(calls) == 0
+
+
+def test_tensors_of_a_transform_are_no_batches_beside_a_model() -> None:
+    beside = Bystanders()
+    batch, target = torch.zeros(6, 3), torch.zeros(6)
+
+    def looked(row: torch.Tensor) -> torch.Tensor:
+        beside.look([row, batch], [])
+        return row
+
+    torch.vmap(looked)(torch.zeros(6, 6))
+    assert target in beside
+    assert sorted(beside.sizes([]))[:1] == [target.nbytes]

@@ -169,6 +169,13 @@ def numpy_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(model, x, y) * float(x.detach().numpy().sum())
 
 
+OTHER = nn.BatchNorm1d(12)
+
+
+def stranger_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model, OTHER(x).detach(), y)
+
+
 LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "not scalar": (vector_loss, r"the loss is a tensor of shape \(8,\); .*mean or sum"),
     "no tensor": (lambda model, x, y: 3.0, "the loss is float"),
@@ -177,6 +184,10 @@ LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "if": (branching_loss, "reads values.*torch.where.*overspill.compile"),
     "nonzero": (nonzero_loss, r"shapes that follow from parameters .*\(.*test_refusals.py, line \d+\)"),
     "numpy": (numpy_loss, r"numpy\(\)"),
+    "another model's state": (
+        stranger_loss,
+        r"neither its model's nor an input \(test_refusals.py, line \d+\).*eval\(\)",
+    ),
     "no loss": (None, "the model returns no loss|the loss is"),
 }
 

@@ -124,10 +124,16 @@ def _explained() -> Iterator[None]:
             "it once, not at every step; make it before the step, and for float16 with a GradScaler use overspill.compile"
         ) from error
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
-        if type(error) is RuntimeError and ".numpy()" not in str(error):
-            raise
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        if "mutating a non-functional tensor" in str(error):
+            raise UnsupportedError(
+                f"the step changes in place a tensor that is neither its model's nor an input{place}, as batch norms of another model do in "
+                "training, and a planned step would not; call that model before the step and give its result as an input, call its "
+                "eval(), or use overspill.compile"
+            ) from error
+        if type(error) is RuntimeError and ".numpy()" not in str(error):
+            raise
         raise UnknownValue(place) from error
 
 

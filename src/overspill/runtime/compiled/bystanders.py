@@ -24,7 +24,7 @@ class Bystanders:
 
     def look(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Find what is there now beside a model that takes `inputs` and returns `outputs`."""
-        ours = list(inputs)
+        ours = [tensor for tensor in inputs if _has_bytes(tensor)]
         if not ours:
             return
         first = {int(t.shape[0]) for t in (*ours, *outputs) if t.dim()}
@@ -55,7 +55,7 @@ def _data(device: torch.device) -> list[Tensor]:
     for thing in gc.get_objects():
         kind = type(thing)
         if kind is Tensor and thing.is_leaf and not thing.requires_grad and thing.device == device:
-            if not torch._is_functional_tensor(thing):  # those of a trace have no bytes
+            if _has_bytes(thing):
                 found.append(thing)
         elif issubclass(kind, nn.Parameter) and thing.is_leaf and thing.grad is not None:
             owned.add(id(thing.grad))
@@ -63,3 +63,8 @@ def _data(device: torch.device) -> list[Tensor]:
             # Past the guards of a train step, which would bring back what it has in its store.
             owned.update(id(v) for state in thing.state.values() if isinstance(state, dict) for v in dict.values(state))
     return [t for t in found if id(t) not in owned]
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether it has a storage of its own: those of a trace and of a transform as vmap only wrap others."""
+    return not (torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
