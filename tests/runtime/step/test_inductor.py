@@ -322,3 +322,21 @@ def test_a_preview_is_the_plan_of_the_run(backend: str, partition: float | None)
     assert run is not None
     assert seen.schedule.instructions == run.schedule.instructions
     assert (seen.peak_bytes, seen.budget_bytes) == (run.peak_bytes, run.budget_bytes)
+
+
+def test_what_the_loss_reads_from_outside_is_read_as_it_is_in_each_step() -> None:
+    torch.manual_seed(0)
+    model, target, scale = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False), torch.tensor(1.0)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return ((model(x) - target(x)) * scale).square().mean()
+
+    step = overspill.train_step(
+        model, loss, torch.optim.SGD(model.parameters(), 0.0), budget="1GiB", backend="inductor"
+    )
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        torch.testing.assert_close(step(x), loss(model, x).detach())
+        target.load_state_dict({name: value + 1 for name, value in target.state_dict().items()})
+        scale.mul_(2)
+    step.close()

@@ -236,6 +236,9 @@ class _Compiler:
             "custom_partitioner_fn": _Partitioner(self),
             # A buffer that is used again for other contents would be one tensor with a hole in its life.
             "allow_buffer_reuse": False,
+            # Where Dynamo has not made them inputs, tensors from outside of the model are read where they are, and not
+            # written into the program as the numbers that they have now.
+            "always_keep_tensor_constants": self.lasting is not None,
         }
         # Its cache of whole graphs knows nothing of plans; that of compiled programs, which is slow to fill, stays in use.
         functorch = {
