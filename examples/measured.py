@@ -1,4 +1,4 @@
-"""What the recipes 09 to 11 share: data, the peak of live bytes, and whether runs have the same bits."""
+"""What the recipes 09 to 11 and 16 share: data, the peak of live bytes, and whether runs have the same bits."""
 
 from __future__ import annotations
 
@@ -62,6 +62,11 @@ class Run:
     peak_bytes: int
 
 
+def same(one: Run, other: Run) -> bool:
+    """Whether two runs have the same losses and weights to the last bit."""
+    return one.losses == other.losses and _same(one.state, other.state)
+
+
 def report(budget: str | int, plain: Run, budgeted: Run, resumed: Run, saved: dict[str, Tensor]) -> None:
     """Print the peaks, and whether losses and weights are those of the plain run to the last bit."""
     print(f"plain peak {format_bytes(plain.peak_bytes)}")
@@ -70,9 +75,7 @@ def report(budget: str | int, plain: Run, budgeted: Run, resumed: Run, saved: di
     )
     print(f"losses identical: {plain.losses == budgeted.losses}")
     print(f"weights identical: {_same(plain.state, budgeted.state)}")
-    print(
-        f"resumed from a checkpoint, identical: {plain.losses == resumed.losses and _same(plain.state, resumed.state)}"
-    )
+    print(f"resumed from a checkpoint, identical: {same(plain, resumed)}")
     print(f"its file loaded in a plain model, identical: {_same(plain.state, saved)}")
 
 

@@ -77,6 +77,8 @@ def hf_train(folder: Path, *, how: str | None, budget: str | float, lora: bool =
     elif how == "module":
         model = overspill.compile(model, budget=budget, store="host")
         session = model.overspill
+    elif how == "door":
+        model.compile(backend="overspill", options={"budget": budget, "store": "host"})
     rows = torch.randint(0, 128, (56, 32), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in rows]
     settings = TrainingArguments(
@@ -113,6 +115,12 @@ def test_what_trainer_is_told_to_do_gives_the_same_bits(arguments: dict[str, Any
 
 def test_trainer_takes_a_compiled_module_too_if_it_is_told_the_labels(tmp_path: Path) -> None:
     assert same(hf_train(tmp_path, how=None, budget=1.0), hf_train(tmp_path, how="module", budget=0.9))
+
+
+def test_trainer_takes_a_model_that_pytorchs_own_door_has_compiled(tmp_path: Path) -> None:
+    arguments = {"lora": True, "gradient_accumulation_steps": 2}
+    plain = hf_train(tmp_path, how=None, budget=1.0, **arguments)
+    assert same(plain, hf_train(tmp_path, how="door", budget="64MiB", **arguments))
 
 
 def test_accelerates_list_of_backends_does_not_have_ours(tmp_path: Path) -> None:
