@@ -34,11 +34,12 @@ from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.known_values import nested
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
 from overspill.capture.programs.graph import CapturedPrograms
-from overspill.core import Device
+from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
 from overspill.placement.packing import solver_named
 from overspill.placement.place import SEARCH
+from overspill.planning.carried_over import carried_over
 from overspill.plans.plan import Plan
 from overspill.runtime.arena import NOWHERE, Places, plan_in_arena
 from overspill.runtime.batches import kind
@@ -56,7 +57,7 @@ from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
 from .planned import Frame, Planned
 from .session import Session, plan_captured, torch_device
-from .tangents import Gradients, Layout, begin_backward, fake_examples, laid_out, same_steps
+from .tangents import Gradients, Layout, begin_backward, fake_examples, laid_out, same_steps, without_absent
 
 Compiled = Callable[..., Any]
 _LOG = logging.getLogger("overspill")
@@ -287,7 +288,7 @@ class _GraphCompiler:
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         device = torch_device(self.examples)
         engine = self.session.engine_for(self.planned.plan, device)
-        lowered = self._lowered(captured, engine)
+        lowered = self._lowered(captured, self.planned.plan, engine)
         self._again = partial(self._for_layout, engine, lowered[0])
         if self.session.options.profile:
             self.session.timer = OpTimer(captured.graph, device)
@@ -295,16 +296,15 @@ class _GraphCompiler:
                 self.session.timer.instrument(module)
         return lowered
 
-    def _lowered(self, captured: Captured, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        assert self.planned is not None
-        plan = self.planned.plan
+    def _lowered(self, captured: Captured, plan: Plan, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         return lower(captured, plan.schedule, engine, made_by(captured, plan, self.session.steps))
 
     def _for_layout(self, engine: int, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
-        """The backward for gradients of another layout, by the plan of the one that was traced; None where it has other ops."""
+        """The backward for gradients of another layout, by the plan of the one that was traced; None where that does not do for it."""
         found: list[JointGraph] = []
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            without_absent(joint, layout)
             found.append(JointGraph(joint, num_fwd_outputs))
             raise _Traced
 
@@ -312,11 +312,12 @@ class _GraphCompiler:
         with torch.enable_grad(), self.autocast, off, laid_out(layout), suppress(_Traced):
             self._traced(self.fakes, partition)
         assert self.planned is not None
-        captured = self.session.captured_again(self.planned, found[0])
-        if captured.graph.ops != self.planned.plan.graph.ops:
+        plan, captured = self.planned.plan, self.session.captured_again(self.planned, found[0])
+        if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is None:
             return None
-        again, backward = self._lowered(captured, engine)
-        return self._boxed(backward, None) if same_steps(again, forward) else None
+        plan = replace(plan, graph=captured.graph, schedule=schedule)
+        again, backward = self._lowered(captured, plan, engine)
+        return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
@@ -346,13 +347,13 @@ class _GraphCompiler:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _boxed(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
+    def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
         module.graph.set_codegen(_BoxedCodeGen())
         module.recompile()
         session_now = self._session
         assert self.planned is not None  # the partition, or the inference, has been asked for
-        graph = self.planned.plan.graph
+        graph = self.planned.plan.graph if of is None else of
 
         def run(args: list[Any]) -> Any:
             session = session_now()

@@ -4,8 +4,8 @@ AOTAutograd makes zeros of nothing, and gives zeros on where eager gives nothing
 leaves alone in eager, and weight decay changes them. So gradients that follow from nothing are nothing here too.
 
 It also copies a gradient into the order in memory that it has traced backward for, the output's; kernels that round by the order
-of their input then round otherwise than in eager. So where a gradient is in another order, backward is traced for that too, and
-gets the gradient as it is where it has the same ops; where it has others, it is mostly eager that copies.
+of their input then round otherwise than in eager, and so do those behind a sum with such zeros. So where gradients are given in another
+order, or not at all, backward is traced for that, and follows the plan of the one before as far as that goes.
 
 Names private to PyTorch that this file relies on (2.11 to 2.13): `desc` of tangents, and its `output`, and where AOTAutograd
 takes the order from, `coerce_tangent_and_suggest_memory_format`.
@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.joint import JointGraph
 
-Layout = tuple[tuple[int, ...], ...]
-"""The strides of the gradients of a graph's outputs, in their order."""
+Layout = tuple[tuple[int, ...] | None, ...]
+"""The strides of the gradients of a graph's outputs, in their order; None where nothing is given."""
 
 
 class _Given(threading.local):
@@ -63,8 +63,8 @@ class Gradients:
         given, _GIVEN.gradients = _GIVEN.gradients, ()
         self._absent = frozenset(i for i, gradient in enumerate(given) if gradient is None)
         there = {i: given[output] for i, output in enumerate(self._outputs) if given and given[output] is not None}
-        layout = tuple(there[i].stride() if i in there else traced for i, traced in enumerate(self._layout))
-        return there, layout if layout != self._layout else None
+        layout = tuple(there[i].stride() if i in there else None for i in range(len(self._outputs)))
+        return there, layout if given and layout != self._layout else None
 
     def of(self, made: Sequence[Any]) -> list[Any]:
         """What backward has `made`, without the gradients that are zeros only because nothing was given."""
@@ -92,6 +92,26 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
     with patch.object(collect_metadata_analysis, name, as_given):
         yield
+
+
+def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
+    """Leave out of `joint` the sums with gradients that follow from nothing, as autograd does, and those gradients."""
+    tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    absent = {tangent for tangent, strides in zip(tangents, layout, strict=True) if strides is None}
+    if not absent:
+        return
+    follows = set(tangents)
+    for node in list(joint.graph.nodes):
+        given = [n for n in node.all_input_nodes if n in follows]
+        if not given or node.op == "output":
+            continue
+        follows.add(node)
+        if absent.issuperset(given):
+            absent.add(node)
+        elif node.target is torch.ops.aten.add.Tensor and not node.kwargs and absent.intersection(given):
+            node.replace_all_uses_with(next(n for n in given if n not in absent))
+    output = joint.graph.find_nodes(op="output")[0]
+    output.args = fx.node.map_arg(output.args, lambda n: None if n in absent else n)
 
 
 def same_steps(one: fx.GraphModule, other: fx.GraphModule) -> bool:
