@@ -49,7 +49,7 @@ def test_a_job_that_fits_is_told_what_takes_less(overspill: Overspill) -> None:
         ("advise gpt2", "--gpu"),
         ("advise gpt3 --gpu t4", "gpt2"),
         ("advise gpt2 --gpu t5", "unknown device 't5'"),
-        ("advise gpt2 --gpu t4 --torch 1.8", "what PyTorch 1.8 takes is not known; 2.0 to 2.13 are"),
+        ("advise gpt2 --gpu t4 --torch 1.8", "what PyTorch 1.8 takes is not known; 2.0 to 2.14 are"),
         ("estimate gpt2 --batch 1 --cuda twelve", "'twelve' is not a release of CUDA"),
         ("plan gpt2 --batch 1 --torch 2.6", "--torch and --cuda are of a GPU's job"),
         ("compare gpt2 --batch 1 --gpu t4 --torch 9.9", "what PyTorch 9.9 takes is not known"),

@@ -31,7 +31,7 @@ def test_a_pytorch_alone_brings_the_cuda_of_its_wheel() -> None:
 @pytest.mark.parametrize(
     ("release", "cuda", "says"),
     [
-        ("1.13", None, "what PyTorch 1.13 takes is not known; 2.0 to 2.13 are"),
+        ("1.13", None, "what PyTorch 1.13 takes is not known; 2.0 to 2.14 are"),
         ("3.0", None, "what PyTorch 3.0 takes is not known"),
         ("newest", None, "'newest' is not a release of PyTorch; write it as 2.6"),
         ("2", None, "'2' is not a release of PyTorch"),

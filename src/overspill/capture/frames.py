@@ -3,7 +3,7 @@
 The user's is what he wrote and the packages that he uses. Frames of torch, of Overspill but for its networks, and of
 Python's own library are left out, and all that lies outside of what is captured.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `torch.autograd.graph._engine_run_backward`, from which
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd.graph._engine_run_backward`, from which
 Python goes into autograd's engine; and that a module's hooks and its forward are called from the file of `nn.Module`.
 """
 

@@ -27,7 +27,7 @@ EXTENSIONS = {
     "overspill.runtime.live._live": "live pools",
 }
 ON_LINUX_ALONE = {"overspill.runtime.live._live"}
-TESTED_TORCH = ((2, 11), (2, 13))
+TESTED_TORCH = ((2, 11), (2, 14))
 """The first and the last release of PyTorch that Overspill is tested with."""
 EXTRAS = {
     "plot": (("matplotlib",), "plots: --plot"),

@@ -24,7 +24,8 @@ _ARGUMENT = re.compile(
 )
 
 _OURS = Path(overspill.__file__).parent
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_STANDARD = sysconfig.get_path("stdlib")
+_PACKAGES = {"site-packages", "dist-packages"}  # there may be several: an environment's, the system's, the user's
 # What these call and what fails in it is the model's: building it, calling it, its optimizer.
 _THE_MODELS_CALLERS = ("models/", "runtime/training.py", "runtime/compile.py", "runtime/tracker.py", "cli/")
 
@@ -153,7 +154,11 @@ def _spell_place(path: str, line: str | int) -> str:
 
 
 def _is_the_users(path: str) -> bool:
-    return not path.startswith((str(_OURS), "<", *_LIBRARIES))
+    return not path.startswith((str(_OURS), "<")) and not _is_a_librarys(path)
+
+
+def _is_a_librarys(path: str) -> bool:
+    return path.startswith(_STANDARD) or not _PACKAGES.isdisjoint(Path(path).parts)
 
 
 def _is_ours(error: Exception) -> bool:
@@ -162,7 +167,7 @@ def _is_ours(error: Exception) -> bool:
         path = Path(frame.filename)
         if path.is_relative_to(_OURS):
             return not path.relative_to(_OURS).as_posix().startswith(_THE_MODELS_CALLERS)
-        if not frame.filename.startswith(_LIBRARIES):
+        if not _is_a_librarys(frame.filename):
             return False  # the user's file, or a graph that was generated from the model
     return True
 

@@ -5,7 +5,7 @@ schedule gives it, forward and backward together. What leaves the step (outputs,
 how long it lives, and neither is what library calls allocate for themselves. So a call has one arena from its forward to
 the end of its backward, and all of that arena is what it keeps between them.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `torch._C._construct_storage_from_data_pointer`, so that
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._construct_storage_from_data_pointer`, so that
 each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
 """
 

@@ -7,7 +7,7 @@ Views cost nothing and are made anew from their storage's root wherever they are
 What crosses from forward to backward (autograd's saved tensors) is what the schedule leaves on the device and backward
 reads, as roots, and the handles of what is in the store.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `SavedForBackwardsAOTOutput` and the output node's
+Names private to PyTorch that this file relies on (2.11 to 2.14): `SavedForBackwardsAOTOutput` and the output node's
 `desc`; the order of the backward's inputs (saved tensors, those with `saved_tensor_with_no_vc_check` last, tangents).
 """
 

@@ -8,7 +8,7 @@ What crosses from forward to backward (autograd's saved tensors) is what the sch
 reads, and the handles of what is in the store. The variables of both programs have different names, so that backward can
 repeat calls of forward.
 
-Relies on AOTAutograd (2.11 to 2.13): all outputs of forward behind its own are saved, and come before the gradients
+Relies on AOTAutograd (2.11 to 2.14): all outputs of forward behind its own are saved, and come before the gradients
 among backward's arguments; the last ones, as many as its metadata says, are not checked for changes.
 """
 

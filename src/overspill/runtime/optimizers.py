@@ -1,6 +1,6 @@
 """What an optimizer will need on the device: its state and its temporaries, found by letting it step on tiny parameters.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): the tables `_global_optimizer_pre_hooks` and
+Names private to PyTorch that this file relies on (2.11 to 2.14): the tables `_global_optimizer_pre_hooks` and
 `_global_optimizer_post_hooks` of torch.optim.optimizer; `_disable_current_modes`.
 """
 

@@ -4,7 +4,7 @@ Each rank trains on a batch of its own, and gradients are averaged as Distribute
 "PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds one
 rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `_dynamo.config.optimize_ddp` and
+Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp` and
 `DistributedDataParallel._get_active_ddp_module`.
 """
 

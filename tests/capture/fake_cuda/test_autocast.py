@@ -62,7 +62,10 @@ def test_the_lists_are_those_of_torchs_header() -> None:
 
     assert set(autocast.LOWER) == listed("AT_FORALL_LOWER_PRECISION_FP", header)
     assert without_names(listed("AT_FORALL_FP32", header)) <= set(autocast.FLOAT32)
-    assert set(autocast.FLOAT32) - listed("AT_FORALL_FP32", header) <= {"rms_norm"}  # since 2.12
+    assert set(autocast.FLOAT32) - listed("AT_FORALL_FP32", header) <= {
+        "rms_norm",
+        "linalg_matrix_sqrth",
+    }  # since 2.12 and 2.14
     assert set(autocast.WITH_DTYPE) == without_names(listed("AT_FORALL_FP32_SET_OPT_DTYPE", header))
     assert set(autocast.PROMOTE) == listed("AT_FORALL_PROMOTE", header)
     assert set(autocast.APPEND_DTYPE) <= set(re.findall(r'"(norm\.\w+)"', header))

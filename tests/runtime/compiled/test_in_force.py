@@ -87,7 +87,8 @@ class PartlyEager(Net):
 def test_a_model_that_dynamo_skips_is_an_error_that_says_why() -> None:
     model = overspill.compile(LayerDrop(8, 8, 8), budget="1GiB", store="host")
     with pytest.raises(
-        UnplannedError, match=r"LayerDrop ran without a plan: torch.compile could not trace it .*random"
+        UnplannedError,
+        match=r"LayerDrop ran without a plan: torch.compile could not trace it .*(random|Data-dependent)",
     ):
         model(torch.randn(4, 8))
 

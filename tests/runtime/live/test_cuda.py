@@ -92,7 +92,7 @@ def test_without_a_driver_cuda_is_refused_in_one_line() -> None:
 
 
 class Pluggable:
-    """A stand-in for `torch.cuda.memory.CUDAPluggableAllocator`, with the hooks that PyTorch 2.11 to 2.13 has."""
+    """A stand-in for `torch.cuda.memory.CUDAPluggableAllocator`, with the hooks that PyTorch 2.11 to 2.14 has."""
 
     def __init__(self, path: str, malloc: str, free: str) -> None:
         library = ctypes.CDLL(path)

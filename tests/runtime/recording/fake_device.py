@@ -60,6 +60,7 @@ class FakeDevice:
         event: Any = lambda **kwargs: FakeEvent(self, **kwargs)  # noqa: E731
         patch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=event))
         patch.setattr(accelerator, "current_stream", lambda _: self.compute)
+        patch.setattr(accelerator, "raw_streams", lambda _: None)
         patch.setattr(accelerator, "synchronize", lambda _: self._wait())
 
     def _wait(self) -> None:

@@ -3,7 +3,7 @@
 In eager a parameter that several ops of one autocast region read is cast at the first of them; its gradients add up
 behind the cast, in the lower precision. A trace has no leaves, by which PyTorch's cache goes, and would cast it for each op.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): an op's `_op_dk`. While a step is traced,
+Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `_op_dk`. While a step is traced,
 `torch.set_autocast_enabled` and `torch.clear_autocast_cache` are replaced, to learn where regions begin and end.
 """
 

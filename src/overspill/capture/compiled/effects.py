@@ -2,7 +2,7 @@
 
 In the graph of a whole step the order of nodes is kept anyway, and nobody hands it tokens.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `torch.ops.higher_order.with_effects`, which calls an
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.ops.higher_order.with_effects`, which calls an
 op as `with_effects(token, op, *args)` and returns the next token before the results, and the descriptors' class names.
 """
 

@@ -1,6 +1,6 @@
 """The joint forward-backward graph of AOTAutograd, read as storages: what each node makes, reads, aliases and mutates.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): the node metadata `val`, `desc` and
+Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `val`, `desc` and
 `partitioner_tag`, the descriptors' class names, and `SOURCES`.
 """
 

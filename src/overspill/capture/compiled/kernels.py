@@ -9,7 +9,7 @@ too, and autograd's own formulas behind them.
 Autocast is followed as in eager too: what it casts is cast once (`casts.py`), and backward is traced without it, as when
 the user calls `loss.backward()` outside of its region.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
+Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
 `torch._functorch.config.backward_pass_autocast`, the fake implementations of `torch._subclasses.fake_impls`, and `torch._C._AutoDispatchBelowAutograd`.
 """
 

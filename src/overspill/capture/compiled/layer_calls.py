@@ -4,7 +4,7 @@
 imported. Nor are there hooks for all modules: they are Python state, which a capture of a training step puts back before
 it runs the model (`runtime/step/python_state.py`), so that they would never be called.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `nn.Module._call_impl`, by which all modules are called,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `nn.Module._call_impl`, by which all modules are called,
 and `fx.traceback.current_meta`, of which tracers give each node `nn_module_stack`.
 """
 

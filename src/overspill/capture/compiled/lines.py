@@ -1,6 +1,6 @@
 """Which line of the user's Python each node of a traced graph comes from.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): the node metadata `stack_trace`, which of Dynamo's nodes
+Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `stack_trace`, which of Dynamo's nodes
 AOTAutograd hands on to those of forward and to those of their backward, `from_node`, `seq_nr` and `partitioner_tag`; that
 tracers make nodes by `fx.Graph.create_node`; the names of functions that Dynamo makes of the rest of one behind a break.
 """

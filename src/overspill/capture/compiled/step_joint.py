@@ -2,7 +2,7 @@
 
 The step is a function of its parameters and buffers; backward starts from ones in place of an input.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_export_joint_with_descriptors` and its result's
+Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_export_joint_with_descriptors` and its result's
 `_aot_graph_capture`, the descriptors' class names, and FakeTensor's exceptions.
 """
 

@@ -1,6 +1,6 @@
 """From a module to the Graph of its training step: traced by Dynamo and AOTAutograd on fake tensors, nothing is run.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `aot_autograd`'s `partition_fn`, a placeholder's
+Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn`, a placeholder's
 `grapharg`, and Dynamo's `reset` and `config.allow_rnn`.
 """
 

@@ -1,6 +1,6 @@
 """CUDA's autocast rules on fake CPU tensors: which ops run in lower precision, which in float32.
 
-aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.13. Inside `cuda_autocast()` every op that has a rule
+aten/src/ATen/autocast_mode.h and autocast_mode.cpp, as of torch 2.14. Inside `cuda_autocast()` every op that has a rule
 for CUDA gets it on the CPU's autocast key, and every op that has a rule for the CPU alone loses it. Where both run an
 op in lower precision, the CPU's own kernel stays: it casts the same arguments and keeps them in the same cache.
 """
@@ -44,7 +44,7 @@ FLOAT32 = (
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
     "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
     "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
-    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "linalg_matrix_sqrth",
 )  # fmt: skip
 # AT_FORALL_FP32_SET_OPT_DTYPE: float32 is what their optional dtype is, and the input stays as it is.
 WITH_DTYPE = (
@@ -171,16 +171,16 @@ def overload(name: str) -> Any:
 
 def _rules(casts: _Casts) -> dict[str, Callable[..., Any]]:
     """What runs for each op that CUDA's autocast knows and the CPU's does not treat alike."""
+    here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")  # a torch without CUDA has them too
     rules: dict[str, Callable[..., Any]] = {}
     for name in LOWER:
         if name not in _LOWER_ON_CPU and name != _FLASH:  # flash attention comes with inputs that are cast
             rules[name] = _casting(overload(name), casts.lower)
-    rules |= {name: _casting(overload(name), _float32) for name in FLOAT32}
+    rules |= {name: _casting(overload(name), _float32) for name in FLOAT32 if f"aten::{name}" in here}
     rules |= {name: _asking(overload(name)) for name in WITH_DTYPE}
     rules |= {name: _appending(overload(name), overload(other)) for name, other in APPEND_DTYPE.items()}
     rules |= {name: _promoting(overload(name)) for name in PROMOTE}
     rules |= dict.fromkeys(BANNED, _banned)
-    here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")  # a torch without CUDA has them too
     return {name: rule for name, rule in rules.items() if f"aten::{name}" in here}
 
 

@@ -1,6 +1,6 @@
 """What PyTorch's allocator hands out while something runs: compiled kernels and library calls show it to nobody else.
 
-Relies on the profiler's memory events (2.11 to 2.13), which come from the allocator itself, with an address and a negative
+Relies on the profiler's memory events (2.11 to 2.14), which come from the allocator itself, with an address and a negative
 number where a block is freed. Blocks that were there before are not known, nor are their ends: the profiler may report one,
 with the bytes of whatever it once saw come at that address, and it is left out.
 """

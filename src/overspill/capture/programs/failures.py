@@ -1,6 +1,6 @@
 """What Inductor raises, as errors of ours.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `BackendCompilerFailed` and its `inner_exception`;
+Names private to PyTorch that this file relies on (2.11 to 2.14): `BackendCompilerFailed` and its `inner_exception`;
 `InductorError` is one of these.
 """
 

@@ -5,7 +5,7 @@ kernels (`cpp_fused_add_0(buf1, buf2)`), library calls (`extern_kernels.mm(..., 
 results), other names for the same bytes (`reinterpret_tensor(...)`, `buf4 = buf3`), checks, and `del`. It is read as text
 because that is what PyTorch's compile caches keep: a program that comes from a cache is read like a new one.
 
-Relies on the text that Inductor writes (2.11 to 2.13): the statements above, `async_compile.cpp_pybinding(types, source)`
+Relies on the text that Inductor writes (2.11 to 2.14): the statements above, `async_compile.cpp_pybinding(types, source)`
 and `async_compile.triton(name, source)`, `current_callable` of what is compiled, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
 statement of any other kind is refused by name. Comments `Source Nodes: [a, b]` above calls are read where they are: C++
 kernels have none.
@@ -25,7 +25,7 @@ from torch import Tensor
 from overspill.core.errors import UnsupportedError
 
 ALLOCATES = re.compile(r"^empty_strided_(cpu|cuda|xpu)$")
-_CHECKS = ("assert_size_stride", "assert_alignment")
+_CHECKS = ("assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
 _PARAMETER = re.compile(r"\b(in_out_ptr|in_ptr|out_ptr)\d*\b")
 _ORIGINS = re.compile(r"^\s*#.*\bSource Nodes: \[(.*?)\]")
 

@@ -4,7 +4,7 @@ Inductor writes the text of a program first and has the kernels in it compiled w
 place of that import stands one in which every `async_compile.…(…)` is a kernel that does nothing. What the step allocates
 and when it frees it is in the program itself, so running it on fake tensors shows it (`StepPrograms.step`).
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `PyCodeCache.load_by_key_path` of Inductor's code cache,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of Inductor's code cache,
 through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the processor;
 `compile_fx` with its `inner_compile`; `current_callable` of what that returns; of AOTAutograd
 `force_non_lazy_backward_lowering` and, in its metadata, `num_forward_returns` and `mutated_inp_runtime_indices`.

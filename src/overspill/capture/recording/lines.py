@@ -1,6 +1,6 @@
 """Which line of the user's Python runs each op of a recording: that of forward for what autograd's engine runs.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `torch.autograd._get_sequence_nr`, the number of the next
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd._get_sequence_nr`, the number of the next
 autograd node, which is made before its op runs.
 """
 

@@ -1,6 +1,6 @@
 """The torch.compile backend: from Dynamo's graph through AOTAutograd to lowered graphs that run.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `_BoxedCodeGen`, `aot_autograd`'s `partition_fn`,
 `CustomPartitionerFn`, `gm.compile_subgraph_reason`, the compile id, `torch._C._DisableAutocast`, and
 `BackendCompilerFailed`'s `remove_dynamo_frames`, whose result Dynamo raises.
 """

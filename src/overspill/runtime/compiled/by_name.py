@@ -4,7 +4,7 @@ Where Dynamo skips a whole model, no code of ours runs. So before an optimizer s
 to be compiled with this backend has gradients, and no plan. Importing this file, which PyTorch does where a user names the
 backend, is what registers that look.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `OptimizedModule` and its `dynamo_ctx`, `innermost_backend`,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `OptimizedModule` and its `dynamo_ctx`, `innermost_backend`,
 `_TorchCompileWrapper`, and `_compiled_call_impl` of modules.
 """
 

@@ -1,6 +1,6 @@
 """Backward of a backward: a compiled graph has none, and says so where it is asked for one.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `CompiledFunctionBackward`, what AOTAutograd calls the
+Names private to PyTorch that this file relies on (2.11 to 2.14): `CompiledFunctionBackward`, what AOTAutograd calls the
 autograd node of a compiled graph.
 """
 

@@ -4,14 +4,16 @@ Inductor compiles a graph as `torch.compile` has it, partition and kernels alike
 `torch.compile`. Both programs are known before the first call, so one plan is made for both, and what PyTorch calls is
 then the text that carries it out (`runtime/lower_programs.py`).
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
+Names private to PyTorch that this file relies on (2.11 to 2.14): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
 with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the settings
-`donated_buffer` and `activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` of AOTAutograd's metadata.
+`donated_buffer` and `activation_memory_budget` and the argument `static_lifetime_input_indices` that it follows, the node metadata `saved_tensor_with_no_vc_check`, and `bw_donated_idxs` and
+`saved_tensor_is_graph_input` of AOTAutograd's metadata.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -272,6 +274,8 @@ class _Compiler:
             assert self._forward is not None
             if (context := TracingContext.try_get()) is not None and context.fw_metadata is not None:
                 context.fw_metadata.bw_donated_idxs = []  # None would be taken for some, and retain_graph=True refused
+                # By 2.14 a list of what the partition saved, which is not what the plan saves: an input like all else.
+                context.fw_metadata.saved_tensor_is_graph_input = defaultdict(bool)
             self._follow(self._forward, program)
         else:
             self._forward = program

@@ -7,7 +7,7 @@ It also copies a gradient into the order in memory that it has traced backward f
 of their input then round otherwise than in eager, and so do those behind a sum with such zeros. So where gradients are given in another
 order, or not at all, backward is traced for that, and follows the plan of the one before as far as that goes.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): `desc` of tangents, and its `output`, and where AOTAutograd
+Names private to PyTorch that this file relies on (2.11 to 2.14): `desc` of tangents, and its `output`, and where AOTAutograd
 takes the order from, `coerce_tangent_and_suggest_memory_format`.
 """
 

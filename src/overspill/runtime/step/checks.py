@@ -1,6 +1,6 @@
 """What a whole step refuses, each with one line that says what was wrong and what would work.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): the hook tables `_optimizer_step_pre_hooks` and
+Names private to PyTorch that this file relies on (2.11 to 2.14): the hook tables `_optimizer_step_pre_hooks` and
 `_optimizer_step_post_hooks` of optimizers and those of all optimizers, `_backward_hooks` and `_post_accumulate_grad_hooks` of tensors.
 """
 

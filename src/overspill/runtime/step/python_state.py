@@ -13,7 +13,7 @@ random numbers. What a model sets at its first call is no such change if it come
 Not noticed: what Python's own functions, torch's and NumPy's read besides the attributes of modules (`followed.py`), and clocks,
 files and the like.
 
-Names private to PyTorch that this file relies on (2.11 to 2.13): the instance dictionaries `_modules`, `_parameters` and
+Names private to PyTorch that this file relies on (2.11 to 2.14): the instance dictionaries `_modules`, `_parameters` and
 `_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
 """
 

@@ -5,7 +5,7 @@ NaN, expanded to its shape, so that whoever reads it past all guards sees NaN, n
 it gets an error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
 one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read.
 
-Private to PyTorch (2.11 to 2.13): `torch._C._get_dispatch_mode`, `FakeTensor`.
+Private to PyTorch (2.11 to 2.14): `torch._C._get_dispatch_mode`, `FakeTensor`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What outlives a step: the model's parameters and buffers, the optimizer's state, where they are, and who guards them.
 
-Private to PyTorch (2.11 to 2.13): `torch.utils._python_dispatch._disable_current_modes`.
+Private to PyTorch (2.11 to 2.14): `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which modules, parameters and buffers a model has, and where.
 
-Private to PyTorch (2.11 to 2.13): the tables of `TABLES` in a module's instance dictionary.
+Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`overspill.train_step`: forward, loss, backward and update as one planned step under one budget.
 
-Private to PyTorch (2.11 to 2.13): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
+Private to PyTorch (2.11 to 2.14): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class OptimizerUpdates:
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
     """`group` with the path spelled out that its optimizer takes for parameters on `device`: all together on CUDA.
 
-    So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch 2.11 to 2.13).
+    So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch 2.11 to 2.14).
     """
     unasked = "foreach" in group and group["foreach"] is None and not group.get("fused")
     asks = "beta2_decay" not in group  # Adafactor does not: for it None is no
