@@ -128,6 +128,29 @@ def test_conditions_that_errors_follow_are_as_they_must_be(write: Callable[..., 
     assert found.iterations == 3
 
 
+def test_a_network_is_as_large_as_the_data_that_the_script_reads_makes_it(write: Callable[..., str]) -> None:
+    Path("graph.txt").write_text("".join(f"{node} {node % 7} {(node * 3) % 2000}\n" for node in range(2000)))
+    script = """
+import numpy as np, torch
+table = np.loadtxt("graph.txt", dtype=np.int64)
+labels, edges = torch.from_numpy(table[:, 1]).cuda(), torch.from_numpy(table[:, [0, 2]].T).cuda()
+train = torch.zeros(2000, dtype=torch.bool, device="cuda")
+train[:140] = True
+model = torch.nn.Linear(8, 2 * (labels.max().item() + 1)).cuda()
+assert model.out_features == 14
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(20):
+    far = edges[:, edges[0] != edges[1]]
+    assert far.shape == (2, 1998)
+    out = model(torch.ones(2000, 8, device="cuda")[far[1]])[train[far[0]]]
+    assert len(out) == 139
+    out.sum().backward()
+    optimizer.step()
+"""
+    found = record_script(write(script))
+    assert (found.iterations, found.notes) == (3, ())
+
+
 def test_a_saved_checkpoint_can_be_copied_and_loaded_again_and_nothing_stays(write: Callable[..., str]) -> None:
     saving = (
         "    torch.save({'model': model.state_dict(), 'step': step, 'seen': torch.arange(3).cuda()}, 'last.pt')\n"
