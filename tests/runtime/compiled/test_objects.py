@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
+from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_apart
 from overspill.runtime.compiled.backend import backend_of
 from overspill.runtime.training import same_bits
@@ -390,6 +390,66 @@ def test_a_graph_of_gradients_that_nobody_differentiates_is_no_harm() -> None:
         for parameter, gradient in zip(call.parameters(), gradients, strict=True):
             parameter.grad = gradient.detach()
     assert all(same_bits(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Largest(torch.autograd.Function):
+    """Scales by a history of the largest values of what comes in forward, and of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor, gradients: Tensor | None) -> Tensor:
+        ctx.gradients = seen if gradients is None else gradients
+        seen[0] = x.abs().max()
+        return x / (1 + seen[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        scaled = gradient * (1 + ctx.gradients.max())
+        ctx.gradients[1] = gradient.abs().max()
+        return scaled, None, None
+
+
+class Scaled(Smooth):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.shared = shared
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("gradients", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Largest.apply(super().forward(x), self.seen, None if self.shared else self.gradients).square().mean()
+
+
+def losses_of(model: nn.Module, one: Any) -> list[Any]:
+    losses = [one(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
+    return [*losses, *(value.clone() for value in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("way", ["compile", "train_step", "shared, train_step"])
+def test_a_function_that_updates_buffers_in_forward_and_in_backward_gives_the_same_numbers(way: str) -> None:
+    results = []
+    for planned in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Scaled(shared="shared" in way)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = overspill.compile(model, budget="1GiB") if planned and way == "compile" else model
+
+        def one(x: Tensor, call: Any = call, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = call(x)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        if planned and "train_step" in way:
+            one = overspill.train_step(model, lambda m, x: m(x), optimizer, budget="1GiB")
+        results.append(losses_of(model, one))
+    assert all(map(same_bits, *results))
+
+
+def test_one_buffer_that_forward_and_backward_both_update_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"both update a buffer .* overspill\.train_step"):
+        overspill.compile(Scaled(shared=True), budget="1GiB")(torch.randn(4, 8))
 
 
 # -- optimizers that evaluate the model themselves

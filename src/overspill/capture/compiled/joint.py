@@ -135,7 +135,8 @@ class JointGraph:
         forward = _ancestors([*_nodes(self.forward_outputs), *in_forward, *self.snapshots])
         if any(tangent in forward for tangent in self.tangents):
             raise UnsupportedError(
-                "a forward output depends on a gradient; Overspill does not support such a graph; compute that gradient outside of the model"
+                "a forward output depends on a gradient, as where forward and backward of a Function both update a buffer (an amax "
+                "history); give each a buffer of its own, or use overspill.train_step"
             )
         needed = _ancestors([*_nodes(self.backward_outputs), *kept]) | forward
         body = [n for n in nodes if n.op in ("call_function", "get_attr") and n in needed]
