@@ -94,7 +94,7 @@ def test_the_lines_that_values_were_invented_for_are_noted(write: Callable[..., 
 
 @pytest.mark.long
 def test_invented_counts_are_named_for_memory_may_depend_on_them(write: Callable[..., str]) -> None:
-    count = "    n = (x > 0).sum().item()\n    kept = x[:n]\n    rows = torch.zeros(int(n))\n"
+    count = "    n = (model(x) > 0).sum().item()\n    kept = x[:n]\n    rows = torch.zeros(int(n))\n"
     found = record_script(write(MODEL + "for step in range(20):" + STEP + count))
     assert "train.py:13 counted or indexed by an invented 1" in note(found, "counted")
 
@@ -117,6 +117,7 @@ def test_values_that_the_script_put_there_itself_are_known(write: Callable[..., 
 @pytest.mark.long
 def test_conditions_that_errors_follow_are_as_they_must_be(write: Callable[..., str]) -> None:
     checks = (
+        "    x = model(x)\n"
         "    assert (x > 100).all(), 'small'\n"
         "    assert not (x < 100).any()\n"
         "    if not (x > 100).any():\n        raise ValueError\n"
