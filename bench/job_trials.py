@@ -38,7 +38,8 @@ Numbers = list[dict[str, Tensor]]
 class Outcome:
     """How a job fared by one way: `kind` is one of `KINDS`, and `said` the line of a refusal, or what is wrong.
 
-    `budget` is the last that was tried. A budget that a refusal named, and that was refused too, is one `named_in_vain`.
+    `budget` is the last that was tried. A budget that a refusal named, and that was refused too, is one `named_in_vain`. `revision` is
+    the commit of this repository.
     """
 
     job: str
@@ -52,6 +53,7 @@ class Outcome:
     named_in_vain: int = 0
     plans: int = 0
     seconds: float = 0.0
+    revision: str = ""
 
     @classmethod
     def of(cls, job: Job, way: str, kind: str, said: str = "") -> Self:

@@ -18,16 +18,13 @@ import argparse
 import importlib.metadata
 import json
 import os
+import subprocess
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OVERSPILL_EFFORT", "0.1")  # the bits are asked for, not the best of plans
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch
 import torch._inductor.compile_fx
@@ -39,6 +36,8 @@ from jobs_by_field import JOBS
 from jobs_by_field.job import Job
 from jobs_by_field.ways import WAYS
 from paired import json_record
+
+from overspill.planning.effort import VARIABLE
 
 Case = tuple[Job, str]
 LIBRARIES = ("transformers", "peft", "timm", "diffusers", "torch_geometric", "monai", "torchvision")
@@ -53,8 +52,11 @@ def main() -> None:
     if options.list:
         print(*(f"{job.name:28s} {job.field:15s} {job.about}" for job in JOBS.values()), sep="\n")
         return
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    os.environ.setdefault(VARIABLE, "0.1")  # the bits are asked for, not the best of plans
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
     cases = [(JOBS[name], way) for name in options.jobs for way in options.ways]
     _load(job for job, _ in cases)
     if options.first_step:
@@ -62,11 +64,14 @@ def main() -> None:
         return
     found = {(o.job, o.way): o for o in read(options.json)} if options.json and options.json.exists() else {}
     ran: list[Outcome] = []
+    revision = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout
     for outcome in outcomes(cases, options):
-        ran.append(outcome)
+        ran.append(replace(outcome, revision=revision.strip()))
         print(f"{len(ran):3d}/{len(cases)} {outcome.seconds:5.1f} s  {told(outcome)}", flush=True)
         if options.json:
-            found[outcome.job, outcome.way] = outcome
+            found[outcome.job, outcome.way] = ran[-1]
             rows = [row(found[name, way]) for name in JOBS for way in WAYS if (name, way) in found]
             record(options.json, jobs=rows)
     print(summary(ran))

@@ -162,7 +162,7 @@ def gradient_penalty(way: Way) -> Steps:
         return model(made).mean() - model(real).mean() + 10 * penalty
 
     batches = [(torch.randn(4, 3, 16, 16), torch.randn(4, 3, 16, 16)) for _ in range(3)]
-    return way.train(critic, loss, batches)
+    return way.train(critic, loss, batches, has_gradients=True)
 
 
 class Quantized(nn.Module):

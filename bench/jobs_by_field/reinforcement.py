@@ -79,10 +79,21 @@ def dqn(way: Way) -> Steps:
             target.load_state_dict(model.state_dict())
 
 
+class TwoCritics(nn.Module):
+    """Two judgements of what an action in a state is worth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critics = nn.ModuleList(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1)) for _ in range(2))
+
+    def forward(self, states: Tensor, actions: Tensor) -> list[Tensor]:
+        return [critic(torch.cat([states, actions], -1)) for critic in self.critics]
+
+
 @job("soft actor-critic: two critics, targets that lag, actions drawn from a squashed normal")
 def soft_actor_critic(way: Way) -> Steps:
     actor = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    critics = nn.ModuleList(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1)) for _ in range(2))
+    critics = TwoCritics()
     targets = copy.deepcopy(critics).requires_grad_(False)
 
     def acted(policy: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,18 +103,15 @@ def soft_actor_critic(way: Way) -> Steps:
         squashed = drawn.tanh()
         return squashed, (normal.log_prob(drawn) - (1 - squashed.square() + 1e-6).log()).sum(-1, keepdim=True)
 
-    def worth(of: nn.ModuleList, states: Tensor, actions: Tensor) -> list[Tensor]:
-        return [critic(torch.cat([states, actions], -1)) for critic in of]
-
-    def of_critics(model: nn.ModuleList, states: Tensor, actions: Tensor, rewards: Tensor, following: Tensor) -> Tensor:
+    def of_critics(model: nn.Module, states: Tensor, actions: Tensor, rewards: Tensor, following: Tensor) -> Tensor:
         with torch.no_grad():
             later, log_probability = acted(actor, following)
-            wanted = rewards + 0.99 * (torch.min(*worth(targets, following, later)) - 0.2 * log_probability)
-        return sum(F.mse_loss(value, wanted) for value in worth(model, states, actions))
+            wanted = rewards + 0.99 * (torch.min(*targets(following, later)) - 0.2 * log_probability)
+        return sum(F.mse_loss(value, wanted) for value in model(states, actions))
 
     def of_actor(model: nn.Module, states: Tensor) -> Tensor:
         actions, log_probability = acted(model, states)
-        return (0.2 * log_probability - torch.min(*worth(critics, states, actions))).mean()
+        return (0.2 * log_probability - torch.min(*critics(states, actions))).mean()
 
     step, act = way.step(critics, of_critics), way.step(actor, of_actor)
     for _ in range(3):

@@ -103,7 +103,7 @@ def pinn(way: Way) -> Steps:
         return (first[:, 1] - 0.01 * second[:, 0]).square().mean()
 
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    return way.train(model, residual, [torch.randn(256, 2) for _ in range(3)])
+    return way.train(model, residual, [torch.randn(256, 2) for _ in range(3)], has_gradients=True)
 
 
 @job("PINN: a Laplacian by torch.func.hessian and vmap")
@@ -120,7 +120,7 @@ def pinn_hessian(way: Way) -> Steps:
         return (second.diagonal(dim1=-2, dim2=-1).sum(-1) - points.sum(-1)).square().mean()
 
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
-    return way.train(model, residual, [torch.randn(64, 2) for _ in range(3)])
+    return way.train(model, residual, [torch.randn(64, 2) for _ in range(3)], has_gradients=True)
 
 
 @job("forces as the gradient of an energy (molecules)")
@@ -142,4 +142,4 @@ def forces(way: Way) -> Steps:
         return F.mse_loss(energy, energies) + F.mse_loss(-slope, pulls)
 
     batches = [(torch.randn(4, 6, 3), torch.randn(4), torch.randn(4, 6, 3)) for _ in range(3)]
-    return way.train(Energy(), loss, batches)
+    return way.train(Energy(), loss, batches, has_gradients=True)

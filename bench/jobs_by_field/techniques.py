@@ -225,7 +225,7 @@ def per_sample_gradients(way: Way) -> Steps:
         shares = (1 / (sizes + 1e-6)).clamp(max=1)
         return sum((torch.einsum("b,b...->...", shares, g) * weights[n]).sum() for n, g in each.items()) / len(x)
 
-    return way.train(mlp(), loss, labelled(8))
+    return way.train(mlp(), loss, labelled(8), has_gradients=True)
 
 
 @job("MAML: a step within the loss, and its derivative")
@@ -237,7 +237,7 @@ def maml(way: Way) -> Steps:
         moved = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
         return F.cross_entropy(functional_call(model, moved, (later,)), later_labels)
 
-    return way.train(mlp(), loss, [(*a, *b) for a, b in zip(labelled(8), labelled(8), strict=True)])
+    return way.train(mlp(), loss, [(*a, *b) for a, b in zip(labelled(8), labelled(8), strict=True)], has_gradients=True)
 
 
 @job("SAM: the loss at weights that were moved uphill")

@@ -41,9 +41,11 @@ class Way:
         self.begun = 0.0
         """When the model was there, and training began."""
 
-    def train(self, model: nn.Module, loss: Loss, batches: Iterable[Any], optimizer: Optimizer | None = None) -> Steps:
+    def train(
+        self, model: nn.Module, loss: Loss, batches: Iterable[Any], optimizer: Optimizer | None = None, **how: Any
+    ) -> Steps:
         """The losses of a loop over batches: each a tuple of what the loss is given behind the model, or that itself."""
-        step = self.step(model, loss, optimizer)
+        step = self.step(model, loss, optimizer, **how)
         for batch in batches:
             yield step(*batch) if isinstance(batch, tuple) else step(batch)
 
@@ -55,16 +57,20 @@ class Way:
         *,
         clip: float | None = None,
         accumulate: int = 1,
+        has_gradients: bool = False,
     ) -> Callable[..., Tensor]:
-        """What takes a step on a batch, in as many micro-batches as gradients are accumulated over, and returns the loss."""
+        """What takes a step on a batch, in as many micro-batches as gradients are accumulated over, and returns the loss.
+
+        Where the loss `has_gradients` in it, it is what is compiled, and not the model.
+        """
         self.begun = self.begun or time.perf_counter()
         model.train()
         used = optimizer or adamw(model)
         self.models.append(model)
         self.optimizers.append(used)
-        return self._step(model, loss, used, clip, accumulate)
+        return self._step(model, loss, used, clip, accumulate, has_gradients=has_gradients)
 
-    def called(self, model: nn.Module) -> Any:
+    def called(self, model: Any) -> Any:
         """`model`, to call in a loss or beside it."""
         return model
 
@@ -72,10 +78,17 @@ class Way:
         """Say that these models share a budget."""
 
     def _step(
-        self, model: nn.Module, loss: Loss, optimizer: Optimizer, clip: float | None, accumulate: int
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizer,
+        clip: float | None,
+        accumulate: int,
+        *,
+        has_gradients: bool,
     ) -> Callable[..., Tensor]:
-        called = self.called(model)
-        loss = self._of_loss(loss)
+        called = model if has_gradients else self.called(model)
+        loss = self.called(loss) if has_gradients else self._of_loss(loss)
 
         def step(*batch: Any) -> Tensor:
             optimizer.zero_grad()
@@ -116,13 +129,17 @@ def _micro_batches(batch: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ..
 class StockModel(Way):
     """The model by stock torch.compile."""
 
-    def called(self, model: nn.Module) -> Any:
+    def called(self, model: Any) -> Any:
         """`model`, compiled."""
         return torch.compile(model, dynamic=False)
 
 
 class StockLoss(Way):
     """The loss function by stock torch.compile."""
+
+    def called(self, model: Any) -> Any:
+        """A loss function compiled, a model as it is."""
+        return model if isinstance(model, nn.Module) else torch.compile(model, dynamic=False)
 
     def _of_loss(self, loss: Loss) -> Loss:
         return torch.compile(loss, dynamic=False)
@@ -142,7 +159,7 @@ class Compiled(Way):
         self._session = overspill.Session(**self._asked)
         self._compiled |= {id(m): overspill.compile(m, session=self._session) for m in models}
 
-    def called(self, model: nn.Module) -> Any:
+    def called(self, model: Any) -> Any:
         """`model`, compiled."""
         if id(model) not in self._compiled:
             self._compiled[id(model)] = overspill.compile(model, **self._asked)
@@ -186,8 +203,16 @@ class Stepped(Way):
         self._asked = {"session": self._session}
 
     def _step(
-        self, model: nn.Module, loss: Loss, optimizer: Optimizer, clip: float | None, accumulate: int
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizer,
+        clip: float | None,
+        accumulate: int,
+        *,
+        has_gradients: bool,
     ) -> Callable[..., Tensor]:
+        del has_gradients
         step = overspill.train_step(model, loss, optimizer, clip_norm=clip, accumulate=accumulate, **self._asked)
         self._steps.append(step)
         return step
