@@ -239,7 +239,7 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
 
 @job("LSTM language model with dropout, a last short batch")
 def lstm(way: Way) -> Steps:
-    return way.train(Recurrent(), next_token, [tokens(batch, 20) for batch in (8, 8, 8, 3)])
+    return way.train(Recurrent(), next_token, [tokens(batch, 8) for batch in (8, 8, 8, 3)])
 
 
 @job("nn.Transformer from sequence to sequence, with its dropout and masks")

@@ -57,9 +57,9 @@ def ctc(model: nn.Module, sound: Tensor, text: Tensor) -> Tensor:
     return F.ctc_loss(logs.transpose(0, 1), text, frames, letters)
 
 
-def spoken(frames: int = 40, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
+def spoken(frames: int = 16, steps: int = 3) -> list[tuple[Tensor, Tensor]]:
     """Sounds of so many frames, and what is said in them."""
-    return [(torch.randn(4, 20, frames), torch.randint(1, 12, (4, 4))) for _ in range(steps)]
+    return [(torch.randn(4, 20, frames), torch.randint(1, 12, (4, 3))) for _ in range(steps)]
 
 
 @job("CTC with a GRU that goes both ways")
