@@ -90,7 +90,13 @@ def outcomes(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Out
 def time_first_steps(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """Time the first steps of jobs at real depth, one process after the other, and record them."""
     rows: list[Row] = []
-    cases = [(job, side) for job in jobs for _ in range(options.rounds) for side in SIDES]
+    cases = [
+        (job, side)
+        for job in jobs
+        for _ in range(options.rounds)
+        for side in SIDES
+        if side in options.ways or side not in WAYS
+    ]
     for (job, side), found in each(cases, first_step, 1, 2 * options.seconds, loud=options.verbose):
         rows.append(
             {"job": job.name, "layers": job.deep, "side": side}

@@ -29,7 +29,7 @@ QUICK = (
     ("lstm", "train_step"), ("simclr", "train_step"), ("mixed-types", "compile"), ("checkpoint-reentrant", "train_step"),
     ("experts-switch", "compile"), ("vae", "train_step"), ("llama-padded", "train_step"), ("diffusion-transformer", "train_step"),
     ("message-passing", "train_step"), ("dqn", "compile"), ("dlrm", "train_step"), ("pinn", "train_step"),
-    ("branch", "train_step"), ("dropouts", "compile"),
+    ("branch", "train_step"), ("state-space", "train_step"), ("dropouts", "compile"),
 )  # fmt: skip
 """Those that do not wait for the long suite, of many fields."""
 CASES = [

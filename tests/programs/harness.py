@@ -203,11 +203,6 @@ class Outcome:
     plans: int
     outcome: str
 
-    @property
-    def good(self) -> bool:
-        """Whether it is what Overspill promises."""
-        return self.outcome == IDENTICAL or self.outcome.startswith(REFUSED)
-
 
 def judge(chosen: Program, way: str) -> Outcome:
     """Train `chosen` plainly, and within a budget between the smallest that works and the plain peak."""
