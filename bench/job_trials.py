@@ -81,8 +81,9 @@ def judge(job: Job, way: str) -> Outcome:
         found = replace(found, budget=budget, named_in_vain=vain)
     except Exception as error:  # noqa: BLE001 - what ends in any error is told
         traceback.print_exc()
-        kind = REFUSED if isinstance(error, OverspillError) else CRASH
-        found = replace(found, kind=kind, error=type(error).__name__, said=_line(error))
+        public = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == OverspillError.__module__]
+        kind = REFUSED if public else CRASH
+        found = replace(found, kind=kind, error=[*public, type(error).__name__][0], said=_line(error))
         forgetful(error)
     try:
         expected = _reference(job, made[0], ran)

@@ -34,6 +34,7 @@ from job_processes import each
 from job_trials import CRASH, IDENTICAL, KINDS, NOT_INSTALLED, Outcome, judge, row
 from jobs_by_field import JOBS
 from jobs_by_field.job import Job
+from jobs_by_field.known import KNOWN
 from jobs_by_field.ways import WAYS
 from paired import json_record
 
@@ -186,8 +187,13 @@ def table(found: Sequence[Outcome]) -> str:
     for name, (field, about) in {o.job: (o.field, o.about) for o in found}.items():
         cells = " | ".join(kinds.get((name, way), "not run") for way in WAYS)
         rows.append(f"| {field} | `{name}`: {about} | {cells} |")
-    others = [f"- `{o.job}`, `{o.way}`: {o.kind}: {o.said}" for o in found if o.kind != IDENTICAL]
+    others = [f"- `{o.job}`, `{o.way}`: {o.kind}{_reason(o)}: {o.said}" for o in found if o.kind != IDENTICAL]
     return "\n\n".join([summary(found), "\n".join(rows), "\n".join(others)])
+
+
+def _reason(outcome: Outcome) -> str:
+    known = KNOWN.get((outcome.job, outcome.way))
+    return f" ({known.reason})" if known else ""
 
 
 if __name__ == "__main__":
