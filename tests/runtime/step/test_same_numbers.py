@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import overspill
-from overspill.core.errors import InfeasibleBudget, UnsupportedError
+from overspill.core.errors import InfeasibleBudget
 from overspill.runtime.training import same_bits
 
 STEPS = 3
@@ -281,10 +281,3 @@ def test_a_transformer_encoder_with_a_causal_mask_is_one_step() -> None:
         assert torch.equal(step(x), loss)
     step.synchronize()
     assert all(map(torch.equal, plain.parameters(), model.parameters()))
-
-
-def test_a_mask_of_unknown_values_is_refused_in_one_line() -> None:
-    model = Causal(lambda n: torch.full((n, n), float("-inf")).triu(1))
-    step = overspill.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB", store="host")
-    with pytest.raises(UnsupportedError, match="reads values"):
-        step(torch.randn(5, 3, 6))

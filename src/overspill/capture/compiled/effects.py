@@ -25,7 +25,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
     found = graph.find_nodes(op="call_function", target=with_effects)
     if not found:
         return outputs
-    outputs -= sum(map(_is_token, _output_descs(graph)[:outputs]))
+    outputs -= sum(map(is_token, _output_descs(graph)[:outputs]))
     _drop_outputs(graph)
     for node in reversed(found):
         _, op, *args = node.args
@@ -44,7 +44,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
                 graph.erase_node(pick)
         graph.erase_node(node)
     for node in graph.find_nodes(op="placeholder"):
-        if _is_token(node.meta.get("desc")):
+        if is_token(node.meta.get("desc")):
             graph.erase_node(node)
     return outputs
 
@@ -57,10 +57,11 @@ def _output_descs(graph: fx.Graph) -> list[Any]:
 def _drop_outputs(graph: fx.Graph) -> None:
     output = graph.find_nodes(op="output")[0]
     pairs = list(zip(tree_leaves(output.args), _output_descs(graph), strict=True))
-    kept = [(value, desc) for value, desc in pairs if not _is_token(desc)]
+    kept = [(value, desc) for value, desc in pairs if not is_token(desc)]
     output.args = (tuple(value for value, _ in kept),)
     output.meta["desc"] = [desc for _, desc in kept]
 
 
-def _is_token(desc: Any) -> bool:
+def is_token(desc: Any) -> bool:
+    """Whether that is what AOTAutograd says of a token."""
     return "Token" in type(desc).__name__

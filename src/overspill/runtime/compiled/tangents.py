@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from overspill.capture.compiled.effects import is_token
 from overspill.capture.compiled.joint import JointGraph
 
 Layout = tuple[tuple[int, ...] | None, ...]
@@ -48,11 +49,15 @@ class Gradients:
     """The gradients that a joint graph's backward is given and gives; of each of these, the outputs from whose gradients it follows."""
 
     def __init__(self, joint: JointGraph) -> None:
-        number = {repr(desc): i for i, desc in enumerate(joint.forward_descs)}
-        self._outputs = [number[repr(tangent.meta["desc"].output)] for tangent in joint.tangents]
-        self._layout: Layout = tuple(tangent.meta["val"].stride() for tangent in joint.tangents)
+        # Tokens, by which AOTAutograd orders checks of matrices, stand before the outputs and behind their gradients.
+        descs = [desc for desc in joint.forward_descs if not is_token(desc)]
+        number = {repr(desc): i for i, desc in enumerate(descs)}
+        tangents = [tangent for tangent in joint.tangents if not is_token(tangent.meta["desc"])]
+        self._can_differ = len(tangents) == len(joint.tangents)
+        self._outputs = [number[repr(tangent.meta["desc"].output)] for tangent in tangents]
+        self._layout: Layout = tuple(tangent.meta["val"].stride() for tangent in tangents)
         follows: dict[fx.Node, frozenset[int]] = {
-            tangent: frozenset({output}) for tangent, output in zip(joint.tangents, self._outputs, strict=True)
+            tangent: frozenset({output}) for tangent, output in zip(tangents, self._outputs, strict=True)
         }
         for node in joint.module.graph.nodes:
             follows.setdefault(node, frozenset().union(*(follows[n] for n in node.all_input_nodes)))
@@ -64,7 +69,7 @@ class Gradients:
         self._absent = frozenset(i for i, gradient in enumerate(given) if gradient is None)
         there = {i: given[output] for i, output in enumerate(self._outputs) if given and given[output] is not None}
         layout = tuple(there[i].stride() if i in there else None for i in range(len(self._outputs)))
-        return there, layout if given and layout != self._layout else None
+        return there, layout if given and self._can_differ and layout != self._layout else None
 
     def of(self, made: Sequence[Any]) -> list[Any]:
         """What backward has `made`, without the gradients that are zeros only because nothing was given."""
