@@ -301,8 +301,8 @@ def test_what_follows_from_parameters_or_chance_is_refused_with_its_line(loss: L
 
 def policy_loss(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     y = net(x)
-    chosen = torch.distributions.Categorical(logits=y[:, :6])
-    around = torch.distributions.Normal(y[:, 6], y[:, 7].exp())
+    chosen = torch.distributions.Categorical(logits=y[:, :6], validate_args=True)
+    around = torch.distributions.Normal(y[:, 6], y[:, 7].exp(), validate_args=True)
     if not (y[:, 8].abs() < 1e6).all():
         raise OverflowError("diverged")
     return -chosen.log_prob(mask.long()).mean() - around.log_prob(x[:, 0]).mean()
