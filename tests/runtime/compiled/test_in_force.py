@@ -441,3 +441,27 @@ def test_the_log_says_whose_kernels_run_by_which_plan(caplog: pytest.LogCaptureF
     (said,) = [record.getMessage() for record in caplog.records if record.name == "overspill"]
     assert said.startswith("training graph with eager's kernels, planned and compiled in ")
     assert " of 1.0 MiB, unmanaged " in said
+
+
+class Routed(nn.Module):
+    """A loop over experts, which get the rows that are theirs by value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+def test_a_loop_over_experts_is_told_where_it_stands_and_is_not_sent_to_what_refuses_it_too() -> None:
+    model = overspill.compile(Routed(), budget="1GiB")
+    with pytest.raises(
+        UnplannedError, match=r"nonzero.*test_in_force.py, line \d+\); let no shape.*grouped_mm"
+    ) as raised:
+        model(torch.randn(8, 4))
+    assert "train_step" not in str(raised.value)

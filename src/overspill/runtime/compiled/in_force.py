@@ -11,6 +11,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._dynamo
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections import Counter
@@ -27,6 +28,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from overspill.capture.frames import shown_path
 from overspill.core.errors import UnplannedError, is_out_of_memory
 from overspill.core.units import format_bytes
 
@@ -36,6 +38,11 @@ MOST_PLANS = 512
 """So many kinds of inputs (shapes above all) one function may have, each with a plan of its own."""
 PLANNED_NODE = "CompiledFunctionBackward"
 CURE = "take the rest out of the model, or use overspill.train_step, or pass on_unplanned='warn' to train without the promise"
+OF_VALUES = (
+    "let no shape or branch in a loop follow from values (experts by masks or grouped products, torch.nn.functional.grouped_mm), "
+    "or pass on_unplanned='warn' to train without the promise"
+)
+"""What works where Dynamo gives a frame up for what a whole step could not follow either."""
 SAID = ("graph_break", "unimplemented")
 """Counters in which Dynamo keeps why it stopped."""
 SETTINGS: dict[str, Any] = {
@@ -87,6 +94,10 @@ def too_many_kinds() -> UnplannedError:
     )
 
 
+_SKIPPED = re.compile(r"frame skipped: .* \((.*) line (\d+)\)")
+_VALUES = re.compile(r"depends on input Tensor data|Data dependent operator")
+
+
 class Watch:
     """Looks after each call whether it ran by plans. `graphs_run` counts the runs of planned graphs, `backwards_run` those backward."""
 
@@ -107,7 +118,8 @@ class Watch:
         """
         if self.graphs_run == before:
             if _computed(args, kwargs, result):
-                self._tell(f"{model} ran without a plan: {self._reason()}; {CURE}")
+                reason = self._reason()
+                self._tell(f"{model} ran without a plan: {reason}; {OF_VALUES if _VALUES.search(reason) else CURE}")
             return
         # Dynamo decides when it compiles: what it has decided needs to be looked at once.
         now = (counters["frames"]["total"], torch.is_grad_enabled())
@@ -150,7 +162,11 @@ class Watch:
             return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
         said = [text for kind in SAID for text in counters[kind] - self._said_before[kind]]
         lines = [line.strip() for line in said[-1].splitlines() if line.strip()] if said else []
-        return f"torch.compile could not trace it ({'; '.join(lines[:2])})" if lines else "torch.compile skipped it"
+        if not lines:
+            return "torch.compile skipped it"
+        place = _SKIPPED.search(said[-1])
+        at = f", in the function at {shown_path(place[1])}, line {place[2]}" if place else ""
+        return f"torch.compile could not trace it ({'; '.join(lines[:2]).rstrip('.')}{at})"
 
 
 def _tensors(*values: Any) -> list[Tensor]:
