@@ -15,6 +15,6 @@ REFUSALS = {
     ("routed-experts", "inductor"): "ran without a plan",
     ("seq2seq", "compile"): "set it aside with reserve=",
     ("routed-experts", "compile"): "ran without a plan",
-    ("routed-experts", "train_step"): "shapes that follow from values",
+    ("routed-experts", "train_step"): "shapes that follow from parameters",
 }
 """Programs that are refused, by name and way, and words of the refusal; all others train."""

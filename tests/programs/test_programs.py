@@ -13,7 +13,6 @@ from tests.programs.harness import COMPILE, INDUCTOR, Budgeted, Made, Memory, Pr
 from torch import nn
 
 QUICK = (
-    ("vae", "train_step"),
     ("twins", "compile"),
     ("tied-autoencoder", "train_step"),
 )
