@@ -145,14 +145,40 @@ class StockLoss(Way):
         return torch.compile(loss, dynamic=False)
 
 
-class Compiled(Way):
-    """By `overspill.compile`."""
+class Managed(Way):
+    """Within a budget, by what `_held` says: sessions or steps, which have plans."""
 
     def __init__(self, budget: float, backend: str) -> None:
         super().__init__()
         self._asked: dict[str, Any] = {"budget": budget, "backend": backend}
-        self._compiled: dict[int, Any] = {}
         self._session: overspill.Session | None = None
+
+    @property
+    def _held(self) -> list[Any]:
+        return []
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of all that is held."""
+        return [plan for held in self._held for plan in held.plans]
+
+    @property
+    def partitions(self) -> set[float | None]:
+        """Those of all plans."""
+        return {partition for held in self._held for partition in held.partitions}
+
+    def close(self) -> None:
+        """Close all that is held."""
+        for held in self._held:
+            held.close()
+
+
+class Compiled(Managed):
+    """By `overspill.compile`."""
+
+    def __init__(self, budget: float, backend: str) -> None:
+        super().__init__(budget, backend)
+        self._compiled: dict[int, Any] = {}
 
     def together(self, *models: nn.Module) -> None:
         """One session for them."""
@@ -166,35 +192,18 @@ class Compiled(Way):
         return self._compiled[id(model)]
 
     @property
-    def _sessions(self) -> list[Any]:
+    def _held(self) -> list[Any]:
         return list({id(c.overspill): c.overspill for c in self._compiled.values()}.values())
 
-    @property
-    def plans(self) -> list[Plan]:
-        """Those of all sessions."""
-        return [plan for session in self._sessions for plan in session.plans]
 
-    @property
-    def partitions(self) -> set[float | None]:
-        """Those of all plans."""
-        return {partition for session in self._sessions for partition in session.partitions}
-
-    def close(self) -> None:
-        """Close the sessions."""
-        for session in self._sessions:
-            session.close()
-
-
-class Stepped(Way):
+class Stepped(Managed):
     """By `overspill.train_step`."""
 
     gives_gradients = False
 
     def __init__(self, budget: float, backend: str) -> None:
-        super().__init__()
-        self._asked: dict[str, Any] = {"budget": budget, "backend": backend}
+        super().__init__(budget, backend)
         self._steps: list[Any] = []
-        self._session: overspill.Session | None = None
 
     def together(self, *models: nn.Module) -> None:
         """One session for their steps."""
@@ -218,19 +227,12 @@ class Stepped(Way):
         return step
 
     @property
-    def plans(self) -> list[Plan]:
-        """Those of all steps."""
-        return [plan for step in self._steps for plan in step.plans]
-
-    @property
-    def partitions(self) -> set[float | None]:
-        """Those of all plans."""
-        return {partition for step in self._steps for partition in step.partitions}
+    def _held(self) -> list[Any]:
+        return self._steps
 
     def close(self) -> None:
         """Close the steps, and their session."""
-        for step in self._steps:
-            step.close()
+        super().close()
         if self._session is not None:
             self._session.close()
 
