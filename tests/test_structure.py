@@ -35,7 +35,7 @@ TOP = "overspill"  # stands for the files directly in src/overspill: they may im
 
 
 def imported_modules(path: Path, source: Path) -> Iterator[str]:
-    """The full names of all that the file at `path` imports, at its top or inside functions."""
+    """The full names of all that the file at `path` imports, at its top or inside functions, a name in a string included."""
     package = path.relative_to(source).parent.parts
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -44,6 +44,8 @@ def imported_modules(path: Path, source: Path) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join((*base, *([node.module] if node.module else [])))
             yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
 
 
 def imported_folders(path: Path, source: Path) -> set[str]:
@@ -90,6 +92,7 @@ def test_the_nouns_import_nothing_but_the_standard_library_and_msgspec() -> None
         ("core/graph.py", "def f():\n    from overspill import cli", "cli"),
         ("costs/op_time.py", "from overspill.models import resnet", "models"),
         ("costs/deep/er.py", "from ...simulate.clock import simulate", "simulate"),
+        ("core/graph.py", "importlib.import_module('overspill.report.pages')", "report"),
         ("simulate/clock.py", "import overspill", TOP),
         ("simulate/clock.py", "from overspill import compile", TOP),
     ],
@@ -161,12 +164,13 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert circles(SOURCE) == []
 
 
-def test_a_circle_is_seen_also_inside_functions_and_behind_a_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("back", ["from overspill.core import A", "A = import_module('overspill.core.a').A"])
+def test_a_circle_is_seen_also_inside_functions_and_behind_a_package(tmp_path: Path, back: str) -> None:
     package = tmp_path / "overspill" / "core"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from .a import A as A\n")
     (package / "a.py").write_text("def f():\n    from .b import B\nA = 1\n")
-    (package / "b.py").write_text("from overspill.core import A\nB = A\n")
+    (package / "b.py").write_text(f"{back}\nB = A\n")
     assert circles(tmp_path) == [["overspill.core.a", "overspill.core.b"]]
 
 

@@ -1,4 +1,4 @@
-"""How each result looks as a page, and in a notebook: the other half of `core/reportable.py`, which finds it by this name."""
+"""How each result looks as a page, and in a notebook: what `core/reportable.py` asks for."""
 
 from __future__ import annotations
 
