@@ -108,6 +108,7 @@ class Layer:
     state_bytes: int = 0
     random: bool = False
     movable: bool = True
+    returned: bool = False
     skips: tuple[int, ...] = field(default=())
 
 
@@ -129,7 +130,7 @@ def network(layers: Sequence[Layer], input_bytes: int = 8192) -> Graph:
     for i, layer in enumerate(layers):
         sources = [outputs[i - 1] if i else image]
         sources += [outputs[s] for s in dict.fromkeys(layer.skips) if s < i - 1]
-        out = build.tensor(layer.nbytes, TensorKind.ACTIVATION, f"y{i}", movable=layer.movable)
+        out = build.tensor(layer.nbytes, TensorKind.ACTIVATION, f"y{i}", movable=layer.movable and not layer.returned)
         mask = (
             [build.tensor(layer.mask_bytes, TensorKind.ACTIVATION, f"m{i}", movable=layer.movable)]
             if layer.mask_bytes
@@ -170,7 +171,8 @@ def network(layers: Sequence[Layer], input_bytes: int = 8192) -> Graph:
         )  # fmt: skip
     for weight, gradient in updates:
         build.op([weight, gradient], [weight], Phase.UPDATE, layer="optimizer", kind=LayerType.UPDATE)
-    return _with_kinds(build.graph([loss], "a network"))
+    returned = [out for out, layer in zip(outputs, layers, strict=True) if layer.returned]
+    return _with_kinds(build.graph([*returned, loss], "a network"))
 
 
 def _gradient(build: Build, of: int) -> int:
@@ -214,6 +216,16 @@ def layers(max_layers: int = 12) -> st.SearchStrategy[list[Layer]]:
 def networks() -> st.SearchStrategy[Graph]:
     """Random steps: forks, masks, random ops, tensors that are small or must stay, ops of no time."""
     return layers().map(network)
+
+
+def networks_that_return() -> st.SearchStrategy[Graph]:
+    """Random steps of models that return what one of their layers makes, besides the loss."""
+
+    def build(made: list[Layer], which: int) -> Graph:
+        which %= len(made)
+        return network([*made[:which], replace(made[which], returned=True), *made[which + 1 :]])
+
+    return st.builds(build, layers(), st.integers(0, 11))
 
 
 def long_networks(least_ops: int = 20, most_ops: int = 500) -> st.SearchStrategy[Graph]:

@@ -240,7 +240,7 @@ def test_recomputing_after_an_input_was_written_in_place_is_refused() -> None:
     build.op([w], [a], again=True)
     build.op([w], [w], Phase.UPDATE)
     made = schedule((RUN, 0), (FREE, a), (RUN, 1), (AGAIN, 0))
-    assert "has been updated since" in refused(build.graph([a]), made)
+    assert "has been updated since" in refused(build.graph(), made)
 
 
 def test_an_op_that_never_ran_is_refused(graph: Graph) -> None:
@@ -251,9 +251,20 @@ def test_a_tensor_left_over_is_refused(graph: Graph) -> None:
     assert "b ends present, not absent" in refused(graph, schedule((RUN, 0), (RUN, 1), (RUN, 2), (FREE, A)))
 
 
+def test_what_forward_returned_can_not_be_dropped_and_made_again() -> None:
+    build = Build()
+    y, z = build.tensor(10, name="y"), build.tensor(10)
+    build.op([], [y], again=True)
+    build.op([y], [z], Phase.BACKWARD)
+    graph = build.graph([y])
+    made = schedule((RUN, 0), (FREE, y), (AGAIN, 0), (RUN, 1), (FREE, z))
+    assert "free y: the tensor is an output, which the caller holds" in refused(graph, made)
+    check(replace(graph, whole_step=True), made)
+
+
 def test_a_missing_output_is_refused(graph: Graph) -> None:
     made = schedule((RUN, 0), (RUN, 1), (RUN, 2), (FREE, A), (FREE, B), (FREE, D))
-    assert "d ends absent, not present" in refused(graph, made)
+    assert "d ends absent, not present" in refused(replace(graph, whole_step=True), made)
 
 
 def test_a_transfer_that_is_never_awaited_is_refused(graph: Graph) -> None:

@@ -212,6 +212,11 @@ class Graph(Saved):
         return frozenset(t.id for t in self.tensors if t.persistent and t.movable and not self.written_by[t.id])
 
     @cached_property
+    def returned(self) -> frozenset[int]:
+        """Outputs that stay on the device once they are made, for forward is a graph of its own and hands them out."""
+        return frozenset() if self.whole_step else frozenset(self.outputs)
+
+    @cached_property
     def persistent_bytes(self) -> int:
         """Bytes that are on the device during the whole step."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.persistent)

@@ -143,6 +143,8 @@ class _Machine:
                 )
 
     def _may_free(self, tensor: Tensor) -> None:
+        if tensor.id in self.graph.returned:
+            raise InvalidSchedule("the tensor is an output, which the caller holds once it is there")
         if not tensor.persistent:
             return
         if not tensor.movable:
