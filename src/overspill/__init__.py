@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .core import reportable
+from .core.reportable import Reportable as _Reportable
 
 if TYPE_CHECKING:
     from .api import advise, compare, pack, plan, sweep
@@ -64,7 +64,7 @@ _LAZY = {
     "sweep": "overspill.api",
     "train_step": "overspill.runtime.step.train_step",
 }
-reportable.pages = lambda: import_module("overspill.report.pages.results")
+_Reportable._pages = lambda: import_module("overspill.report.pages.results")
 
 
 def __getattr__(name: str) -> Any:
