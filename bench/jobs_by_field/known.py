@@ -53,7 +53,6 @@ KNOWN: dict[tuple[str, str], Known] = {
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"
     ),
     ("retinanet", "compile"): Known(REFUSED, UNPLANNED, "what reads values runs beside the plans, and needs reserve="),
-    ("gan", "train_step"): Known(REFUSED, UNSUPPORTED, "batch norm moves buffers of a model that is not the step's"),
     **{("pinn", f"{way}-inductor"): DERIVED for way in ("compile", "train_step")},
 }
 """By job and way."""

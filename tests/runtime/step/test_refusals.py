@@ -173,6 +173,7 @@ OTHER = nn.BatchNorm1d(12)
 
 
 def stranger_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    OTHER.running_mean[:4].mul_(0.9)
     return cross_entropy(model, OTHER(x).detach(), y)
 
 
@@ -186,7 +187,7 @@ LOSSES_REFUSED: dict[str, tuple[Any, str]] = {
     "numpy": (numpy_loss, r"numpy\(\)"),
     "another model's state": (
         stranger_loss,
-        r"neither its model's nor an input \(test_refusals.py, line \d+\).*eval\(\)",
+        r"neither its model's nor an input.*register it as a buffer",
     ),
     "no loss": (None, "the model returns no loss|the loss is"),
 }

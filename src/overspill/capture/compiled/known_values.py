@@ -56,6 +56,16 @@ class Held(UnsupportedError):
         )
 
 
+class ChangesStranger(UnsupportedError):
+    """A step changes a tensor in place that is neither its model's nor an input."""
+
+    def __init__(self, place: str = "") -> None:
+        super().__init__(
+            f"the step changes in place a tensor that is neither its model's nor an input{place}, and not by a call of torch that is known to; "
+            "change it behind the step, register it as a buffer of the model, or use overspill.compile"
+        )
+
+
 @dataclass(frozen=True)
 class _Source:
     fake: FakeTensor
@@ -95,6 +105,7 @@ class KnownValues(FakeTensorMode):
         self._nodes: dict[int, tuple[Any, fx.Node]] = {}
         """The node that makes each known tensor, by its id; and the tensor, so that no other gets this id."""
         self._changed: set[int] = set()
+        self._strange: set[int] = set()
         self._constants: dict[str, Tensor] = {}
         self._values: dict[fx.Node, Any] = {}
         self._questions: list[Question] = []
@@ -131,6 +142,8 @@ class KnownValues(FakeTensorMode):
     ) -> Any:
         """The op on fake tensors, as FakeTensorMode has it; a read of values is answered."""
         given = kwargs or {}
+        if any(map(self._is_stranger, _changed(func, args, given))):
+            raise ChangesStranger(where(stack_within(sys._getframe())))
         try:
             made = super().dispatch(func, types, args, given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -171,6 +184,10 @@ class KnownValues(FakeTensorMode):
             self._values[node] = value
         return self._nodes[id(value)][1]
 
+    def _is_stranger(self, tensor: Tensor) -> bool:
+        """Whether it is a real tensor or a view of one."""
+        return not isinstance(tensor, FakeTensor) or _storage(tensor) in self._strange
+
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         """Remember how `made` is made, if it is known."""
         if func._schema.is_mutable:
@@ -182,6 +199,12 @@ class KnownValues(FakeTensorMode):
         results = made if isinstance(made, (list, tuple)) else (made,)
         if not any(isinstance(result, FakeTensor) for result in results):
             return
+        if (
+            func.is_view
+            and func is not aten.lift_fresh.default
+            and any(isinstance(t, Tensor) and self._is_stranger(t) for t in tree_leaves((args, kwargs)))
+        ):
+            self._strange.update(_storage(result) for result in results if isinstance(result, FakeTensor))
         if (node := self._call(func, args, kwargs)) is None:
             return
         node.meta = {"nbytes": sum(_new_bytes(r, (args, kwargs)) for r in results if isinstance(r, FakeTensor))}
@@ -333,6 +356,16 @@ def _for_real() -> Iterator[None]:
     """While this lasts ops compute, whatever is traced."""
     with _disable_current_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
         yield
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that `func` changes in place."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _storage(value: Tensor) -> int:

@@ -36,7 +36,7 @@ from .checks import Checks
 from .effects import without_tokens
 from .joint import JointGraph
 from .kernels import eager_kernels
-from .known_values import UnknownValue, where
+from .known_values import ChangesStranger, UnknownValue, where
 from .layer_calls import layers_noted
 from .lines import lines_noted
 
@@ -126,15 +126,21 @@ def _explained() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError) as error:
         frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(_OWN_CODE)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        if "mutating a non-functional tensor" in str(error):
-            raise UnsupportedError(
-                f"the step changes in place a tensor that is neither its model's nor an input{place}, as batch norms of another model do in "
-                "training, and a planned step would not; call that model before the step and give its result as an input, call its "
-                "eval(), or use overspill.compile"
-            ) from error
+        if changes_strangers(error):
+            raise ChangesStranger(place) from error
         if type(error) is RuntimeError and ".numpy()" not in str(error):
             raise
         raise UnknownValue(place) from error
+
+
+def changes_strangers(error: Exception) -> bool:
+    """Whether a trace ended with `error` because a tensor was to be changed that it does not follow."""
+    return isinstance(error, ChangesStranger) or "mutating a non-functional tensor" in str(error)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether `tensor` is one of a trace."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
 
 
 _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")

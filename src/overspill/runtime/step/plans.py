@@ -19,7 +19,7 @@ from overspill.capture.compiled.compiling import told
 from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.guards import Guards
 from overspill.capture.compiled.joint import storage_bytes, storages
-from overspill.capture.compiled.known_values import Held, KnownValues
+from overspill.capture.compiled.known_values import ChangesStranger, Held, KnownValues
 from overspill.capture.compiled.whole_step import (
     CapturedStep,
     GradientOps,
@@ -62,7 +62,7 @@ from .residency import Resident, Spec, readable
 from .results import Results, split_results
 from .run import LoweredStep
 from .state import StepState
-from .swapped import Swapped
+from .swapped import Strangers, Swapped
 from .updates import NormClipping
 from .watching import watched
 
@@ -77,6 +77,8 @@ MOST_KINDS = 512
 """So many kinds of inputs have plans at a time; those of the first are forgotten then."""
 CAPTURES = ForkedLock()
 """One thread at a time captures: what it watches are classes of torch, which all threads share."""
+MOST_TRIES = 4
+"""So often a step is captured for tensors of other models that it is found to change."""
 LOSS_BYTES = 8
 """Room for a loss, whatever its dtype."""
 
@@ -414,7 +416,13 @@ class StepPlans:
         return self._fixed_budget
 
     def _capture(
-        self, inputs: tuple[Any, ...], elsewhere: Elsewhere, *, last: bool, partition: float | None = None
+        self,
+        inputs: tuple[Any, ...],
+        elsewhere: Elsewhere,
+        *,
+        last: bool,
+        partition: float | None = None,
+        tries: int = 1,
     ) -> Found:
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -446,12 +454,20 @@ class StepPlans:
                 return self._capture_programs(function, infos, values, ops, elsewhere, chosen)
             return self._capture_ops(function, infos, values, ops, elsewhere)
 
-        with CAPTURES.lock, without_collections(), closing(swapped):
-            try:
-                made, python = capture()
-            except Held:
-                swapped.follows_references = True
-                made, python = capture()
+        try:
+            with CAPTURES.lock, without_collections(), closing(swapped):
+                try:
+                    made, python = capture()
+                except Held:
+                    swapped.follows_references = True
+                    made, python = capture()
+        except Strangers as found:
+            if not found.tensors or tries == MOST_TRIES:  # nobody can tell which they are
+                raise ChangesStranger from found
+            with self.state.taking_in(found.tensors):
+                again = self._capture(inputs, elsewhere, last=last, partition=partition, tries=tries + 1)
+            self.clear()  # those of before take other inputs
+            return again
         return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
 
     def _state_of(self, captured: CapturedStep) -> list[str]:

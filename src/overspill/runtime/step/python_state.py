@@ -34,14 +34,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OperatorBase, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from overspill.capture.compiled.step_joint import is_traced
 from overspill.core.errors import UnsupportedError
 
 from .compared import (
@@ -391,9 +390,7 @@ def _holds_fakes(module: nn.Module, name: str) -> bool:
 
 
 def _is_of_capture(leaf: Any) -> bool:
-    return isinstance(leaf, (FakeTensor, FunctionalTensor)) or (
-        isinstance(leaf, Tensor) and torch._is_functional_tensor(leaf)
-    )
+    return isinstance(leaf, Tensor) and is_traced(leaf)
 
 
 def _randomness() -> tuple[Any, Any]:

@@ -29,7 +29,7 @@ from .updates import OptimizerUpdates, ParameterState, settings_of
 class StepState:
     """The tensors of model and optimizer that a step may leave in the store.
 
-    `owned` are the parameters that the optimizer updates, `sums` names the residents in which gradients add up. `stale`
+    `strangers` are tensors of other models that a step changes in place, as their batch norms do in training. `owned` are the parameters that the optimizer updates, `sums` names the residents in which gradients add up. `stale`
     says that plans no longer fit, for a tensor is not what they were made for. `advice` is what to say to who reads
     parameters while a step is under way; an empty text where none is. Whatever is done to all this is done alone, as
     `gate` sees to.
@@ -44,6 +44,7 @@ class StepState:
         self.parameters = dict(module.named_parameters())
         check_model(module, self.parameters)
         self.structure = Structure(module)
+        self.strangers: dict[str, Tensor] = {}
         self._buffer_specs = self._specs_of_buffers()
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.where = next(iter(self.parameters.values())).device
@@ -93,8 +94,21 @@ class StepState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers by name."""
-        return self.structure.buffers
+        """The model's buffers by name, and the strangers."""
+        return {**self.structure.buffers, **self.strangers}
+
+    @contextmanager
+    def taking_in(self, strangers: Iterable[Tensor]) -> Iterator[None]:
+        """From now on steps change these tensors too, unless there is an error while this lasts."""
+        before = self.strangers
+        self.strangers = before | {f"tensor {i} of another model": t for i, t in enumerate(strangers, len(before))}
+        try:
+            yield
+        except BaseException:
+            self.strangers = before
+            raise
+        finally:
+            self._buffer_specs = self._specs_of_buffers()
 
     def _specs_of_buffers(self) -> dict[str, Spec]:
         return {name: Spec.of(buffer) for name, buffer in self.buffers.items()}
@@ -233,6 +247,7 @@ class StepState:
         """Undo the guards and forget whose tensors these are: no step will follow, and who is gone needs none back."""
         self.release()
         self.owned.clear()
+        self.strangers.clear()
         del (
             self.module,
             self.structure,

@@ -11,11 +11,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from overspill.capture.compiled.step_joint import changes_strangers, is_traced
 from overspill.core.errors import UnsupportedError
 
 from .residency import readable
@@ -51,8 +53,9 @@ class Swapped:
             dict.__setitem__(table, key, tensors[name])
             self._open.callback(dict.__setitem__, table, key, own[name])
         instead = {id(own[name]): tensors[name] for name in tensors}
-        with _in_place(instead) if self.follows_references else nullcontext():
-            returned = self._state.module(*args)
+        follows = self.follows_references or bool(self._state.strangers)
+        with _in_place(instead) if follows else nullcontext():
+            returned = self._returned(args)
         for table, key, name in places:
             if dict.get(table, key) is not tensors[name]:
                 raise UnsupportedError(
@@ -60,9 +63,64 @@ class Swapped:
                 )
         return returned
 
+    def _returned(self, args: Sequence[Any]) -> Any:
+        """What the model returns. Raises Strangers where it changes tensors that are neither its own nor `args`."""
+        try:
+            return self._state.module(*args)
+        except (RuntimeError, UnsupportedError) as error:
+            if not changes_strangers(error):
+                raise
+            with _Strangers() as found:
+                try:
+                    self._state.module(*args)
+                except Exception:  # comes again where it is not of the copies
+                    if not found.tensors:
+                        raise
+            raise Strangers(found.tensors, error) from error
+
     def close(self) -> None:
         """Give the model its own tensors back."""
         self._open.close()
+
+
+class Strangers(UnsupportedError):
+    """A step changes `tensors` in place that are neither its model's nor inputs, as batch norms of another model do."""
+
+    def __init__(self, tensors: Sequence[Tensor], error: Exception) -> None:
+        super().__init__(str(error))
+        self.tensors = tensors
+
+
+class _Strangers(TorchFunctionMode):
+    """While this lasts a trace changes copies of what it does not follow, for which those `tensors` are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor, _ in self._copies.values()]
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        new = [t for t in tree_leaves(_changed(function, args, kwargs)) if isinstance(t, Tensor) and not is_traced(t)]
+        self._copies |= {
+            id(t): (t, torch.zeros(t.shape, dtype=t.dtype, device=t.device)) for t in new if id(t) not in self._copies
+        }
+        return _on_others({key: copy for key, (_, copy) in self._copies.items()}, function, args, kwargs)
+
+
+def _changed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `function` of torch may change of what it is given."""
+    name = getattr(function, "__name__", "")
+    if name in ("batch_norm", "instance_norm"):
+        return args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")
+    in_place = name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE)
+    return args[:1] if in_place else (), kwargs.get("out")
+
+
+_IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "pow")))
 
 
 @contextmanager
@@ -82,5 +140,12 @@ class _Instead(TorchFunctionMode):
         self._tensors = tensors
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, lambda t: self._tensors.get(id(t), t), (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return _on_others(self._tensors, function, args, kwargs or {})
+
+
+def _on_others(others: Mapping[int, Tensor], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `function` returns for the `others` in place of tensors with these ids; what it was given, where it returns that."""
+    before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in others]
+    args, kwargs = tree_map_only(Tensor, lambda t: others.get(id(t), t), (args, kwargs))
+    returned = function(*args, **kwargs)
+    return next((t for t in before if others[id(t)] is returned), returned)  # as += assigns it
