@@ -45,7 +45,6 @@ KNOWN: dict[tuple[str, str], Known] = {
     ("gradient-hooks", "compile"): Known(
         OTHER_BITS, "", "hooks on weights run in another order, and draw other numbers"
     ),
-    ("gradient-hooks", "train_step"): Known(REFUSED, UNSUPPORTED, "a planned step does not call hooks on weights"),
     ("clip", "compile"): Known(
         OTHER_BITS, "", "last bits of the gradient of its scale, one number; the cause is not known yet"
     ),

@@ -43,6 +43,8 @@ class StepLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
+        self.gradient_hooks: dict[str, tuple[Callable[[Tensor], Tensor | None], ...]] = {}
+        """What is called with the gradients of parameters, by their names."""
 
     def forward(self, *inputs: Any) -> Any:
         """The loss on `inputs`; a single dictionary gives the model keyword arguments. Raises RequestError."""

@@ -250,14 +250,6 @@ def test_a_model_of_another_dtype_is_noticed() -> None:
         pair.step(pair.inputs[0].double(), pair.inputs[1])
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_gradients_are_refused(register: str) -> None:
-    model = made()
-    getattr(model.last.weight, register)(lambda *_: None)
-    with pytest.raises(UnsupportedError, match=r"last.weight has a gradient hook.*clip_norm"):
-        step_for(model)(*batch_for(model))
-
-
 def test_hooks_on_modules_are_part_of_the_step() -> None:
     def doubled(_module: nn.Module, _args: Any, result: Tensor) -> Tensor:
         return 2 * result

@@ -7,7 +7,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): the hook table
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,13 +72,18 @@ def _check_values(step: nn.Module) -> None:
             )
 
 
-def check_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises UnsupportedError for hooks on parameters: a planned step does not call them."""
+def check_hooks(parameters: Mapping[str, nn.Parameter], trained: Container[int]) -> None:
+    """Raises UnsupportedError for hooks on parameters that a planned step does not call; `trained` are the ids of what the optimizer has."""
     for name, parameter in parameters.items():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(
-                f"{readable(name)} has a gradient hook, which a planned step does not call; remove it, "
-                "or use clip_norm, clip_value or weight_decay for what it does"
+                f"{readable(name)} has a hook behind its gradient's accumulation (register_post_accumulate_grad_hook), and a planned step keeps "
+                "no .grad; use register_hook, or clip_norm, clip_value or weight_decay for what it does"
+            )
+        if parameter._backward_hooks and parameter.requires_grad and id(parameter) not in trained:
+            raise UnsupportedError(
+                f"{readable(name)} has a gradient hook, and a planned step makes gradients only of what the optimizer has; give it to the "
+                "optimizer, or freeze it with requires_grad_(False)"
             )
 
 

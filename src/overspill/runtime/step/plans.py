@@ -429,6 +429,11 @@ class StepPlans:
         names = [*self.state.parameters, *self.state.buffers]
         share, by_inductor = self.gradients.accumulate, self.options.backend == "inductor"
         results, swapped = Results(), Swapped(self.state)
+        if by_inductor and (hooked := next(iter(self.state.module.gradient_hooks), "")):
+            raise UnsupportedError(
+                f"{readable(hooked)} has a gradient hook, which torch.compile calls beside its kernels, and a planned step with "
+                'backend="inductor" does not call; use backend="eager"'
+            )
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal results

@@ -6,8 +6,9 @@ and `_is_param`, which makes a tensor an instance of nn.Parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +55,9 @@ class Swapped:
             self._open.callback(dict.__setitem__, table, key, own[name])
         instead = {id(own[name]): tensors[name] for name in tensors}
         follows = self.follows_references or bool(self._state.strangers)
-        with _in_place(instead) if follows else nullcontext():
+        following = partial(_in_place, instead) if follows else nullcontext
+        self._call_hooks(tensors, following)
+        with following():
             returned = self._returned(args)
         for table, key, name in places:
             if dict.get(table, key) is not tensors[name]:
@@ -62,6 +65,18 @@ class Swapped:
                     f"the model assigns {readable(name)} anew in its forward; change it in place, with copy_()"
                 )
         return returned
+
+    def _call_hooks(self, tensors: Mapping[str, Tensor], following: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let backward call the hooks of parameters with the gradients of the `tensors` in their place."""
+
+        def called(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
+            with following():
+                return hook(gradient)
+
+        for name, hooks in self._state.module.gradient_hooks.items():
+            if tensors[name].requires_grad:
+                for hook in hooks:
+                    self._open.callback(tensors[name].register_hook(partial(called, hook)).remove)
 
     def _returned(self, args: Sequence[Any]) -> Any:
         """What the model returns. Raises Strangers where it changes tensors that are neither its own nor `args`."""
