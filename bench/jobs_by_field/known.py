@@ -25,11 +25,6 @@ TWICE = Known(
     "",
     "plain PyTorch moves running statistics a second time where it computes a checkpoint again, Overspill once",
 )
-ONE_ELEMENT = Known(
-    OTHER_BITS,
-    "",
-    "changed in place in eager, a tensor of one voxel keeps strides as of channels-last, by which a convolution takes other kernels",
-)
 
 KNOWN: dict[tuple[str, str], Known] = {
     **{
@@ -39,14 +34,10 @@ KNOWN: dict[tuple[str, str], Known] = {
     **{("nested", way): NESTED for way in ("compile", "train_step")},
     **{("dlrm-sparse", way): SPARSE for way in ("compile", "train_step")},
     **{("checkpoint-batch-norm", way): TWICE for way in ("compile", "train_step")},
-    **{("swin-unetr", way): ONE_ELEMENT for way in ("compile", "train_step")},
     ("wav2vec2", "compile"): Known(REFUSED, UNPLANNED, "its CTC loss runs beside the plans, and needs reserve="),
     ("experts-loop", "compile"): Known(REFUSED, UNPLANNED, "how many rows an expert gets follows from values"),
     ("gradient-hooks", "compile"): Known(
         OTHER_BITS, "", "hooks on weights run in another order, and draw other numbers"
-    ),
-    ("clip", "compile"): Known(
-        OTHER_BITS, "", "last bits of the gradient of its scale, one number; the cause is not known yet"
     ),
     ("mamba", "compile"): Known(
         OTHER_BITS, "", "told that it is compiled, the model scans in another way than in eager"

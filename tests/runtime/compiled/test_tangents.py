@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import overspill
+from overspill.runtime.compiled.tangents import without_absent
 
 
 class TwoHeads(nn.Module):
@@ -112,3 +114,40 @@ def test_a_gradient_in_another_order_in_memory_is_read_as_in_plain_pytorch(
             loss.backward()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad) if a.grad is not None else b.grad is None
+
+
+class Waves(nn.Module):
+    """Returns what goes on in another order in memory, which nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.wave = nn.Linear(8, 8), nn.Conv1d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        words = self.layer(x)
+        return self.wave(words.transpose(1, 2)).sin().mean(), words
+
+
+def test_a_gradient_that_nothing_is_added_to_is_in_its_own_order() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, ours = Waves(), Waves()
+    ours.load_state_dict(plain.state_dict())
+    compiled = overspill.compile(ours, budget="1GiB")
+    x = torch.randn(3, 9, 8)
+    for call in (plain, compiled):
+        call(x)[0].backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_what_follows_from_a_sum_that_is_left_out_is_a_view_of_the_other_summand() -> None:
+    def backward(tangents_1: Tensor, tangents_2: Tensor) -> tuple[Tensor, Tensor]:
+        both = (tangents_1 + tangents_2.t()).view(2, 2, 4)
+        return both, both * 2
+
+    joint = make_fx(backward, tracing_mode="fake")(torch.randn(4, 4), torch.randn(4, 4))
+    without_absent(joint, (None, (4, 1)))
+    nodes = {node.name: node.meta.get("val") for node in joint.graph.nodes}
+    assert nodes["view"].untyped_storage() == nodes["tangents_2_1"].untyped_storage()
+    assert nodes["view"].stride() == nodes["mul"].stride() == (2, 1, 4)

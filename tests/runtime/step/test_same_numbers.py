@@ -108,6 +108,23 @@ class Turned(nn.Module):
         return (x * torch.complex(-self.decay.exp(), self.turn).exp()).real.square().mean()
 
 
+class InPlace(nn.Module):
+    """Convolutions of tensors that are changed in place, one with sizes of 1 and one in which places are added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Conv3d(3, 64, 1), nn.Conv3d(64, 64, 3, padding=1), nn.Conv2d(64, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x[:, :, None, None].contiguous(memory_format=torch.channels_last_3d))
+        y = self.second(F.leaky_relu(F.adaptive_avg_pool3d(y, 1), inplace=True))
+        y = y[..., 0].expand(-1, -1, 6, 6).contiguous(memory_format=torch.channels_last) * x.mean()
+        y.scatter_add_(
+            3, torch.zeros(5, 64, 6, 1, dtype=torch.long), x.mean((1, 2)).sin().view(5, 1, 1, 1).expand(5, 64, 6, 1)
+        )
+        return self.third(y).square().mean()
+
+
 def mixed_precision() -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -132,6 +149,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Around]] = {
     "no autocast": (Mixed, nullcontext),
     "linear equations": (Solved, nullcontext),
     "products of groups in float32": (Experts, nullcontext),
+    "convolutions of what is changed in place": (InPlace, nullcontext),
     "complex numbers of two weights": (Turned, nullcontext),
 }  # fmt: skip
 LIKE_ANOTHER = {

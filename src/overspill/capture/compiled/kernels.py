@@ -35,6 +35,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .casts import CAST, Casts
+from .strides import strides_kept
 
 aten = torch.ops.aten
 
@@ -71,6 +72,7 @@ def eager_kernels() -> Iterator[Casts]:
                 torch._functorch.config.patch({"backward_pass_autocast": "off"}),
                 patch.dict(op_implementations_dict, FAKE),
                 casts.watched(),
+                strides_kept(),
             ):
                 yield casts
         finally:

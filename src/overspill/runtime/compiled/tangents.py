@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import collect_metadata_analysis
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import is_token
@@ -100,12 +101,15 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
 
 def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
-    """Leave out of `joint` the sums with gradients that follow from nothing, as autograd does, and those gradients."""
+    """Leave out of `joint` the sums with gradients that follow from nothing, as autograd does, and those gradients.
+
+    What follows from one of the other summands is described anew: its strides may be others, and it may be a view of it.
+    """
     tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
     absent = {tangent for tangent, strides in zip(tangents, layout, strict=True) if strides is None}
     if not absent:
         return
-    follows = set(tangents)
+    follows, others = set(tangents), set[fx.Node]()
     for node in list(joint.graph.nodes):
         given = [n for n in node.all_input_nodes if n in follows]
         if not given or node.op == "output":
@@ -114,9 +118,26 @@ def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
         if absent.issuperset(given):
             absent.add(node)
         elif node.target is torch.ops.aten.add.Tensor and not node.kwargs and absent.intersection(given):
-            node.replace_all_uses_with(next(n for n in given if n not in absent))
+            others.add(other := next(n for n in given if n not in absent))
+            node.replace_all_uses_with(other)
+        elif others.intersection(given):
+            others.add(node)
+            _describe(node)
     output = joint.graph.find_nodes(op="output")[0]
     output.args = fx.node.map_arg(output.args, lambda n: None if n in absent else n)
+
+
+def _describe(node: fx.Node) -> None:
+    """Say in `node` what it makes of what its inputs are now; a view that these do not allow copies, as eager's reshape."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode([args, kwargs]) or nullcontext():
+        try:
+            node.meta["val"] = node.target(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            if node.target is not torch.ops.aten.view.default:
+                raise
+            node.target = torch.ops.aten.reshape.default
+            node.meta["val"] = node.target(*args, **kwargs)
 
 
 def same_steps(one: fx.GraphModule, other: fx.GraphModule) -> bool:

@@ -1,0 +1,73 @@
+"""What is changed in place while a step is traced keeps its strides, as in eager.
+
+A trace has a new tensor in place of an update. The new one has the strides that the op gives to its results, which may be others,
+and then the ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and one with
+sizes of 1 loses what its strides said, by which a convolution goes. Where elements lay apart they lie next to one another.
+
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FunctionalTensorMode.__torch_dispatch__`, a FunctionalTensor's `elem`,
+`commit_update` and `sync`, and `torch._functionalize_replace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def strides_kept() -> Iterator[None]:
+    """While this lasts, an update in place leaves the strides of what is traced as they are."""
+    dispatch: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
+
+    def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        results = dispatch(mode, op, types, args, kwargs)
+        for tensor in _written(op, args, kwargs or {}):
+            _restore(tensor)
+        return results
+
+    with patch.object(FunctionalTensorMode, "__torch_dispatch__", run):
+        yield
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FunctionalTensor]:
+    """The traced tensors that `op` has changed in place."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in op.tags:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(a.name) for a in schema.arguments if a.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, FunctionalTensor)]
+
+
+def _restore(tensor: FunctionalTensor) -> None:
+    """Give what stands for `tensor` in the trace the strides that `tensor` has in eager."""
+    tensor.sync()
+    value, strides = torch._from_functional_tensor(tensor.elem), tensor.stride()
+    if value.shape == tensor.shape and value.stride() != strides:
+        value = _in_order(value, strides)
+        if _same_places(value, strides):
+            value = value.as_strided(value.shape, strides)
+        torch._functionalize_replace(tensor.elem, value)
+        tensor.commit_update()
+        tensor.sync()
+
+
+def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """`value` with its dimensions in the order of `strides`, copied where they are in another."""
+    if _same_places(value, strides):
+        return value
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(value.dim())]
+    return value.permute(order).contiguous().permute(back)
+
+
+def _same_places(value: Tensor, strides: Sequence[int]) -> bool:
+    """Whether elements lie where they would by `strides`, which may be others for sizes of 1."""
+    return all(a == b for size, a, b in zip(value.shape, value.stride(), strides, strict=True) if size != 1)
