@@ -143,7 +143,7 @@ def test_hooks_are_refused_with_kernels_of_inductor() -> None:
 
 
 def noted(model: nn.Module, seen: list[Tensor]) -> None:
-    model.last.weight.register_post_accumulate_grad_hook(lambda w: seen.append(w))
+    model.last.weight.register_post_accumulate_grad_hook(seen.append)
 
 
 def test_hooks_behind_accumulation_are_refused() -> None:

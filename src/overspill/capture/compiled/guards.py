@@ -6,7 +6,8 @@ each later step: alike answers, the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+DRAWS = "overspill_draws"
+"""Key in the meta of a node that draws random numbers: behind it, in this order, stand those that are drawn later."""
 Answer = tuple[Any, ...]
 """The `word` of each value of an answer."""
 
@@ -44,12 +47,12 @@ class Guards:
     @classmethod
     def of(cls, graph: fx.Graph, constants: Mapping[str, Tensor], questions: Sequence[Question]) -> Guards:
         """Those of `questions`, about nodes of `graph`; what follows from no tensor of the step's can have no other answer."""
-        needed = _ancestors(question.node for question in questions)
+        needed = needed_for(graph, (question.node for question in questions))
         open_ = _followers(graph, needed)
         asked = list({q.node: q for q in questions if q.node in open_}.values())
         if not asked:
             return cls()
-        needed = _ancestors(question.node for question in asked)
+        needed = needed_for(graph, (question.node for question in asked))
         program = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
@@ -67,7 +70,7 @@ class Guards:
         """The place of a read that another answer is given to, where a step is given these tensors; None if all are alike."""
         if self.program is None:
             return None
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), torch._C._DisableAutocast(), drawing(torch.get_rng_state()):
             try:
                 values = self.program.forward(*(given[position] for position in self.takes))
             except (RuntimeError, IndexError):
@@ -105,6 +108,26 @@ def _transferred(scalars: Sequence[Tensor]) -> list[Tensor]:
     return [part.clone().view(scalar.dtype)[0] for part, scalar in zip(parts, scalars, strict=True)]
 
 
+@contextmanager
+def drawing(state: Tensor) -> Iterator[Tensor]:
+    """While this lasts the CPU's generator is at `state`, which is where it has come to at the end; then it is where it was."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield state
+    finally:
+        state.copy_(torch.get_rng_state())
+        torch.set_rng_state(before)
+
+
+def needed_for(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What has to run of `graph` for these: what they follow from, and of what draws all that draws before."""
+    found = _ancestors(nodes)
+    draws = [node for node in graph.nodes if DRAWS in node.meta]
+    last = max((i for i, node in enumerate(draws) if node in found), default=-1)
+    return found | _ancestors(draws[: last + 1])
+
+
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     pending = list(nodes)
     found = set(pending)
@@ -119,7 +142,9 @@ def _followers(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
     """Those `among` the nodes that follow from a tensor which may be another in the next step."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node in among and (node.op != "call_function" or not found.isdisjoint(node.all_input_nodes)):
+        if node in among and (
+            node.op != "call_function" or DRAWS in node.meta or not found.isdisjoint(node.all_input_nodes)
+        ):
             found.add(node)
     return found
 

@@ -2,8 +2,9 @@
 
 A model asks `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values; but what follows from tensors
 that the caller gives is known when the step is captured. So the mode notes how each such tensor was made, and a read is answered
-by what the real tensors give. What was asked becomes `Guards` (`guards.py`), which ask it again before each later step. What
-follows from parameters or from random numbers has no value before the step runs; such a read is refused.
+by what the real tensors give. So are random numbers that the CPU's generator will draw: it is let draw them, with all that the step
+draws before, and put back. What was asked becomes `Guards` (`guards.py`), which ask it again before each later step. What
+follows from parameters has no value before the step runs; such a read is refused.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, `registered_hop_fake_fns` and
 `python_key_table` of operators with functions among their arguments, the exceptions of fake tensors,
@@ -35,10 +36,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.core.errors import UnsupportedError
 
-from .guards import Guards, Question, word
+from .guards import DRAWS, Guards, Question, drawing, needed_for, word
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
+_DRAWS = frozenset(
+    getattr(aten, name)
+    for name in (
+        "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "uniform", "normal",
+        "normal_functional", "exponential", "random", "native_dropout",
+    )
+)  # fmt: skip
+"""Ops that draw as many numbers, whatever the values of their tensors are."""
 SHAPE_FOLLOWS: dict[Any, tuple[int, Any] | None] = {
     aten._ctc_loss.Tensor: (3, aten.max.default),  # the longest target
     aten._ctc_loss.default: None,
@@ -81,8 +90,11 @@ class KnownValues(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool = False) -> None:
+        """`draws` says that the step draws as eager does, so that what it will draw is known."""
         super().__init__(allow_non_fake_inputs=True)
+        self._draws = draws
+        self._depth = 0
         self._sources: list[_Source] = []
         self._own: Mapping[int, str] = {}
         self._without_values = False
@@ -106,6 +118,8 @@ class KnownValues(FakeTensorMode):
         """The node that makes each known tensor, by its id; and the tensor, so that no other gets this id."""
         self._changed: set[int] = set()
         self._strange: set[int] = set()
+        self._knows_draws = self._draws
+        self._drawn: Tensor | None = None
         self._constants: dict[str, Tensor] = {}
         self._values: dict[fx.Node, Any] = {}
         self._questions: list[Question] = []
@@ -144,10 +158,13 @@ class KnownValues(FakeTensorMode):
         given = kwargs or {}
         if any(map(self._is_stranger, _changed(func, args, given))):
             raise ChangesStranger(where(stack_within(sys._getframe())))
+        self._depth += 1
         try:
             made = super().dispatch(func, types, args, given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             made = self._answer(func, types, args, given, error)
+        finally:
+            self._depth -= 1
         if isinstance(func, torch._ops.OpOverload) and made is not NotImplemented:
             self._note(func, args, given, made)
         return made
@@ -190,6 +207,9 @@ class KnownValues(FakeTensorMode):
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         """Remember how `made` is made, if it is known."""
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._depth:
+            self._note_draw(func, args, kwargs, made)
+            return
         if func._schema.is_mutable:
             # Nodes are of ops that change nothing; traced programs have hardly any others.
             self._changed.update(_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
@@ -207,7 +227,12 @@ class KnownValues(FakeTensorMode):
             self._strange.update(_storage(result) for result in results if isinstance(result, FakeTensor))
         if (node := self._call(func, args, kwargs)) is None:
             return
-        node.meta = {"nbytes": sum(_new_bytes(r, (args, kwargs)) for r in results if isinstance(r, FakeTensor))}
+        self._made_by(node, made, args, kwargs)
+
+    def _made_by(self, node: fx.Node, made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Remember that `node` makes `made` of these."""
+        results = made if isinstance(made, (list, tuple)) else (made,)
+        node.meta["nbytes"] = sum(_new_bytes(r, (args, kwargs)) for r in results if isinstance(r, FakeTensor))
         if results is not made:
             self._nodes[id(made)] = made, node
             return
@@ -216,6 +241,32 @@ class KnownValues(FakeTensorMode):
                 item = self._graph.call_function(operator.getitem, (node, i))
                 item.meta = {"nbytes": 0}
                 self._nodes[id(result)] = result, item
+
+    def _note_draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Remember a draw of the CPU's generator, and how what is drawn is made, if it is known."""
+        given = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
+        if any(not tensor.is_cpu for tensor in given):
+            return
+        self._knows_draws &= func.overloadpacket in _DRAWS and kwargs.get("generator") is None
+        if not self._knows_draws:
+            return
+        nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        is_known = None not in nodes.values()
+        args_, kwargs_ = tree_map_only(Tensor, lambda t: nodes[id(t)] or self._blank(t), (tuple(args), dict(kwargs)))
+        node = self._graph.call_function(func, args_, kwargs_)
+        node.meta = {DRAWS: True}
+        self._made_by(node, made if is_known else (), args, kwargs)
+        node.meta["nbytes"] = sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
+
+    def _blank(self, tensor: Tensor) -> fx.Node:
+        """A node for a tensor like `tensor`, of whatever values."""
+        node = self._graph.call_function(
+            torch.empty_strided,
+            (tuple(tensor.shape), tensor.stride()),
+            {"dtype": tensor.dtype, "device": tensor.device},
+        )
+        node.meta = {"nbytes": tensor.nbytes}
+        return node
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
         """A node that calls `func` on the nodes of its tensors; None where one of them is not known."""
@@ -234,7 +285,7 @@ class KnownValues(FakeTensorMode):
     ) -> Any:
         """What `func`, whose result or its shape follows from values, gives on the real tensors: a number, or fake tensors."""
         if func is aten._local_scalar_dense.default:
-            return self._ask(self._node(args[0]), error).item()
+            return self._ask(self._call(aten.reshape.default, (args[0], []), {}), error).item()
         if func is aten.nonzero.default:
             count = self._count(args[0], error)
             with self:
@@ -309,15 +360,14 @@ class KnownValues(FakeTensorMode):
 
     def _value(self, node: fx.Node) -> Any:
         """The real value of `node`, computed with all that it follows from, oldest first."""
-        pending, seen = [node], {node}
-        for one in pending:  # it grows
-            new = [n for n in one.all_input_nodes if n not in self._values and n not in seen]
-            seen.update(new)
-            pending += new
-        for one in (n for n in self._graph.nodes if n in seen):
-            if one not in self._values:
-                args, kwargs = fx.node.map_arg((one.args, one.kwargs), self._values.__getitem__)
-                self._values[one] = one.target(*args, **kwargs)
+        if self._drawn is None:
+            self._drawn = torch.get_rng_state()
+        needed = needed_for(self._graph, [node])
+        with drawing(self._drawn):
+            for one in self._graph.nodes:
+                if one in needed and one not in self._values:
+                    args, kwargs = fx.node.map_arg((one.args, one.kwargs), self._values.__getitem__)
+                    self._values[one] = one.target(*args, **kwargs)
         return self._values[node]
 
 
@@ -326,8 +376,9 @@ class UnknownValue(UnsupportedError):
 
     def __init__(self, place: str, lines: Stack = ()) -> None:
         super().__init__(
-            f"the step reads values or makes shapes that follow from parameters or random numbers{place}, as .item(), numpy(), nonzero() "
-            "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read. Use "
+            f"the step reads values or makes shapes that follow from parameters{place}, as .item(), numpy(), nonzero() "
+            "and `if` on a tensor do, so that it is no fixed graph; what follows from inputs and buffers alone may be read, and draws of the CPU's "
+            "generator in eager. Use "
             "torch.where and the like, or overspill.compile, which plans the graphs between"
         )
         self.lines = lines

@@ -277,7 +277,7 @@ class StepPlans:
             return None
         raise UnsupportedError(
             f"the step asks for values{places[0]}, and has had {len(places)} different answers, each with a plan of its own, which "
-            "takes as long to make as the first; let it ask for fewer, as torch.where and the like do, or use overspill.compile"
+            "takes as long to make as the first; let it ask for fewer, as torch.where and the like do, or draw none (layerdrop=0), or use overspill.compile"
         )
 
     def _keep(self, key: Any, found: Compiled) -> None:
@@ -529,7 +529,7 @@ class StepPlans:
         """Kind, fake value and source of parameters, buffers and inputs, in this order, and what is known of their values."""
         infos, takes = [], []
         values: list[Any] = []
-        with KnownValues() as known:
+        with KnownValues(draws=self.options.backend != "inductor") as known:
             for name, parameter in self.state.parameters.items():
                 values.append(self.state.spec(name, parameter).empty().requires_grad_(self.state.trains(name)))
                 infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
