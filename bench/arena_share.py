@@ -20,14 +20,15 @@ import torch
 from by_model import run_by_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overspill.capture.programs.graph import CapturedPrograms
+from overspill.capture.compiled.graph import Captured
+from overspill.capture.programs.functions import allocated_as
 from overspill.core import Schedule, Verb
 from overspill.core.units import format_bytes
 from overspill.models import load, names, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.placement.packing import solver_named
 from overspill.placement.place import SEARCH
-from overspill.runtime.arena import Places, leaving_keys, places_of
+from overspill.runtime.arena import Places, places_of
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.compiled.unrun import CPU, of_unrun
 from overspill.runtime.options import Options, budget_for, device_for, plan_graph
@@ -36,11 +37,11 @@ RESULTS = Path(__file__).parent / "results" / "arena_share.json"
 ARENA, LEAVES, LIBRARY, OTHER = "arena", "leaves", "library", "other"
 
 
-def allocated(captured: CapturedPrograms, schedule: Schedule, places: Places) -> list[tuple[str, str, int]]:
+def allocated(captured: Captured, schedule: Schedule, places: Places) -> list[tuple[str, str, int]]:
     """Each allocation of a step: where it is, the op that makes it, and its bytes."""
-    graph, programs = captured.graph, captured.programs
-    leaving = leaving_keys(captured)
+    graph, leaving = captured.graph, captured.handed_out()
     here = {t.id for t in graph.tensors if t.persistent}
+    roots = {t: captured.joint.roots.get(key, ()) for key, t in captured.tensor_of.items()}
     found = []
     for position, instruction in enumerate(schedule.instructions):
         target, op = instruction.target, instruction.verb.value
@@ -49,18 +50,17 @@ def allocated(captured: CapturedPrograms, schedule: Schedule, places: Places) ->
             here.discard(target)
         elif instruction.verb is Verb.PREFETCH:
             made = (target,)
-        elif instruction.verb in (Verb.RUN, Verb.RECOMPUTE) and target in captured.calls:
-            made, op = graph.ops[target].writes, captured.calls[target].name
+        elif instruction.verb in (Verb.RUN, Verb.RECOMPUTE) and target in captured.nodes:
+            made, op = graph.ops[target].writes, str(captured.nodes[target].target)
         for tensor in made:
             if tensor in here or not graph.tensors[tensor].nbytes:
                 continue
             here.add(tensor)
-            key = captured.key_of.get(tensor)
             if (tensor, position) in places.offsets:
                 where = ARENA
-            elif key in leaving:
+            elif tensor in leaving:
                 where = LEAVES
-            elif key is not None and not any(root in programs.allocations for root in programs.roots[key]):
+            elif not any(allocated_as(root) for root in roots.get(tensor, ())):
                 where = LIBRARY
             else:
                 where = OTHER
@@ -73,7 +73,7 @@ def share(model: str, batch: int, budget: str | None) -> dict[str, Any]:
     options = Options(budget, backend="inductor", device="a100-40gb", partition=1.0)
     device = device_for(options, CPU)
 
-    def use(partitioned: Partitioned[CapturedPrograms]) -> list[tuple[str, str, int]]:
+    def use(partitioned: Partitioned[Captured]) -> list[tuple[str, str, int]]:
         (captured,) = partitioned
         nbytes = budget_for(options, captured.graph, device, CPU)
         schedule = plan_graph(options, captured.graph, device, nbytes).schedule

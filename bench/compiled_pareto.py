@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from by_model import run_by_model
 
-from overspill.capture.programs.graph import CapturedPrograms
+from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes, format_seconds
@@ -40,7 +40,7 @@ STEPS = 6
 class Recording(Session):
     """Keeps the programs of a model by all partitions."""
 
-    programs: tuple[CapturedPrograms, ...] = ()
+    programs: tuple[Captured, ...] = ()
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """As ever; then has the other programs made."""
@@ -49,7 +49,7 @@ class Recording(Session):
         return found
 
 
-def partitions_of(model: str, batch: int) -> tuple[CapturedPrograms, ...]:
+def partitions_of(model: str, batch: int) -> tuple[Captured, ...]:
     """The programs of a training step of the model's small configuration, with momentum."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -73,8 +73,8 @@ def hull(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chosen(
-    partitions: tuple[CapturedPrograms, ...], plan: Callable[[Graph, int], Plan], budget: int
-) -> tuple[Plan, float]:
+    partitions: tuple[Captured, ...], plan: Callable[[Graph, int], Plan], budget: int
+) -> tuple[Plan, float | None]:
     """What Overspill does at a budget: the plan, and the partition that it is of."""
     among = Partitioned(partitions)
     found = among.best_plan(lambda captured: plan(captured.graph, budget))

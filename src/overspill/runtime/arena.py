@@ -11,15 +11,16 @@ each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from overspill.capture.compiled.joint import StorageKey
-from overspill.capture.programs.graph import CapturedPrograms
-from overspill.capture.programs.storages import storage_key
+from overspill.capture.compiled.graph import Captured
+from overspill.capture.programs.functions import allocated_as
 from overspill.core import Block, Schedule, Trace, Verb
 from overspill.core.errors import InfeasibleBudget, RequestError
 from overspill.core.units import format_apart
@@ -56,11 +57,17 @@ class Places:
 NOWHERE = Places({}, 0, 0)
 
 
-def places_of(captured: CapturedPrograms, schedule: Schedule, solver: Solver, limits: Limits) -> Places:
+class Arena(NamedTuple):
+    """The `places` of a step's buffers, and what gives the memory in which they are."""
+
+    places: Places = NOWHERE
+    take: Callable[[], Tensor] | None = None
+
+
+def places_of(captured: Captured, schedule: Schedule, solver: Solver, limits: Limits) -> Places:
     """The places of the program's buffers under `schedule`; the solver's layout is checked before it is used. Raises RequestError where it has none."""
-    wanted = {
-        (captured.graph.tensors[tensor].name, at): (tensor, at) for tensor, at in _allocations(captured, schedule)
-    }
+    allocations = list(_allocations(captured, schedule))
+    wanted = {(captured.graph.tensors[tensor].name, at): (tensor, at) for tensor, at in allocations}
     inside: list[Block] = []
     outside: list[Block] = []
     keys: list[tuple[int, int]] = []
@@ -74,23 +81,15 @@ def places_of(captured: CapturedPrograms, schedule: Schedule, solver: Solver, li
     if layout is None:
         raise RequestError(f"the solver {solver.name!r} found no layout within its time")
     beside = Trace(tuple(outside)).lower_bound_bytes
-    programs = captured.programs
-    inside_then = {t for t, key in captured.key_of.items() if programs.roots[key][0] in programs.allocations}
-    retained = retained_bytes(captured.graph, schedule, besides=inside_then & {t for t, _ in wanted.values()})
+    retained = retained_bytes(captured.graph, schedule, besides=_allocated(captured) & {t for t, _ in allocations})
     return Places(dict(zip(keys, layout.offsets, strict=True)), layout.peak_bytes, beside, retained)
 
 
-def _allocations(captured: CapturedPrograms, schedule: Schedule) -> list[tuple[int, int]]:
+def _allocations(captured: Captured, schedule: Schedule) -> Iterator[tuple[int, int]]:
     """Each time that a buffer of the program comes to the device: the tensor, and the position in the schedule."""
-    graph, programs = captured.graph, captured.programs
-    leaving = leaving_keys(captured)
-    own = {
-        tensor for tensor, key in captured.key_of.items()
-        if key not in leaving and not graph.tensors[tensor].persistent and len(programs.roots[key]) == 1
-    }  # fmt: skip
-    allocated = {t for t in own if programs.roots[captured.key_of[t]][0] in programs.allocations}
+    graph = captured.graph
+    own, allocated = _own(captured), _allocated(captured)
     here: set[int] = set()
-    found: list[tuple[int, int]] = []
     for position, instruction in enumerate(schedule.instructions):
         target = instruction.target
         made: tuple[int, ...] = ()
@@ -100,20 +99,24 @@ def _allocations(captured: CapturedPrograms, schedule: Schedule) -> list[tuple[i
             made = (target,)
         elif instruction.verb in (Verb.RUN, Verb.RECOMPUTE):
             made = tuple(t for t in graph.ops[target].writes if t in allocated)
-        found += [(t, position) for t in made if t not in here and graph.tensors[t].nbytes]
+        yield from ((t, position) for t in made if t not in here and graph.tensors[t].nbytes)
         here.update(made)
-    return found
 
 
-def leaving_keys(captured: CapturedPrograms) -> set[StorageKey]:
-    """The storages of outputs and gradients."""
-    programs = captured.programs
-    outputs = (*programs.outputs[0][: programs.num_forward_outputs], *programs.outputs[1])
-    return {storage_key(value) for value in outputs if isinstance(value, Tensor)}
+def _own(captured: Captured) -> dict[int, fx.Node]:
+    """The tensors of the step alone, by the one node that makes each."""
+    others = captured.handed_out() | {t.id for t in captured.graph.tensors if t.persistent}
+    roots = {t: captured.joint.roots.get(key, []) for key, t in captured.tensor_of.items()}
+    return {t: of[0] for t, of in roots.items() if len(of) == 1 and t not in others}
+
+
+def _allocated(captured: Captured) -> set[int]:
+    """Those of them whose memory the program itself asks for."""
+    return {tensor for tensor, root in _own(captured).items() if allocated_as(root)}
 
 
 def plan_in_arena(
-    captured: CapturedPrograms, make: Callable[[int], Plan], budget_bytes: int, solver: Solver, limits: Limits
+    captured: Captured, make: Callable[[int], Plan], budget_bytes: int, solver: Solver, limits: Limits
 ) -> tuple[Plan, Places]:
     """A plan that `make` gives for some budget, and its places, which together with the rest fit in `budget_bytes`.
 
@@ -154,6 +157,17 @@ class Arenas:
     def __init__(self) -> None:
         self._memories: list[Tensor] = []
         self._lock = ForkedLock()
+
+    def taker(self, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
+        """What a lowered graph calls for its arena: `take`, as long as the session is there."""
+        ours = weakref.ref(self)
+
+        def take_arena() -> Tensor:
+            arenas = ours()
+            assert arenas is not None  # while a model of the session is called
+            return arenas.take(nbytes, device)
+
+        return take_arena
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """The memory for one call, which has it as long as it holds this tensor."""

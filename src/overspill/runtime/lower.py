@@ -30,18 +30,19 @@ from overspill.capture.compiled.batch_norm import (
     results_without_statistics,
 )
 from overspill.capture.compiled.graph import GRADIENTS, WRITE_BACK, Captured
-from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
+from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, StorageKey, storages
 from overspill.capture.compiled.kernels import RUN_AS
 from overspill.capture.compiled.scratch import reduces_in_place
 from overspill.capture.compiled.whole_step import MUTATION, CapturedStep
+from overspill.capture.programs.functions import Function, allocated_as
 from overspill.core import Graph, Instruction, Op, Phase, Schedule, Verb
 from overspill.core.errors import InvalidSchedule
 
+from .arena import Arena, storage_at, tensor_at
 from .halves import crossing, split
 from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
 from .transfer import ops
 
-NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
 HANDLE_PREFIX = "handle_of_"
 """What the names of a whole step's inputs begin with that are handles."""
 OP_ID = "overspill_op"
@@ -52,23 +53,24 @@ TOGETHER = "overspill_together"
 """Key in an emitted node's meta: with how many other ops it runs its own."""
 HOLDS = "overspill_holds"
 """Key in an input's meta: the tensor that it is."""
+NO_ARENA = Arena()
 
 
 def lower(
-    captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD
+    captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD, arena: Arena = NO_ARENA
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`.
 
-    They tell a live pool what each instruction makes, as `made` has it.
+    They tell a live pool what each instruction makes, as `made` has it. What has a place in the `arena` lies there.
     """
     forward_part, backward_part = split(captured.graph, schedule)
-    forward = _Emitter(captured, engine, backward=False, made=made)
+    forward = _Emitter(captured, engine, backward=False, made=made, arena=arena)
     for node in captured.joint.primals:
         forward.add_placeholder(node)
     forward.emit(forward_part)
     saved, handles = _crossing(captured, backward_part, forward)
     forward_module = forward.finish_forward(saved, handles)
-    backward = _Emitter(captured, engine, backward=True, made=made)
+    backward = _Emitter(captured, engine, backward=True, made=made, arena=arena)
     backward.add_saved(saved, handles, forward)
     for node in captured.joint.tangents:
         backward.add_placeholder(node)
@@ -76,9 +78,11 @@ def lower(
     return forward_module, backward.finish_backward()
 
 
-def lower_inference(captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD) -> fx.GraphModule:
-    """The one graph module of a step that has no backward; `made` as for `lower`."""
-    emitter = _Emitter(captured, engine, backward=False, made=made)
+def lower_inference(
+    captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD, arena: Arena = NO_ARENA
+) -> fx.GraphModule:
+    """The one graph module of a step that has no backward; `made` and `arena` as for `lower`."""
+    emitter = _Emitter(captured, engine, backward=False, made=made, arena=arena)
     for node in captured.joint.primals:
         emitter.add_placeholder(node)
     emitter.emit(schedule.instructions)
@@ -146,8 +150,13 @@ def _crossing(
 class _Emitter:
     """Emits one of the two graphs. `values` maps a captured root to the variable that holds it now."""
 
-    def __init__(self, captured: Captured, engine: int, *, backward: bool, made: MadeBy) -> None:
+    def __init__(
+        self, captured: Captured, engine: int, *, backward: bool, made: MadeBy, arena: Arena = NO_ARENA
+    ) -> None:
         self.captured = captured
+        self.arena = arena
+        self.memory: fx.Node | None = None
+        self.position = 0
         self.joint: JointGraph = captured.joint
         self.engine = engine
         self.backward = backward
@@ -193,6 +202,8 @@ class _Emitter:
         kept = list(saved)
         for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
             self.values[root] = self._place_root(root)
+        if forward.memory is not None and kept:
+            self.memory = self._place(forward.memory.name, {})
         for tensor in handles:
             handle = forward.handles[tensor]
             self.handles[tensor] = self._place(handle.name, handle.meta)
@@ -214,7 +225,8 @@ class _Emitter:
         """The forward module: the captured outputs, then what backward needs, in the order of `add_saved`."""
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
-        extra = [*checked, *(self.handles[t] for t in handles), *unchecked]
+        memory = [self.memory] if self.memory is not None and saved else []  # who has this has the memory
+        extra = [*checked, *memory, *(self.handles[t] for t in handles), *unchecked]
         outputs = [
             self.returned.get(n) or self.resolve(n) if isinstance(n, fx.Node) else n for n in self.joint.forward_outputs
         ]
@@ -235,6 +247,8 @@ class _Emitter:
         return self._finish([*map(self.resolve, returned), *kept], [])
 
     def _finish(self, outputs: list[Any], descs: list[Any]) -> fx.GraphModule:
+        if self.memory is not None:
+            self._call(ops.hold, (self.memory,), "held_arena")
         self.graph.output(tuple(outputs)).meta["desc"] = descs
         self.graph.lint()
         return fx.GraphModule(self.joint.module, self.graph)
@@ -249,6 +263,7 @@ class _Emitter:
         for position, instruction in remaining:
             if self._is_end(instruction):
                 return
+            self.position = position
             if (made := self._telling.before(position, instruction.verb)) is not None:
                 self._call(tell_groups, (made,), "groups")
             if instruction.verb is Verb.RUN and (group := self.groups.get(instruction.target)):
@@ -285,7 +300,8 @@ class _Emitter:
             self._touch(target)
         elif verb is Verb.PREFETCH:
             root = self._only_root(target)
-            arriving = self._call(ops.prefetch, (self.handles[target], self.engine), f"arriving_{root.name}")
+            given = self.handles[target], self.engine, *self._place_in_arena(storage_at, target)
+            arriving = self._call(ops.prefetch, given, f"arriving_{root.name}")
             arriving.meta.update(val=root.meta["val"], **{DOES: (verb, target)})
             self.arriving[target] = arriving
         else:
@@ -346,7 +362,10 @@ class _Emitter:
         self._touch(*op.recompute_reads, *op.recompute_writes)
 
     def _copy(self, node: fx.Node, does: tuple[Verb, int]) -> fx.Node:
+        given = self._given(node)
         new = self.graph.node_copy(node, self.resolve)
+        if given:
+            new.target, new.args = node.target.given(list(given)), (*given.values(), *new.args)
         new.target = RUN_AS.get(new.target, new.target)
         if not reduces_in_place(node):
             return new
@@ -354,6 +373,34 @@ class _Emitter:
         alone = self._call(torch.ops.aten.clone.default, (new,), node.name)
         new.meta = {**node.meta, **alone.meta, "val": node.meta["val"]}
         return alone
+
+    def _given(self, node: fx.Node) -> dict[str, fx.Node]:
+        """What a call is to write to that has a place in the arena, by its variable."""
+        if not (self.arena.places.offsets and isinstance(node.target, Function)):
+            return {}
+        found: dict[str, fx.Node] = {}
+        for root in self._results(node):
+            name, value = allocated_as(root), root.meta["val"]
+            if name is not None:
+                layout = tuple(value.shape), value.stride(), value.dtype
+                (tensor,) = (self.captured.tensor_of[key] for key in storages(root))
+                found.update((name, at) for at in self._place_in_arena(tensor_at, tensor, *layout))
+        return found
+
+    def _place_in_arena(self, what: Callable[..., Any], tensor: int, *layout: Any) -> list[fx.Node]:
+        """A call of `what` for the place that `tensor` gets now; none where it has none."""
+        offset = self.arena.places.offsets.get((tensor, self.position))
+        if offset is None:
+            return []
+        if self.memory is None:
+            assert self.arena.take is not None
+            self.memory = self._call(self.arena.take, (), "arena")
+        nbytes = self.captured.graph.tensors[tensor].nbytes
+        return [
+            self._call(
+                what, (self.memory, offset, nbytes, *layout), f"place_{self.captured.graph.tensors[tensor].name}"
+            )
+        ]
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The captured nodes that name what `node` makes: itself, or the picks of its results."""
@@ -417,5 +464,5 @@ class _Emitter:
         return new
 
     def _is_plain(self, node: fx.Node) -> bool:
-        """Whether `node` computes no tensor (a number, say) and can be repeated anywhere."""
-        return node.op == "call_function" and not storages(node)
+        """Whether `node` makes nothing that a plan has (a number, or a tensor that nobody writes to) and can be repeated anywhere."""
+        return node.op == "call_function" and not any(key in self.captured.tensor_of for key in storages(node))

@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import overspill
+from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import copied
 from overspill.capture.programs.allocations import allocations, peak_of
-from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError, UnsupportedError
 from overspill.models import optimizer_named
@@ -234,9 +234,9 @@ def test_a_second_process_finds_everything_compiled(tmp_path: Path) -> None:
 # --- Partitions -------------------------------------------------------------------------------------------------------
 
 
-def captured(partition: float) -> CapturedPrograms:
+def captured(partition: float) -> Captured:
     graph = Graph("step", (), ())
-    return cast("CapturedPrograms", SimpleNamespace(graph=graph, partition=partition))
+    return cast("Captured", SimpleNamespace(graph=graph, partition=partition))
 
 
 def fake_plan(seconds: float, unmanaged: float = 1.0) -> Plan:
@@ -255,12 +255,12 @@ def fake_plan(seconds: float, unmanaged: float = 1.0) -> Plan:
 def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None], chosen: float, made: int) -> None:
     begun = []
 
-    def programs() -> Iterator[CapturedPrograms]:
+    def programs() -> Iterator[Captured]:
         for number in range(len(times)):
             begun.append(number)
             yield captured(float(number))
 
-    def plan(of: CapturedPrograms) -> Plan:
+    def plan(of: Captured) -> Plan:
         seconds = times[int(of.partition)]
         if seconds is None:
             raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=10 - int(of.partition), cause="")
@@ -271,7 +271,7 @@ def test_other_partitions_are_made_as_long_as_they_help(times: list[float | None
 
 
 def test_where_no_partition_has_a_plan_the_least_floor_is_named() -> None:
-    def plan(of: CapturedPrograms) -> Plan:
+    def plan(of: Captured) -> Plan:
         raise InfeasibleBudget("no", budget_bytes=1, floor_bytes=int(10 * of.partition), cause="")
 
     with pytest.raises(InfeasibleBudget) as found:

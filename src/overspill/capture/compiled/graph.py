@@ -72,12 +72,24 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Captured:
-    """A Graph and the FX nodes behind it: `nodes` by op id, `tensor_of` by storage."""
+    """A Graph and the FX nodes behind it: `nodes` by op id, `tensor_of` by storage.
+
+    `partition` is the `activation_memory_budget` by which Inductor's forward and backward were parted.
+    """
 
     graph: Graph
     joint: JointGraph
     nodes: dict[int, fx.Node]
     tensor_of: dict[StorageKey, int] = field(repr=False)
+    partition: float | None = field(default=None, kw_only=True)
+
+    def handed_out(self) -> set[int]:
+        """The tensors that the caller gets, outputs and gradients: it says how long they live."""
+        return self._tensors_of((*self.joint.forward_outputs, *self.joint.backward_outputs))
+
+    def _tensors_of(self, nodes: Iterable[Any]) -> set[int]:
+        keys = (key for node in nodes if isinstance(node, fx.Node) for key in storages(node))
+        return {self.tensor_of[key] for key in keys if key in self.tensor_of}
 
 
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step") -> Captured:

@@ -22,6 +22,8 @@ from .formulas import put_right
 
 SOURCES = ("_param_name_to_source", "_dynamo_source")
 """What Dynamo keeps on a module and on its inputs: where they come from."""
+NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
+"""AOTAutograd's key in a node's meta: if it is saved for backward, autograd does not check that nobody has changed it."""
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 

@@ -100,14 +100,16 @@ class GradientOps:
 class CapturedStep(Captured):
     """A captured whole step; `updates` are those whose parameter gets a gradient.
 
-    `loss` is the node of its loss, `others` are those of what it returns besides. `partition` is the
-    `activation_memory_budget` by which Inductor's forward and backward were parted.
+    `loss` is the node of its loss, `others` are those of what it returns besides.
     """
 
     loss: fx.Node
     others: tuple[fx.Node, ...]
     updates: tuple[ParameterUpdate, ...]
-    partition: float | None = None
+
+    def handed_out(self) -> set[int]:
+        """The tensors that the step returns."""
+        return self._tensors_of((self.loss, *self.others))
 
     def moves(self, primal: fx.Node) -> bool:
         """Whether the input `primal` may leave the device between uses."""

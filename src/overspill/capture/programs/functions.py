@@ -1,16 +1,19 @@
 """The calls of compiled programs as functions of tensors: what a graph can have as its nodes.
 
 A function is given the roots of what its call uses, makes views of them, allocates what the call is the first to write
-to, runs the program's own statements, and returns the roots of what is new.
+to (or is given it too), runs the program's own statements, and returns the roots of what is new.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from .storages import Call, Storages
 from .text import Text, made_by, sources
@@ -21,8 +24,12 @@ class Function:
 
     It takes the variables `takes`, and returns those of `makes`: one, or a tuple of several. `updates` are the positions
     of the arguments that it changes in place; then it returns a tuple in any case. FX reads its name, and `tags` and
-    `updates` as of an op.
+    `updates` as of an op. `allocates` are those of `makes` that it allocates itself, and no library call.
     """
+
+    allocates: Sequence[str] = ()
+    given: Callable[[Sequence[str]], Function]
+    """Of a call: the same, given some of what it allocates, in front of what it takes."""
 
     def __init__(
         self,
@@ -58,19 +65,28 @@ class Functions:
         self._programs = programs
         self._made: list[Function] = []
         self._source = ""
+        self._count = 0
 
-    def of_call(self, call: Call) -> Function:
-        """The function that is `call`."""
+    def of_call(self, call: Call, given: Sequence[str] = ()) -> Function:
+        """The function that is `call`; it is `given` some of what it else allocates, first."""
         programs = self._programs
         makes = made_by(programs, call)
-        takes = [name for name in sources(programs, call.uses) if name not in makes]
+        takes = [*given, *(name for name in sources(programs, call.uses) if name not in makes)]
         updates = tuple(i for i, name in enumerate(takes) if programs.key_of(name) in call.updated)
         text = Text(programs, takes)
         text.call(call)
         if makes:
             text.line("return " + ", ".join(makes) + ("," if len(makes) > 1 or updates else ""))
         tags = (torch.Tag.nondeterministic_seeded,) if call.random else ()
-        return self._add(Function(self._name(call.name), takes, makes, call, updates, tags), text)
+        function = Function(self._name(call.name), takes, makes, call, updates, tags)
+        function.allocates = [name for name in makes if name in programs.allocations]
+        function.given = partial(self._given, call)
+        return self._add(function, text)
+
+    def _given(self, call: Call, given: Sequence[str]) -> Function:
+        function = self.of_call(call, given)
+        self.compiled()
+        return function
 
     def of_expression(self, expression: ast.expr) -> Function:
         """The function that gives an output's value: a view."""
@@ -85,11 +101,23 @@ class Functions:
         exec(compile(self._source, "<calls of Inductor's programs>", "exec"), namespace)  # noqa: S102
         for function in self._made:
             function.run = namespace[function.__name__]
+        self._source, self._made = "", []
 
     def _name(self, name: str) -> str:
-        return f"call_{len(self._made)}_{''.join(c if c.isalnum() else '_' for c in name)}"
+        self._count += 1
+        return f"call_{self._count}_{''.join(c if c.isalnum() else '_' for c in name)}"
 
     def _add(self, function: Function, text: Text) -> Function:
         self._source += text.function(function.__name__, ", ".join(function.takes))
         self._made.append(function)
         return function
+
+
+def allocated_as(root: fx.Node) -> str | None:
+    """The variable of a root that its call allocates; None for what a library allocates, and for inputs."""
+    item = root.target is operator.getitem
+    node, place = root.args if item else (root, 0)
+    if not (isinstance(node, fx.Node) and isinstance(node.target, Function) and isinstance(place, int)):
+        return None
+    made = node.target.makes[place : place + 1]
+    return next((name for name in made if name in node.target.allocates), None)

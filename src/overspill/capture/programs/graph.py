@@ -2,60 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import operator
 
 from torch import Tensor, fx
 
-from overspill.capture.compiled.graph import CaptureOfStep, InputInfo, Surroundings
-from overspill.capture.compiled.joint import JointGraph, StorageKey, storages
+from overspill.capture.compiled.graph import Captured, CaptureOfStep, InputInfo, Surroundings
+from overspill.capture.compiled.joint import JointGraph, StorageKey
 from overspill.capture.layers import layer_type_of
-from overspill.core import Graph, Phase, TensorKind
+from overspill.core import Phase, TensorKind
 
+from .functions import Function
+from .joint import JointOfPrograms
 from .storages import Call, Storages, storage_key
-
-
-@dataclass(frozen=True)
-class CapturedPrograms:
-    """A Graph and the programs behind it: `calls` by op id, `key_of` the storage of each tensor.
-
-    `partition` is the `activation_memory_budget` by which forward and backward were parted.
-    """
-
-    graph: Graph
-    joint: JointGraph
-    programs: Storages
-    calls: dict[int, Call] = field(repr=False)
-    key_of: dict[int, StorageKey] = field(repr=False)
-    partition: float = 1.0
 
 
 def capture_programs(
     programs: Storages,
-    joint: JointGraph,
+    traced: JointGraph,
+    joint: JointOfPrograms,
     inputs: list[InputInfo],
     surroundings: Surroundings,
     name: str = "step",
-    *,
-    partition: float = 1.0,
-) -> CapturedPrograms:
-    """The Graph of the step around `programs`, which Inductor made from `joint`, parted by `partition`."""
-    found = _CaptureOfPrograms(programs, joint, inputs, surroundings, name).captured()
-    return replace(found, partition=partition)
+) -> Captured:
+    """The Graph of the step around `programs`, whose calls are those of `joint`, and which Inductor made from `traced`."""
+    return _CaptureOfPrograms(programs, traced, joint, inputs, surroundings, name).build()
 
 
 class CallsOfPrograms(CaptureOfStep):
     """Adds the calls of compiled programs as ops."""
 
     programs: Storages
-    calls: dict[int, Call]
 
     def take(self, programs: Storages, traced: JointGraph) -> None:
         """Whose calls these will be, and what Inductor made them from."""
         self.programs = programs
-        self.calls = {}
         self.origins = self.lines.by_name(traced.forward, traced.backward)
         self.updated = {k for part in programs.calls for call in part for k in call.updated}
+        self.grads -= programs.unwritten
+        self.returned -= programs.unwritten
 
     def _is_random(self) -> bool:
         return any(call.random for part in self.programs.calls for call in part)
@@ -66,6 +50,13 @@ class CallsOfPrograms(CaptureOfStep):
             self.tensor_of[key] = self._add_tensor(
                 value.untyped_storage().nbytes(), TensorKind.BUFFER, name, value, persistent=True
             )
+
+    def _add_node(self, node: fx.Node, phase: Phase) -> None:
+        if isinstance(node.target, Function) and node.target.call is not None:
+            self.nodes[len(self.ops)] = node
+            self._add_call(node.target.call, phase)
+        elif not isinstance(node.target, Function) and node.target is not operator.getitem:
+            super()._add_node(node, phase)
 
     def _add_call(self, call: Call, phase: Phase) -> None:
         for key in call.writes:
@@ -82,7 +73,6 @@ class CallsOfPrograms(CaptureOfStep):
         origins = self.origins[phase is Phase.BACKWARD]
         # What a fused kernel ends with says most of what it makes.
         frames = dict.fromkeys(at for name in reversed(call.origins) for at in origins.get(name, ()))
-        self.calls[len(self.ops)] = call
         self._add_op(
             name, name, layer_type_of(name), phase, reads, writes,
             flops=call.flops, moved_bytes=call.moved_bytes, workspace_bytes=call.workspace_bytes + self._dropped_bytes(call),
@@ -110,32 +100,13 @@ class CallsOfPrograms(CaptureOfStep):
 
 class _CaptureOfPrograms(CallsOfPrograms):
     def __init__(
-        self, programs: Storages, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str
+        self,
+        programs: Storages,
+        traced: JointGraph,
+        joint: JointGraph,
+        inputs: list[InputInfo],
+        surroundings: Surroundings,
+        name: str,
     ) -> None:
         super().__init__(joint, inputs, surroundings, name)
-        self.take(programs, joint)
-        forward, backward = programs.outputs
-        self.grads = _keys(backward) - programs.unwritten
-        self.returned = _keys(forward[: programs.num_forward_outputs]) - programs.unwritten
-        self.in_backward = self.grads | {k for call in programs.calls[1] for k in (*call.reads, *call.writes)}
-
-    def captured(self) -> CapturedPrograms:
-        """The Graph, and how its ops and tensors belong to the programs."""
-        found = self.build()
-        keys = {tensor: key for key, tensor in found.tensor_of.items()}
-        return CapturedPrograms(found.graph, self.joint, self.programs, self.calls, keys)
-
-    def _add_ops(self, phase: Phase) -> None:
-        for call in self.programs.calls[0 if phase is Phase.FORWARD else 1]:
-            self._add_call(call, phase)
-
-    def _gradient_values(self) -> Sequence[object]:
-        return self.programs.outputs[1]
-
-    def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
-        value = self.programs.outputs[0][self.joint.forward_outputs.index(output)]
-        return [storage_key(value)] if isinstance(value, Tensor) else storages(output)
-
-
-def _keys(values: Iterable[object]) -> set[StorageKey]:
-    return {storage_key(v) for v in values if isinstance(v, Tensor)}
+        self.take(programs, traced)

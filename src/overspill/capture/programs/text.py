@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -34,11 +34,11 @@ class Text:
             self._bind(name)
         return ast.unparse(expression)
 
-    def call(self, call: Call, allocation: Callable[[str], str] | None = None) -> None:
-        """The statements of `call`, behind those that allocate what it is the first to write to, as `allocation` has them."""
+    def call(self, call: Call) -> None:
+        """The statements of `call`, behind those that allocate what it is the first to write to and is not there."""
         for root in made_by(self.programs, call):
-            if root in self.programs.allocations:
-                self.line(ast.unparse(self.programs.allocations[root]) if allocation is None else allocation(root))
+            if root in self.programs.allocations and root not in self.bound:
+                self.line(ast.unparse(self.programs.allocations[root]))
                 self.bound.add(root)
         for name in call.uses:
             self._bind(name)

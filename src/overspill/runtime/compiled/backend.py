@@ -33,7 +33,6 @@ from overspill.capture.compiled.joint import JointGraph, copied
 from overspill.capture.compiled.kernels import eager_kernels
 from overspill.capture.compiled.known_values import nested
 from overspill.capture.compiled.trace import describe_inputs, leaves_told
-from overspill.capture.programs.graph import CapturedPrograms
 from overspill.core import Device, Graph
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
 from overspill.core.units import format_bytes, format_seconds
@@ -41,17 +40,17 @@ from overspill.placement.packing import solver_named
 from overspill.placement.place import SEARCH
 from overspill.planning.carried_over import carried_over
 from overspill.plans.plan import Plan
-from overspill.runtime.arena import NOWHERE, Places, plan_in_arena
+from overspill.runtime.arena import NOWHERE, Arena, Places, plan_in_arena
 from overspill.runtime.batches import kind
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.lower_groups import made_by
-from overspill.runtime.lower_programs import PlannedPrograms
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import Recorder
 from overspill.runtime.recording.told import told_module
 
+from .calls import Lowered
 from .double_backward import compiled_node, refuse_double_backward
 from .in_force import MOST_PLANS, too_many_kinds
 from .partitions import Partitioned
@@ -246,14 +245,12 @@ class _GraphCompiler:
     def _running(self) -> AbstractContextManager[Recorder | None]:
         return self.session.running()
 
-    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[CapturedPrograms]]) -> PlannedPrograms:
+    def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
         """What `compile_with_inductor` asks for once it knows forward and backward."""
         placed: list[tuple[Plan, Places]] = []
 
-        def make(
-            options: Options, partitioned: Partitioned[CapturedPrograms], device: Device, budget_bytes: int
-        ) -> Plan:
-            def planned(captured: CapturedPrograms) -> Plan:
+        def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
+            def planned(captured: Captured) -> Plan:
                 if not options.has_arena:
                     return plan_captured(options, captured, device, budget_bytes)
                 live = replace(options, placement=None)
@@ -273,11 +270,15 @@ class _GraphCompiler:
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
-        engine = self.session.engine_for(plan, torch_device(self.examples))
+        device = torch_device(self.examples)
+        engine = self.session.engine_for(plan, device)
         places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
         self.has_arena = bool(places.offsets)
-        made = made_by(captured, plan, self.session.steps)
-        return PlannedPrograms(captured, plan.schedule, places, self.session.arenas, engine, made)
+        arena = Arena(places, self.session.arenas.taker(places.arena_bytes, device))
+        how_lowered = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
+        if captured.joint.backward_outputs:
+            return captured, lower(*how_lowered)
+        return captured, (lower_inference(*how_lowered),)
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any

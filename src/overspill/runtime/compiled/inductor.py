@@ -2,7 +2,7 @@
 
 Inductor compiles a graph as `torch.compile` has it, partition and kernels alike; the bits are those of stock
 `torch.compile`. Both programs are known before the first call, so one plan is made for both, and what PyTorch calls is
-then the text that carries it out (`runtime/lower_programs.py`).
+then the graph of their calls that carries it out (`runtime/lower.py`).
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `compile_fx` and its `inner_compile`, `CompiledFxGraph`
 with `source_code` and `current_callable`, `CustomPartitionerFn`, `min_cut_rematerialization_partition` and the settings
@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,25 +29,24 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.capture.compiled.effects import without_tokens
-from overspill.capture.compiled.graph import InputInfo, Surroundings
-from overspill.capture.compiled.joint import JointGraph, copied, draws
+from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings
+from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph, copied, draws
 from overspill.capture.programs.failures import inductor_failures
-from overspill.capture.programs.graph import CapturedPrograms, capture_programs
+from overspill.capture.programs.graph import capture_programs
+from overspill.capture.programs.joint import JointOfPrograms, joint_of_call
 from overspill.capture.programs.program import Program, namespace_of
 from overspill.capture.programs.storages import BACKWARD, FORWARD, Storages, follow
 from overspill.core.errors import UnsupportedError
-from overspill.runtime.lower import NO_VERSION_CHECK
-from overspill.runtime.lower_programs import PlannedPrograms, lower_programs
-from overspill.runtime.recording.programs import LoweredPrograms
 from overspill.runtime.recording.recorder import Recorder
 
+from .calls import CallsOfPlan, Lowered
 from .partitions import PARTITIONS, Partitioned
 
 Running = Callable[[], AbstractContextManager[Recorder | None]]
 """Makes what a graph runs in, and says who is told what it does, if anybody is."""
-Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[CapturedPrograms]]
-Plan = Callable[[JointGraph, Capture], PlannedPrograms]
-"""Given a joint graph, and how to make a Graph of it: the programs with their plan."""
+Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[Captured]]
+Plan = Callable[[JointGraph, Capture], Lowered]
+"""Given a joint graph, and how to make a Graph of it: what was chosen, and the graphs that carry its plan out."""
 
 
 def compile_with_inductor(
@@ -81,17 +81,15 @@ class _ByPartition:
         self._chosen = partition is not None or self.usual.partition != PARTITIONS[0]
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
-    def capture(
-        self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings
-    ) -> Partitioned[CapturedPrograms]:
+    def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned[Captured]:
         """The Graphs of its programs, each made when it is asked for."""
         return Partitioned(c.captured(inputs, surroundings) for c in self._all())
 
-    def lowered(self, planned: PlannedPrograms) -> Callable[..., Any]:
+    def lowered(self, lowered: Lowered) -> Callable[..., Any]:
         """What runs by this plan. From now on no other partition is made, for which the examples, real tensors, had to be kept."""
         self._compile = None
-        chosen = next(c for c in self.compiled if c.programs is planned.captured.programs)
-        chosen.lower(planned)
+        chosen = next(c for c in self.compiled if c.partition == lowered[0].partition)
+        chosen.run_by(*lowered)
         return self.compiled[chosen]
 
     def _all(self) -> Iterator[_Compiler]:
@@ -230,7 +228,8 @@ class _Compiler:
         self.programs: Storages | None = None
         self._forward: Program | None = None
         self._unchecked = 0
-        self._lowered: LoweredPrograms | None = None
+        self._calls: JointOfPrograms | None = None
+        self._lowered: CallsOfPlan | None = None
 
     def compiled(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Dynamo's `module`, which it changes; it runs once there is a plan."""
@@ -302,15 +301,18 @@ class _Compiler:
         primals, tangents = values[: len(joint.primals)], values[len(joint.primals) :]
         self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
 
-    def captured(self, inputs: list[InputInfo], surroundings: Surroundings) -> CapturedPrograms:
+    def captured(self, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
         """The programs' Graph."""
         assert self.programs is not None
         assert self.joint is not None
-        return capture_programs(self.programs, self.joint, inputs, surroundings, partition=self.partition)
+        if self._calls is None:
+            self._calls = joint_of_call(self.programs, self.joint, self._unchecked)
+        found = capture_programs(self.programs, self.joint, self._calls, inputs, surroundings)
+        return replace(found, partition=self.partition)
 
-    def lower(self, planned: PlannedPrograms) -> None:
+    def run_by(self, captured: Captured, modules: Sequence[fx.GraphModule]) -> None:
         """From now on it runs by this plan."""
-        self._lowered = lower_programs(planned, self._unchecked)
+        self._lowered = CallsOfPlan(captured, modules, self._unchecked)
 
 
 def _program_of(compiled: Any, prefix: str) -> Program:

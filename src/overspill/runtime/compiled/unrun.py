@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.trace import describe_inputs
-from overspill.capture.programs.graph import CapturedPrograms
 from overspill.capture.programs.unrun import Written, write
 from overspill.core.errors import InfeasibleBudget
 from overspill.plans.plan import Plan
@@ -33,7 +33,7 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
     """
     device = device_for(options, CPU)
 
-    def plan(partitioned: Partitioned[CapturedPrograms]) -> Plan:
+    def plan(partitioned: Partitioned[Captured]) -> Plan:
         def within(nbytes: int) -> Plan:
             return partitioned.best_plan(lambda captured: plan_graph(options, captured.graph, device, nbytes))
 
@@ -47,7 +47,7 @@ def of_unrun(
     batch: Sequence[Tensor],
     optimizer: Optimizer,
     options: Options,
-    use: Callable[[Partitioned[CapturedPrograms]], T],
+    use: Callable[[Partitioned[Captured]], T],
 ) -> T:
     """What `use` makes of the programs of `step(*batch)`; all tensors are fake. Raises what it raises, and as `write` does."""
     found: list[T | InfeasibleBudget] = []

@@ -10,7 +10,7 @@ import itertools
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.fx.node import has_side_effect
 
 from overspill.core.errors import OverspillError
@@ -46,9 +46,9 @@ def await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
     engine_numbered(engine).await_offload(handle, source)
 
 
-def prefetch(handle: Tensor, engine: int) -> Tensor:
-    """Start bringing `handle` back; the tensor, not to be read yet."""
-    return engine_numbered(engine).prefetch(handle)
+def prefetch(handle: Tensor, engine: int, into: UntypedStorage | None = None) -> Tensor:
+    """Start bringing `handle` back, to `into` if it is given; the tensor, not to be read yet."""
+    return engine_numbered(engine).prefetch(handle, into)
 
 
 def await_prefetch(arriving: Tensor, engine: int) -> Tensor:

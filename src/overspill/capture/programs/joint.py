@@ -1,0 +1,175 @@
+"""The calls of Inductor's programs as nodes of one joint graph: the form in which every step is planned and lowered.
+
+The values of its nodes are the programs' own fake tensors; forward and backward are the descriptors' of the joint graph
+that Inductor made them from.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from overspill.capture.compiled.joint import NO_VERSION_CHECK, JointGraph
+from overspill.core.errors import UnsupportedError
+
+from .functions import Function, Functions
+from .storages import Call, Storages
+
+aten = torch.ops.aten
+BACKWARD_TAG = "is_backward"
+IN_BACKWARD = {"partitioner_tag": BACKWARD_TAG}
+
+
+def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) -> JointOfPrograms:
+    """Forward and backward as autograd calls them: backward takes the gradients of the results.
+
+    Of what forward saves, autograd does not check the last `unchecked` for changes.
+    """
+    return _Nodes(programs, traced).call(unchecked)
+
+
+def joint_of_step(programs: Storages, traced: JointGraph, share: int) -> JointOfPrograms:
+    """Forward and backward of a step that begins backward itself, by its loss divided by `share`. Raises UnsupportedError."""
+    return _Nodes(programs, traced).step(share)
+
+
+class JointOfPrograms(JointGraph):
+    """Forward and backward as the programs have them: each call where it stands, whoever reads what it makes."""
+
+    def _split(self) -> None:
+        body = [n for n in self.module.graph.nodes if n.op == "call_function"]
+        self.forward = [n for n in body if n.meta.get("partitioner_tag") != BACKWARD_TAG]
+        self.backward = [n for n in body if n.meta.get("partitioner_tag") == BACKWARD_TAG]
+        self.backward_set = frozenset(self.backward)
+
+    def _snapshot_mutated_inputs(self) -> bool:
+        """Backward reads what forward hands to it, as under `torch.compile`."""
+        return False
+
+
+class _Nodes:
+    """Makes the graph of calls. `nodes` are those of variables that are roots."""
+
+    def __init__(self, programs: Storages, traced: JointGraph) -> None:
+        self.programs = programs
+        self.traced = traced
+        self.graph = fx.Graph()
+        self.nodes: dict[str, fx.Node] = {}
+        self.functions = Functions(programs)
+
+    def call(self, unchecked: int) -> JointOfPrograms:
+        """Forward and backward as autograd calls them: backward is given the gradients of the results."""
+        programs, traced = self.programs, self.traced
+        tangents = [] if programs.backward is None else programs.backward.inputs[len(programs.saved) :]
+        self._take_inputs()
+        for variable, tangent in zip(tangents, traced.tangents, strict=True):
+            self._input(variable, tangent)
+        outputs = self._forward() + self._backward()
+        self._let_change(programs.saved[len(programs.saved) - unchecked :])
+        return self._made(outputs)
+
+    def step(self, share: int) -> JointOfPrograms:
+        """Forward and backward of a step that begins backward itself, with the gradient of its loss. Raises UnsupportedError."""
+        programs, traced = self.programs, self.traced
+        backward = programs.backward
+        if backward is None or len(tangents := backward.inputs[len(programs.saved) :]) != 1:
+            raise UnsupportedError(
+                'the step has no gradient of its loss alone to begin backward with; use backend="eager"'
+            )
+        if len(backward.outputs) != len(traced.backward_outputs):
+            raise UnsupportedError(
+                f"Inductor's backward returns {len(backward.outputs)} gradients, not {len(traced.backward_outputs)}; "
+                'use backend="eager"'
+            )
+        self._take_inputs()
+        outputs = self._forward()
+        place = next(i for i, d in enumerate(traced.forward_descs) if type(d).__name__ == "PlainAOTOutput")
+        outputs[place] = self._seed(outputs[place], tangents[0], share)
+        return self._made(outputs + self._backward())
+
+    def _take_inputs(self) -> None:
+        for variable, primal in zip(self.programs.forward.inputs, self.traced.primals, strict=True):
+            self._input(variable, primal)
+
+    def _input(self, variable: str, source: fx.Node) -> None:
+        node = self.nodes[variable] = self.graph.placeholder(str(source.target))
+        node.meta = {"val": self.programs.values[variable], "desc": source.meta.get("desc")}
+
+    def _forward(self) -> list[Any]:
+        programs = self.programs
+        for call in programs.calls[0]:
+            self._call(call, {})
+        return [self._output(e, {}) for e in programs.forward.outputs[: programs.num_forward_outputs]]
+
+    def _backward(self) -> list[Any]:
+        if self.programs.backward is None:
+            return []
+        for call in self.programs.calls[1]:
+            self._call(call, dict(IN_BACKWARD))
+        return [self._output(e, dict(IN_BACKWARD)) for e in self.programs.backward.outputs]
+
+    def _let_change(self, saved: Sequence[ast.expr]) -> None:
+        """Others may change what was `saved` so: autograd is not to check it."""
+        programs = self.programs
+        keys = {programs.key_of(name) for expression in saved for name in programs.forward.uses_of(expression)}
+        for root in {root for key in keys if key is not None for root in programs.roots[key]} & self.nodes.keys():
+            self.nodes[root].meta[NO_VERSION_CHECK] = True
+
+    def _made(self, outputs: list[Any]) -> JointOfPrograms:
+        traced = self.traced
+        self.graph.output(tuple(outputs)).meta["desc"] = (*traced.forward_descs, *traced.backward_descs)
+        self.functions.compiled()
+        return JointOfPrograms(fx.GraphModule(torch.nn.Module(), self.graph), self.programs.num_forward_outputs)
+
+    def _seed(self, loss: fx.Node, tangent: str, share: int) -> fx.Node:
+        """The loss that is returned, and what backward begins with, as autograd makes it outside of the programs."""
+        value = self.programs.values[tangent]
+        seed = self._node(aten.ones_like.default, (loss,), value, dict(IN_BACKWARD))
+        if share > 1:
+            with value.fake_mode:
+                divided, value = loss.meta["val"] / share, value.clone()
+            seed.meta["val"] = value
+            loss = self._node(aten.div.Tensor, (loss, share), divided, {})
+            seed = self._node(aten.div.Tensor, (seed, share), self.programs.values[tangent], dict(IN_BACKWARD))
+        self.nodes[tangent] = seed
+        return loss
+
+    def _call(self, call: Call, meta: dict[str, Any]) -> None:
+        function = self.functions.of_call(call)
+        values = tuple(self.programs.values[name] for name in function.makes)
+        alone = len(values) == 1 and not function.updates
+        node = self._node(function, self._args(function), values[0] if alone else values or None, meta)
+        for i, (name, value) in enumerate(zip(function.makes, values, strict=True)):
+            self.nodes[name] = node if alone else self._node(operator.getitem, (node, i), value, meta)
+
+    def _output(self, expression: ast.expr, meta: dict[str, Any]) -> fx.Node | None:
+        """The node of an output, a view where it is not all of a variable; None where the program returns none."""
+        if isinstance(expression, ast.Constant) and expression.value is None:
+            return None
+        if isinstance(expression, ast.Name) and expression.id in self.nodes:
+            return self.nodes[expression.id]
+        function = self.functions.of_expression(expression)
+        return self._node(function, self._args(function), self._value(expression), meta)
+
+    def _value(self, expression: ast.expr) -> Any:
+        programs = self.programs
+        for part in zip((programs.forward, programs.backward), programs.outputs, strict=True):
+            program, values = part
+            if program is not None:
+                for known, value in zip(program.outputs, values, strict=True):
+                    if known is expression:
+                        return value
+        raise AssertionError
+
+    def _args(self, function: Function) -> tuple[fx.Node, ...]:
+        return tuple(self.nodes[name] for name in function.takes)
+
+    def _node(self, target: Any, args: tuple[Any, ...], value: Any, meta: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta = {"val": value, **meta}
+        return node
