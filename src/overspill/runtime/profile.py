@@ -1,10 +1,11 @@
-"""Measured op times: a lowered graph in which every op is timed, and the MeasuredTimes that a run of it gives."""
+"""Measured op times: a lowered program in which every op is timed, and the MeasuredTimes that a run of it gives."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 from overspill.core import Graph
 from overspill.costs import MeasuredTimes, signature
 
+from .driver import LoweredProgram
 from .lower import OP_ID
 
 
@@ -30,14 +32,22 @@ class OpTimer:
         self._events: list[tuple[int, Any, Any]] = []
         self._begun: Any = None
 
-    def instrument(self, module: fx.GraphModule) -> None:
-        """Put the timer's calls around every op of a lowered graph."""
-        for node in list(module.graph.nodes):
-            if (op := node.meta.get(OP_ID)) is not None:
-                with module.graph.inserting_before(node):
-                    module.graph.call_function(self._start)
-                with module.graph.inserting_after(node):
-                    module.graph.call_function(self._stop, (op,))
+    def instrument(self, program: LoweredProgram) -> None:
+        """Time every op of a lowered program."""
+        program.instructions = program.wrapped(self._timed)
+
+    def _timed(self, node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
+        op = node.meta.get(OP_ID)
+        if op is None:
+            return target
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._start()
+            found = target(*args, **kwargs)
+            self._stop(op)
+            return found
+
+        return timed
 
     def times(self, device_name: str) -> MeasuredTimes:
         """The median seconds of each kind of op."""

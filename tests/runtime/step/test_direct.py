@@ -10,7 +10,7 @@ from tests.runtime.step.whole_steps import Lm, Pair
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overspill.runtime.step.run import DIRECT, OF_TENSORS, LoweredStep
+from overspill.runtime.driver import DIRECT, OF_TENSORS, LoweredProgram
 
 aten = torch.ops.aten
 X, SQUARE = torch.randn(4, 6), torch.randn(6, 6)
@@ -62,7 +62,7 @@ def test_numbers_are_left_to_the_op() -> None:
     x = graph.placeholder("x")
     sums = [graph.call_function(aten.add.Tensor, (x, other)) for other in (x, 2)]
     graph.output(tuple(sums))
-    program = LoweredStep(fx.GraphModule({}, graph))
+    program = LoweredProgram(fx.GraphModule({}, graph))
     assert [i.target for i in program.instructions] == [torch.add, aten.add.Tensor]
 
 

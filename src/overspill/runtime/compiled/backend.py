@@ -25,7 +25,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx.graph import _BoxedCodeGen
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.graph import Captured, capture
@@ -42,13 +41,14 @@ from overspill.planning.carried_over import carried_over
 from overspill.plans.plan import Plan
 from overspill.runtime.arena import NOWHERE, Arena, Places, plan_in_arena
 from overspill.runtime.batches import kind
+from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import lower, lower_inference
 from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.recording.recorder import Recorder
-from overspill.runtime.recording.told import told_module
+from overspill.runtime.recording.told import run as run_program
 
 from .calls import Lowered
 from .double_backward import compiled_node, refuse_double_backward
@@ -293,8 +293,6 @@ class _GraphCompiler:
         self._again = partial(self._for_layout, engine, lowered[0])
         if self.session.options.profile:
             self.session.timer = OpTimer(captured.graph, device)
-            for module in lowered:
-                self.session.timer.instrument(module)
         return lowered
 
     def _lowered(self, captured: Captured, plan: Plan, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -350,8 +348,9 @@ class _GraphCompiler:
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
-        module.graph.set_codegen(_BoxedCodeGen())
-        module.recompile()
+        program = LoweredProgram(module)
+        if (timer := self.session.timer) is not None:
+            timer.instrument(program)
         session_now = self._session
         assert self.planned is not None  # the partition, or the inference, has been asked for
         graph = self.planned.plan.graph if of is None else of
@@ -363,7 +362,7 @@ class _GraphCompiler:
                 tracker.add(args)
             # What autocast casts, it has cast in the graph.
             with session.running() as recorder, torch._C._DisableAutocast(), tracker or nullcontext():
-                return (module.forward if recorder is None else told_module(module, graph, recorder))(args)
+                return run_program(program, graph, recorder, args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

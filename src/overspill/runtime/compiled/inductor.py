@@ -282,13 +282,12 @@ class _Compiler:
             if is_inference:
                 self.joint = JointGraph(module, len(program.outputs))
                 self._follow(program, None)
-        part = int(is_backward)
 
         def run(args: list[Any]) -> Any:
             lowered = self._lowered
             assert lowered is not None  # both programs are planned before the first call
             with self._running() as recorder:
-                return (lowered.plain if recorder is None else lowered.told(recorder))[part](args)
+                return (lowered.backward if is_backward else lowered.forward)(args, recorder)
 
         compiled.current_callable = run
         return compiled

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from overspill.core.errors import OverspillError
+from overspill.runtime.driver import Form, ProgramRun
 from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.transfer.engine import first_line
 
 from .plans import Compiled, StepPlans
-from .run import Form, StepRun
 from .state import StepState
 
 UNFINISHED = (
@@ -41,7 +41,7 @@ class Call:
     loss: Tensor | None = None
     returned: Any = None
     compiled: Compiled | None = None
-    run: StepRun | None = None
+    run: ProgramRun | None = None
     random: list[Tensor] = field(default_factory=list)
     """The states of the random generators when it began, if it may have to begin again."""
 

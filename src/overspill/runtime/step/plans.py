@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -34,6 +34,7 @@ from overspill.costs import MeasuredTimes
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.live.pools import check_live, live_steps
 from overspill.runtime.live.steps import LiveSteps
 from overspill.runtime.lower import copied, lower_step
@@ -60,7 +61,6 @@ from .programs import Step, StepPrograms, after, step_programs
 from .python_state import PythonState
 from .residency import Resident, Spec, readable
 from .results import Results, split_results
-from .run import LoweredStep
 from .state import StepState
 from .swapped import Strangers, Swapped
 from .updates import NormClipping
@@ -112,7 +112,7 @@ class Compiled:
     """
 
     plan: Plan
-    program: LoweredStep
+    program: LoweredProgram
     takes: tuple[str | int, ...]
     moving: tuple[str, ...]
     stored: frozenset[str]
@@ -326,11 +326,11 @@ class StepPlans:
                 raise
         return self._planned(inputs, outside, frozenset(state), budget, partition)
 
-    def _instrument(self, module: fx.GraphModule, plan: Plan) -> None:
+    def _instrument(self, program: LoweredProgram, plan: Plan) -> None:
         """Let the lowered step of `plan` tell how long each op takes, where the user wants to know."""
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(plan.graph, self.state.where)))
-            timer.instrument(module)
+            timer.instrument(program)
 
     def _planned(
         self,
@@ -377,14 +377,16 @@ class StepPlans:
             self.steps.limit_for(plan, budget)
         made = made_by(captured, plan, self.steps)
         together = self.state.updates.together
-        module = lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
-        self._instrument(module, plan)
+        program = LoweredProgram(
+            lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
+        )
+        self._instrument(program, plan)
         primals = captured.joint.primals
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
         name_of = {tensor: str(name) for tensor, name in zip(tensor_of.values(), names, strict=True)}
         return Compiled(
-            plan, LoweredStep(module), names,
+            plan, program, names,
             tuple(str(name) for node, name in zip(primals, names, strict=True) if captured.moves(node)),
             frozenset(str(name) for node, name in zip(primals, names, strict=True) if tensor_of[node] in stored),
             kept_in_store or frozenset(),

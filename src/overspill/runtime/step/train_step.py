@@ -25,13 +25,14 @@ from overspill.costs import MeasuredTimes
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
+from overspill.runtime.driver import ProgramRun
 from overspill.runtime.live.need import LIVE_PLACEMENTS, TWO_ENDED
 from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess, processes_of
 from overspill.runtime.peaks import PlannedPeaks
 from overspill.runtime.recording.recorder import Recorder
-from overspill.runtime.recording.told import held_by, told_instructions
+from overspill.runtime.recording.told import told_instructions
 from overspill.runtime.reserved import ReservedWatch
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.transfer.engine import TransferEngine
@@ -41,7 +42,6 @@ from .call import UNFINISHED, Call, Underway, dropped, let_go
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .plans import LOSS_BYTES, Compiled, GradientOptions, StepPlans
 from .residency import readable
-from .run import StepRun
 from .shown import optimizer_hooks
 from .state import StepState
 from .updates import NormClipping, OptimizerUpdates
@@ -415,11 +415,11 @@ class TrainStep(PlannedPeaks):
         args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
         args += [self._state.residency[name].handle for name in compiled.copied]
         if self.recorder is not None:
-            self.recorder.given(compiled.plan.graph, held_by(compiled.program.inputs), args)
+            self.recorder.given(compiled.plan.graph, compiled.program.held, args)
             self.recorder.there(tree_flatten(call.inputs)[0], TensorKind.INPUT)
         if self.tracker is not None:
             self.tracker.add([*args, *tree_flatten(call.inputs)[0], call.loss])
-        call.compiled, call.run = compiled, StepRun(compiled.program, args)
+        call.compiled, call.run = compiled, ProgramRun(compiled.program, args)
 
     def _move(self, compiled: Compiled, engine: TransferEngine) -> None:
         engine.recorder = self.recorder

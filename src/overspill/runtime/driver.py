@@ -1,8 +1,7 @@
-"""One run of a planned step's graph: instruction by instruction, so that an error leaves it where it can go on.
+"""What runs lowered graphs, of compiled models and of whole steps: instruction by instruction, each value dropped at its last use.
 
-What generated code would hold in local variables is here a table of values, each dropped at its last use; the position
-is a number. A run that an error stopped holds every tensor that it had taken, and goes on from the instruction that
-failed, which is carried out again.
+What generated code would hold in local variables is here a table of values; the position is a number. A run that an error
+stopped holds every tensor that it had taken, and can go on from the instruction that failed, which is carried out again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from overspill.capture.compiled.whole_step import MUTATION, UPDATE, Mutation
-from overspill.runtime.lower import HANDLE_PREFIX
+from overspill.runtime.lower import HANDLE_PREFIX, HOLDS
 from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.ops import await_offload, await_prefetch, offload, prefetch
 
@@ -60,14 +59,16 @@ class _Instruction(NamedTuple):
     changes: bool
 
 
-class LoweredStep:
-    """The instructions of one lowered step, and where each of its inputs is at every point."""
+class LoweredProgram:
+    """The instructions of one lowered graph, and where each of its inputs is at every point."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         nodes = list(module.graph.nodes)
         self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.held: list[int | None] = [node.meta.get(HOLDS) for node in self.inputs]
+        """For each input the tensor that it is."""
         self.constants = {n: operator.attrgetter(str(n.target))(module) for n in nodes if n.op == "get_attr"}
-        self.results: Sequence[fx.Node] = nodes[-1].args[0]
+        self.results: Sequence[Any] = nodes[-1].args[0]
         last_user = {source: user for user in nodes for source in user.all_input_nodes}
         self.unused = [node for node in self.inputs if node not in last_user]
         done_with: dict[fx.Node, list[fx.Node]] = {}
@@ -113,10 +114,10 @@ class LoweredStep:
         return forms
 
 
-class StepRun:
+class ProgramRun:
     """`program` at work on `args`, which it takes out of the caller's list."""
 
-    def __init__(self, program: LoweredStep, args: list[Any]) -> None:
+    def __init__(self, program: LoweredProgram, args: list[Any]) -> None:
         self.program = program
         self.values: dict[fx.Node, Any] = dict(program.constants)
         self.values.update(zip(program.inputs, args, strict=True))
@@ -132,17 +133,18 @@ class StepRun:
         """What was stopped half-way and cannot be done again."""
 
     def go_on(
-        self, may_go_on: Callable[[], None], instructions: Sequence[_Instruction] | None = None
+        self, may_go_on: Callable[[], None] | None = None, instructions: Sequence[_Instruction] | None = None
     ) -> tuple[Any, ...]:
         """Carry out what is left, by the program's `instructions` or by those that stand for them; the results.
 
-        `may_go_on` is called before each and may raise. After an error, call this again: the instruction that raised it is
+        `may_go_on`, if given, is called before each and may raise. After an error, call this again: the instruction that raised it is
         then the first to be carried out.
         """
         instructions = self.program.instructions if instructions is None else instructions
         values, is_node = self.values, fx.Node
         for position in range(self.position, len(instructions)):
-            may_go_on()
+            if may_go_on is not None:
+                may_go_on()
             node, target, args, kwargs, nested, done_with, mutation, changes = instructions[position]
             self.mutated |= changes
             if mutation is not None:
@@ -160,7 +162,7 @@ class StepRun:
                 self.lost = ""
             for dead in done_with:
                 del values[dead]
-        results = tuple(map(values.__getitem__, self.program.results))
+        results = tuple(values[r] if isinstance(r, is_node) else r for r in self.program.results)
         values.clear()
         return results
 
