@@ -18,6 +18,7 @@ class Known(NamedTuple):
 
 READS = Known(REFUSED, UNSUPPORTED, "the step asks for values that follow from its parameters")
 NESTED = Known(REFUSED, UNSUPPORTED, "sizes of a nested tensor follow from values")
+SHAPED = Known(REFUSED, UNSUPPORTED, "shapes that follow from values are not planned with Inductor's kernels")
 SPARSE = Known(REFUSED, UNSUPPORTED, "a plan holds dense tensors")
 DERIVED = Known(PLAIN_FAILS, "RuntimeError", "stock torch.compile's gradients cannot be differentiated again")
 TWICE = Known(
@@ -43,5 +44,9 @@ KNOWN: dict[tuple[str, str], Known] = {
     ),
     ("retinanet", "compile"): Known(REFUSED, UNPLANNED, "what reads values runs beside the plans, and needs reserve="),
     **{("pinn", f"{way}-inductor"): DERIVED for way in ("compile", "train_step")},
+    **{(name, "train_step-inductor"): SHAPED for name in ("conformer", "gat")},
+    ("segformer", "train_step-inductor"): Known(
+        OTHER_BITS, "", "last bits of most gradients; the cause is not known yet"
+    ),
 }
 """By job and way."""
