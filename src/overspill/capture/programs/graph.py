@@ -62,7 +62,10 @@ class CallsOfPrograms(CaptureOfStep):
         for key in call.writes:
             if key not in self.tensor_of:
                 self._add_made(key, phase)
-        reads, writes = self._ids(set(call.reads) - self.programs.unwritten), tuple(self.tensor_of[k] for k in call.writes)
+        reads, writes = (
+            self._ids(set(call.reads) - self.programs.unwritten),
+            tuple(self.tensor_of[k] for k in call.writes),
+        )
         reads = tuple(dict.fromkeys((*reads, *self._ids(set(call.updated)))))
         if call.random:
             reads, writes = reads + self.random_state, writes + self.random_state
