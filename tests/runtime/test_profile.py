@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.devices import load_device
 from overspill.models import load
+from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
 from overspill.runtime.profile import OpTimer
 from overspill.runtime.training import Training, preview, train, train_plain
@@ -36,6 +39,20 @@ def test_a_plan_uses_measured_times_of_its_own_device_only() -> None:
     assert op_seconds(graph, load_device("cpu"), measured)[convolution.id] == 3.0
     assert op_seconds(graph, load_device("h100"), measured)[convolution.id] < 1.0
     assert preview(JOB, Options(budget="1GiB", times=measured)).step_seconds > 3.0
+
+
+def test_an_evaluation_between_steps_is_not_timed_as_if_its_ops_were_those_of_training() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    session = Session(Options(budget="1GiB", store="host", profile=True))
+    model = compile_in(session, net)
+    model(torch.randn(2, 4)).sum().backward()
+    assert session.timer is not None
+    before = {op: list(seconds) for op, seconds in session.timer._seconds.items()}
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    assert before
+    assert session.timer._seconds == before
+    session.close()
 
 
 def test_profiling_is_for_the_eager_backend() -> None:

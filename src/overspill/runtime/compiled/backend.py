@@ -42,7 +42,7 @@ from overspill.plans.plan import Plan
 from overspill.runtime.arena import NOWHERE, Arena, Places, plan_in_arena
 from overspill.runtime.batches import kind
 from overspill.runtime.driver import LoweredProgram
-from overspill.runtime.lower import lower, lower_inference
+from overspill.runtime.lower import NO_ARENA, lower, lower_inference
 from overspill.runtime.lower_groups import made_by
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import refuse_split
@@ -155,6 +155,7 @@ class _GraphCompiler:
         self.planned: Planned | None = None
         self.has_arena = False
         self.gradients: Gradients | None = None
+        self.timer: OpTimer | None = None
         self.fakes: list[Any] = []
         self.autocast: AbstractContextManager[Any] = nullcontext()
 
@@ -275,10 +276,7 @@ class _GraphCompiler:
         places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
         self.has_arena = bool(places.offsets)
         arena = Arena(places, self.session.arenas.taker(places.arena_bytes, device))
-        how_lowered = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
-        if captured.joint.backward_outputs:
-            return captured, lower(*how_lowered)
-        return captured, (lower_inference(*how_lowered),)
+        return captured, self._lowered(captured, plan, engine, arena)
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -289,14 +287,18 @@ class _GraphCompiler:
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         device = torch_device(self.examples)
         engine = self.session.engine_for(self.planned.plan, device)
-        lowered = self._lowered(captured, self.planned.plan, engine)
-        self._again = partial(self._for_layout, engine, lowered[0])
+        forward, backward = self._lowered(captured, self.planned.plan, engine)
+        self._again = partial(self._for_layout, engine, forward)
         if self.session.options.profile:
-            self.session.timer = OpTimer(captured.graph, device)
-        return lowered
+            self.timer = self.session.timer = OpTimer(captured.graph, device)
+        return forward, backward
 
-    def _lowered(self, captured: Captured, plan: Plan, engine: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return lower(captured, plan.schedule, engine, made_by(captured, plan, self.session.steps))
+    def _lowered(
+        self, captured: Captured, plan: Plan, engine: int, arena: Arena = NO_ARENA
+    ) -> tuple[fx.GraphModule, ...]:
+        """Forward and backward by `plan`, or forward alone where there is no backward."""
+        how = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
+        return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
 
     def _for_layout(self, engine: int, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
         """The backward for gradients of another layout, by the plan of the one that was traced; None where that does not do for it."""
@@ -324,8 +326,8 @@ class _GraphCompiler:
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
         engine = self.session.engine_for(plan, torch_device(self.examples))
-        made = made_by(captured, plan, self.session.steps)
-        return self._boxed(lower_inference(captured, plan.schedule, engine, made), _inputs)
+        (module,) = self._lowered(captured, plan, engine)
+        return self._boxed(module, _inputs)
 
     def _backward(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
         compiled, gradients = self._boxed(module, _inputs), self.gradients
@@ -349,8 +351,8 @@ class _GraphCompiler:
     def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
         """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
         program = LoweredProgram(module)
-        if (timer := self.session.timer) is not None:
-            timer.instrument(program)
+        if self.timer is not None and of is None:
+            self.timer.instrument(program)
         session_now = self._session
         assert self.planned is not None  # the partition, or the inference, has been asked for
         graph = self.planned.plan.graph if of is None else of
