@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -89,13 +90,13 @@ class LoweredProgram:
             for n in nodes
             if callable(n.target)
         ]
-        self.forms = self._forms()
 
     def wrapped(self, wrap: Callable[[fx.Node, Callable[..., Any]], Callable[..., Any]]) -> list[_Instruction]:
         """The instructions, at the same positions, with what each calls as `wrap` has it."""
         return [i._replace(target=wrap(i.node, i.target)) for i in self.instructions]
 
-    def _forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
+    @cached_property
+    def forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
         """For each input, the instructions whose value is that input in some form, in order."""
         forms: dict[fx.Node, list[tuple[fx.Node, Form]]] = {node: [] for node in self.inputs}
         named = {

@@ -395,12 +395,8 @@ class _Emitter:
         if self.memory is None:
             assert self.arena.take is not None
             self.memory = self._call(self.arena.take, (), "arena")
-        nbytes = self.captured.graph.tensors[tensor].nbytes
-        return [
-            self._call(
-                what, (self.memory, offset, nbytes, *layout), f"place_{self.captured.graph.tensors[tensor].name}"
-            )
-        ]
+        placed = self.captured.graph.tensors[tensor]
+        return [self._call(what, (self.memory, offset, placed.nbytes, *layout), f"place_{placed.name}")]
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
         """The captured nodes that name what `node` makes: itself, or the picks of its results."""

@@ -7,7 +7,7 @@ each later step: alike answers, the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class Guards:
     answers: tuple[Answer, ...] = ()
     places: tuple[str, ...] = ()
     nbytes: int = 0
+    draws: bool = False
+    """Whether the program draws random numbers."""
 
     @classmethod
     def of(cls, graph: fx.Graph, constants: Mapping[str, Tensor], questions: Sequence[Question]) -> Guards:
@@ -64,13 +66,15 @@ class Guards:
             root.register_buffer(str(node.target), constants[str(node.target)], persistent=False)
         takes = tuple(n.meta["position"] for n in program.find_nodes(op="placeholder"))
         module = fx.GraphModule(root, program)
-        return cls(module, takes, tuple(q.answer for q in asked), tuple(q.place for q in asked), _peak_bytes(program))
+        answers, places = tuple(q.answer for q in asked), tuple(q.place for q in asked)
+        return cls(module, takes, answers, places, _peak_bytes(program), any(DRAWS in n.meta for n in needed))
 
     def difference(self, given: Sequence[Tensor]) -> str | None:
         """The place of a read that another answer is given to, where a step is given these tensors; None if all are alike."""
         if self.program is None:
             return None
-        with torch.no_grad(), torch._C._DisableAutocast(), drawing(torch.get_rng_state()):
+        generator = drawing(torch.get_rng_state()) if self.draws else nullcontext()
+        with torch.no_grad(), torch._C._DisableAutocast(), generator:
             try:
                 values = self.program.forward(*(given[position] for position in self.takes))
             except (RuntimeError, IndexError):

@@ -7,7 +7,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): the node metad
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -217,12 +217,16 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The arguments that `node` updates in place."""
     if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program
         return [node.args[i] for i in positions]
-    schema = getattr(node.target, "_schema", None)
+    return _nodes(written_by(node.target, node.args, node.kwargs))
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What `op` is given for the arguments that it changes in place, by its schema; nothing for what has none."""
+    schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return _nodes(written)
+    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | dict(kwargs)
+    return [given.get(a.name) for a in schema.arguments if a.is_write]
 
 
 def _nodes(values: Any) -> list[fx.Node]:

@@ -37,6 +37,7 @@ from overspill.capture.frames import Stack, shown_path, stack_within
 from overspill.core.errors import UnsupportedError
 
 from .guards import DRAWS, Guards, Question, drawing, needed_for, word
+from .joint import written_by
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -156,7 +157,8 @@ class KnownValues(FakeTensorMode):
     ) -> Any:
         """The op on fake tensors, as FakeTensorMode has it; a read of values is answered."""
         given = kwargs or {}
-        if any(map(self._is_stranger, _changed(func, args, given))):
+        written = tree_leaves(written_by(func, args, given))
+        if any(self._is_stranger(tensor) for tensor in written if isinstance(tensor, Tensor)):
             raise ChangesStranger(where(stack_within(sys._getframe())))
         self._depth += 1
         try:
@@ -407,16 +409,6 @@ def _for_real() -> Iterator[None]:
     """While this lasts ops compute, whatever is traced."""
     with _disable_current_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
         yield
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that `func` changes in place."""
-    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
-        return []
-    arguments = func._schema.arguments
-    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
-    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _storage(value: Tensor) -> int:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._pytree import tree_leaves
 
+from .joint import written_by
+
 
 @contextmanager
 def strides_kept() -> Iterator[None]:
@@ -28,22 +30,14 @@ def strides_kept() -> Iterator[None]:
 
     def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         results = dispatch(mode, op, types, args, kwargs)
-        for tensor in _written(op, args, kwargs or {}):
-            _restore(tensor)
+        changes_view = torch.Tag.inplace_view in getattr(op, "tags", ())
+        for tensor in [] if changes_view else tree_leaves(written_by(op, args, kwargs or {})):
+            if isinstance(tensor, FunctionalTensor):
+                _restore(tensor)
         return results
 
     with patch.object(FunctionalTensorMode, "__torch_dispatch__", run):
         yield
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FunctionalTensor]:
-    """The traced tensors that `op` has changed in place."""
-    schema = getattr(op, "_schema", None)
-    if schema is None or not schema.is_mutable or torch.Tag.inplace_view in op.tags:
-        return []
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    written = [given.get(a.name) for a in schema.arguments if a.is_write]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, FunctionalTensor)]
 
 
 def _restore(tensor: FunctionalTensor) -> None:

@@ -25,7 +25,9 @@ def capture_programs(
     name: str = "step",
 ) -> Captured:
     """The Graph of the step around `programs`, whose calls are those of `joint`, and which Inductor made from `traced`."""
-    return _CaptureOfPrograms(programs, traced, joint, inputs, surroundings, name).build()
+    capture = CallsOfPrograms(joint, inputs, surroundings, name)
+    capture.take(programs, traced)
+    return capture.build()
 
 
 class CallsOfPrograms(CaptureOfStep):
@@ -62,11 +64,10 @@ class CallsOfPrograms(CaptureOfStep):
         for key in call.writes:
             if key not in self.tensor_of:
                 self._add_made(key, phase)
-        reads, writes = (
-            self._ids(set(call.reads) - self.programs.unwritten),
-            tuple(self.tensor_of[k] for k in call.writes),
-        )
-        reads = tuple(dict.fromkeys((*reads, *self._ids(set(call.updated)))))
+        # A buffer of no elements, which nobody writes to, is no tensor of the graph.
+        read = self._ids(set(call.reads) - self.programs.unwritten)
+        reads = tuple(dict.fromkeys((*read, *self._ids(set(call.updated)))))
+        writes = tuple(self.tensor_of[key] for key in call.writes)
         if call.random:
             reads, writes = reads + self.random_state, writes + self.random_state
         again = phase is Phase.FORWARD and call.repeatable and bool(call.writes)
@@ -99,17 +100,3 @@ class CallsOfPrograms(CaptureOfStep):
         self.tensor_of[key] = self._add_tensor(
             nbytes, self._kind(key, phase), roots[0][2:], value, movable=whole and key not in self.returned
         )
-
-
-class _CaptureOfPrograms(CallsOfPrograms):
-    def __init__(
-        self,
-        programs: Storages,
-        traced: JointGraph,
-        joint: JointGraph,
-        inputs: list[InputInfo],
-        surroundings: Surroundings,
-        name: str,
-    ) -> None:
-        super().__init__(joint, inputs, surroundings, name)
-        self.take(programs, traced)

@@ -101,17 +101,17 @@ class _Nodes:
         node.meta = {"val": self.programs.values[variable], "desc": source.meta.get("desc")}
 
     def _forward(self) -> list[Any]:
-        programs = self.programs
-        for call in programs.calls[0]:
+        for call in self.programs.calls[0]:
             self._call(call, {})
-        return [self._output(e, {}) for e in programs.forward.outputs[: programs.num_forward_outputs]]
+        own = self.programs.num_forward_outputs  # behind them is what is saved
+        return self._outputs(self.programs.forward.outputs[:own], self.programs.outputs[0][:own], {})
 
     def _backward(self) -> list[Any]:
         if self.programs.backward is None:
             return []
         for call in self.programs.calls[1]:
-            self._call(call, dict(IN_BACKWARD))
-        return [self._output(e, dict(IN_BACKWARD)) for e in self.programs.backward.outputs]
+            self._call(call, IN_BACKWARD)
+        return self._outputs(self.programs.backward.outputs, self.programs.outputs[1], IN_BACKWARD)
 
     def _let_change(self, saved: Sequence[ast.expr]) -> None:
         """Others may change what was `saved` so: autograd is not to check it."""
@@ -129,13 +129,13 @@ class _Nodes:
     def _seed(self, loss: fx.Node, tangent: str, share: int) -> fx.Node:
         """The loss that is returned, and what backward begins with, as autograd makes it outside of the programs."""
         value = self.programs.values[tangent]
-        seed = self._node(aten.ones_like.default, (loss,), value, dict(IN_BACKWARD))
+        seed = self._node(aten.ones_like.default, (loss,), value, IN_BACKWARD)
         if share > 1:
             with value.fake_mode:
                 divided, value = loss.meta["val"] / share, value.clone()
             seed.meta["val"] = value
             loss = self._node(aten.div.Tensor, (loss, share), divided, {})
-            seed = self._node(aten.div.Tensor, (seed, share), self.programs.values[tangent], dict(IN_BACKWARD))
+            seed = self._node(aten.div.Tensor, (seed, share), self.programs.values[tangent], IN_BACKWARD)
         self.nodes[tangent] = seed
         return loss
 
@@ -147,24 +147,17 @@ class _Nodes:
         for i, (name, value) in enumerate(zip(function.makes, values, strict=True)):
             self.nodes[name] = node if alone else self._node(operator.getitem, (node, i), value, meta)
 
-    def _output(self, expression: ast.expr, meta: dict[str, Any]) -> fx.Node | None:
-        """The node of an output, a view where it is not all of a variable; None where the program returns none."""
+    def _outputs(self, expressions: Sequence[ast.expr], values: Sequence[Any], meta: dict[str, Any]) -> list[Any]:
+        return [self._output(e, value, meta) for e, value in zip(expressions, values, strict=True)]
+
+    def _output(self, expression: ast.expr, value: Any, meta: dict[str, Any]) -> fx.Node | None:
+        """The node of an output of this `value`, a view where it is not all of a variable; None where the program returns none."""
         if isinstance(expression, ast.Constant) and expression.value is None:
             return None
         if isinstance(expression, ast.Name) and expression.id in self.nodes:
             return self.nodes[expression.id]
         function = self.functions.of_expression(expression)
-        return self._node(function, self._args(function), self._value(expression), meta)
-
-    def _value(self, expression: ast.expr) -> Any:
-        programs = self.programs
-        for part in zip((programs.forward, programs.backward), programs.outputs, strict=True):
-            program, values = part
-            if program is not None:
-                for known, value in zip(program.outputs, values, strict=True):
-                    if known is expression:
-                        return value
-        raise AssertionError
+        return self._node(function, self._args(function), value, meta)
 
     def _args(self, function: Function) -> tuple[fx.Node, ...]:
         return tuple(self.nodes[name] for name in function.takes)

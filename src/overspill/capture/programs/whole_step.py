@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overspill.capture.compiled.graph import InputInfo, Surroundings
+from overspill.capture.compiled.graph import InputInfo
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.whole_step import CapturedStep, CaptureOfWholeStep, GradientOps, around_step
 from overspill.core import TensorKind
@@ -35,19 +35,10 @@ def capture_step_of_programs(
     """
     joint = joint_of_step(programs, traced, share)
     around = around_step([node.meta["val"] for node in traced.primals], elsewhere)
-    return _CaptureOfStep(programs, traced, joint, list(inputs), ops, name, around).build()
+    capture = _CaptureOfStep(joint, list(inputs), ops, name, around)
+    capture.take(programs, traced)
+    return capture.build()
 
 
 class _CaptureOfStep(CallsOfPrograms, CaptureOfWholeStep):
-    def __init__(
-        self,
-        programs: Storages,
-        traced: JointGraph,
-        joint: JointGraph,
-        inputs: list[InputInfo],
-        ops: GradientOps,
-        name: str,
-        surroundings: Surroundings,
-    ) -> None:
-        CaptureOfWholeStep.__init__(self, joint, inputs, ops, name, surroundings)
-        self.take(programs, traced)
+    """Calls of programs, and what a whole step does with gradients."""

@@ -7,7 +7,7 @@ Names private to PyTorch that this file relies on (2.11 to 2.14): the hook table
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,8 +72,10 @@ def _check_values(step: nn.Module) -> None:
             )
 
 
-def check_hooks(parameters: Mapping[str, nn.Parameter], trained: Container[int]) -> None:
-    """Raises UnsupportedError for hooks on parameters that a planned step does not call; `trained` are the ids of what the optimizer has."""
+def check_hooks(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Raises UnsupportedError for hooks on parameters that a planned step does not call."""
+    hooked = any(parameter._backward_hooks for parameter in parameters.values())
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if hooked else ()
     for name, parameter in parameters.items():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UnsupportedError(

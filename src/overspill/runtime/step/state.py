@@ -84,7 +84,7 @@ class StepState:
         if not self.guards:
             raise RequestError("this step is closed; make another with train_step")
         check_optimizer_settings(self.optimizer, own_hooks=1)
-        check_hooks(self.parameters, {id(p) for group in self.optimizer.param_groups for p in group["params"]})
+        check_hooks(self.parameters, self.optimizer)
         hooks = {n: tuple(p._backward_hooks.values()) for n, p in self.parameters.items() if p._backward_hooks}
         if hooks != self.module.gradient_hooks:
             self.module.gradient_hooks = hooks
