@@ -39,8 +39,8 @@ MUTATIONS = (
     Mutation(
         "the engine does not wait for a prefetch",
         "runtime/transfer/engine.py",
-        "(ticket or self._read(stored, tensor)).wait()",
-        "(ticket or self._read(stored, tensor))",
+        "(ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH))).wait()",
+        "(ticket or self._inward.submit(stored.slot, storage, self._noted(Verb.PREFETCH)))",
         ("tests/runtime/transfer", "tests/runtime/compiled"),
     ),
     Mutation(
@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "a copy does not queue behind the one before it",
         "simulate/clock.py",
-        "start = max(self.now, free)",
-        "start = self.now",
+        "start = max(self.now, self.host, free)",
+        "start = max(self.now, self.host)",
         ("tests/simulate",),
     ),
     Mutation(
@@ -130,8 +130,8 @@ MUTATIONS = (
     Mutation(
         "lists and dictionaries that forward reads are compared by identity only",
         "runtime/step/python_state.py",
-        "_BY_IDENTITY = (nn.Module,",
-        "_BY_IDENTITY = (list, dict, nn.Module,",
+        "_BY_IDENTITY = (\n",
+        "_BY_IDENTITY = (list, dict,\n",
         ("tests/runtime/step/test_python_state.py", "tests/runtime/step/test_edits.py"),
     ),
     Mutation(
@@ -151,8 +151,8 @@ MUTATIONS = (
     Mutation(
         "a model's layers and parameters are always where they were",
         "runtime/step/structure.py",
-        "                    return False\n",
-        "                    return True\n",
+        "all(map(is_, _entries(table), entries))",
+        "True",
         ("tests/runtime/step/test_edits.py", "tests/runtime/step/test_python_state.py"),
     ),
     Mutation(
@@ -220,7 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an update that was stopped half-way is done again",
-        "runtime/step/run.py",
+        "runtime/driver.py",
         "                self.lost = str(mutation)\n",
         "                pass\n",
         ("tests/runtime/step/test_faults.py",),
@@ -235,8 +235,8 @@ MUTATIONS = (
     Mutation(
         "what Dynamo keeps of a model keeps its session",
         "runtime/compiled/backend.py",
-        "    held = weakref.ref(session)\n",
-        "    held = lambda: session  # noqa: E731\n",
+        "self._session = weakref.ref(session)",
+        "self._session = lambda: session",
         ("tests/runtime/compiled/test_soak.py",),
     ),
 )
