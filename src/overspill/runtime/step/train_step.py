@@ -39,8 +39,9 @@ from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
 from .call import UNFINISHED, Call, Underway, dropped, let_go
+from .captures import GradientOptions
 from .checks import check_inputs, check_optimizer, step_post_hooks
-from .plans import LOSS_BYTES, Compiled, GradientOptions, StepPlans
+from .plans import LOSS_BYTES, Compiled, StepPlans
 from .residency import readable
 from .shown import optimizer_hooks
 from .state import StepState

@@ -1,0 +1,287 @@
+"""A step captured on fake tensors, for one kind of inputs: its graph, by aten ops or by Inductor's programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from overspill.capture.compiled.backward import Backward
+from overspill.capture.compiled.compiling import told
+from overspill.capture.compiled.graph import InputInfo
+from overspill.capture.compiled.joint import storage_bytes
+from overspill.capture.compiled.known_values import ChangesStranger, Held, KnownValues
+from overspill.capture.compiled.whole_step import (
+    CapturedStep,
+    GradientOps,
+    ParameterUpdate,
+    StateInfo,
+    capture_step,
+)
+from overspill.capture.programs.whole_step import capture_step_of_programs
+from overspill.core import TensorKind
+from overspill.core.errors import RequestError, UnsupportedError
+from overspill.runtime.compiled.partitions import Partitioned
+from overspill.runtime.options import Options
+from overspill.runtime.parallel import OneProcess
+from overspill.runtime.transfer.forks import ForkedLock
+
+from .gate import without_collections
+from .programs import Step, StepPrograms, after, step_programs
+from .python_state import PythonState
+from .residency import Resident, Spec, readable
+from .results import Results, split_results
+from .state import StepState
+from .swapped import Strangers, Swapped
+from .updates import NormClipping
+from .watching import watched
+
+Elsewhere = tuple[tuple[TensorKind, int], ...]
+"""Bytes that are on the device all the while besides what a graph reads, by kind."""
+CAPTURES = ForkedLock()
+"""One thread at a time captures: what it watches are classes of torch, which all threads share."""
+MOST_TRIES = 4
+"""So often a step is captured for tensors of other models that it is found to change."""
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What a step does to its gradients: micro-batches to accumulate over, and how they are clipped."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no step can do."""
+        if self.accumulate < 1:
+            raise RequestError(f"accumulate={self.accumulate} is not a positive number of micro-batches")
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and not value > 0:
+                raise RequestError(f"{name}={value} is not a positive number")
+
+
+class Found(NamedTuple):
+    """A step that was captured: with Inductor's kernels by each partition, the `usual` one first.
+
+    `takes` says what the first inputs of each are; the rest follows from the updates that it has.
+    """
+
+    steps: Partitioned[CapturedStep]
+    takes: tuple[str | int, ...]
+    results: Results
+    python: PythonState
+    known: KnownValues
+
+
+Capturing = tuple[CapturedStep, Callable[[Elsewhere], CapturedStep]]
+"""A captured step, and how to capture it with other bytes elsewhere."""
+
+
+class StepCaptures:
+    """Captures one step; `add_up(sum, gradient)` accumulates gradients."""
+
+    def __init__(
+        self,
+        state: StepState,
+        options: Options,
+        gradients: GradientOptions,
+        clipping: NormClipping | None,
+        processes: OneProcess,
+        add_up: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self.state = state
+        self.options = options
+        self.gradients = gradients
+        self.processes = processes
+        self._clipping = clipping
+        self._add_up = add_up
+
+    def capture(
+        self,
+        inputs: tuple[Any, ...],
+        elsewhere: Elsewhere,
+        *,
+        last: bool,
+        partition: float | None = None,
+        tries: int = 1,
+    ) -> Found:
+        """The step on a micro-batch of `inputs`, the `last` one's with its update; of what else is on the device `elsewhere`.
+
+        `partition` is as that of the Options; `tries` counts the captures for tensors of other models that the step was found
+        to change, which the state has taken in. Raises UnsupportedError.
+        """
+        leaves, spec = tree_flatten(inputs)
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        names = [*self.state.parameters, *self.state.buffers]
+        share, by_inductor = self.gradients.accumulate, self.options.backend == "inductor"
+        results, swapped = Results(), Swapped(self.state)
+        if by_inductor and (hooked := next(iter(self.state.module.gradient_hooks), "")):
+            raise UnsupportedError(
+                f"{readable(hooked)} has a gradient hook, which torch.compile calls beside its kernels, and a planned step with "
+                'backend="inductor" does not call; use backend="eager"'
+            )
+
+        def function(*values: Tensor) -> tuple[Tensor, ...]:
+            nonlocal results
+            known.begin()
+            filled = list(leaves)
+            for position, value in zip(tensors, values[len(names) :], strict=True):
+                filled[position] = value
+            returned = swapped.call(dict(zip(names, values, strict=False)), tree_unflatten(filled, spec))
+            loss, others, results = split_results(returned)
+            if others and share > 1:
+                raise UnsupportedError(
+                    f"the loss function returns {len(others)} tensors besides its loss, of each of {share} micro-batches; "
+                    "let it return the loss alone, or leave accumulate=1"
+                )
+            return (loss if share == 1 or by_inductor else loss / share), *others
+
+        infos, values, takes, known = self._described([leaves[i] for i in tensors])
+        ops = self._gradient_ops(values, last=last)
+
+        def capture() -> tuple[Iterator[Capturing], PythonState]:
+            if by_inductor:
+                chosen = self.options.partition if partition is None else partition
+                return self._capture_programs(function, infos, values, ops, elsewhere, chosen)
+            return self._capture_ops(function, infos, values, ops, elsewhere)
+
+        try:
+            with CAPTURES.lock, without_collections(), closing(swapped):
+                try:
+                    made, python = capture()
+                except Held:
+                    swapped.follows_references = True
+                    made, python = capture()
+        except Strangers as found:
+            if not found.tensors or tries == MOST_TRIES:  # nobody can tell which they are
+                raise ChangesStranger from found
+            with self.state.taking_in(found.tensors):
+                return self.capture(inputs, elsewhere, last=last, partition=partition, tries=tries + 1)
+        return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
+
+    def state_of(self, captured: CapturedStep) -> list[str]:
+        """What a captured step takes besides parameters, buffers and inputs: optimizer state, and sums of gradients."""
+        names = [*self.state.parameters]
+        found = [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
+        return found + (self._sum_residents(captured) if self.gradients.accumulate > 1 else [])
+
+    def _capture_ops(
+        self,
+        function: Step,
+        infos: Sequence[InputInfo],
+        values: Sequence[FakeTensor],
+        ops: GradientOps,
+        elsewhere: Elsewhere,
+    ) -> tuple[Iterator[Capturing], PythonState]:
+        """The step `function` as aten ops, and the Python that it follows from."""
+
+        def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
+            with told(compiles=False):
+                return capture_step(step, self.state.module, infos, values, ops, elsewhere=elsewhere, named=readable)
+
+        found, python = watched(
+            lambda begin: captured(after(begin, function), elsewhere), lambda found: found.joint.module.code
+        )
+        return iter([(found, partial(captured, function))]), python
+
+    def _capture_programs(
+        self,
+        function: Step,
+        infos: Sequence[InputInfo],
+        values: Sequence[FakeTensor],
+        ops: GradientOps,
+        elsewhere: Elsewhere,
+        partition: float | None,
+    ) -> tuple[Iterator[Capturing], PythonState]:
+        """The same by Inductor's programs, by each partition; for several processes, which have to agree, by one."""
+        if partition is None and self.processes.size > 1:
+            partition = float(torch._functorch.config.activation_memory_budget)
+        lasting = len(self.state.parameters) + len(self.state.buffers)
+        backward = Backward([i.name for i in infos], inlined=True, several=self.gradients.accumulate > 1)
+        made, python = step_programs(function, self.state.module, values, lasting, partition, backward)
+
+        def captured(found: StepPrograms, elsewhere: Elsewhere) -> CapturedStep:
+            share = self.gradients.accumulate
+            step = capture_step_of_programs(found.programs, found.joint, infos, ops, share, elsewhere=elsewhere)
+            return replace(step, partition=found.partition)
+
+        return ((captured(found, elsewhere), partial(captured, found)) for found in made), python
+
+    def _described(
+        self, inputs: Sequence[Tensor]
+    ) -> tuple[list[InputInfo], list[FakeTensor], list[str | int], KnownValues]:
+        """Kind, fake value and source of parameters, buffers and inputs, in this order, and what is known of their values."""
+        infos, takes = [], []
+        values: list[Any] = []
+        with KnownValues(draws=self.options.backend != "inductor") as known:
+            for name, parameter in self.state.parameters.items():
+                values.append(self.state.spec(name, parameter).empty().requires_grad_(self.state.trains(name)))
+                infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
+                takes.append(name)
+            for position, (name, tensor) in enumerate(
+                [*self.state.buffers.items(), *((f"input {i}", t) for i, t in enumerate(inputs))]
+            ):
+                values.append(Spec.of(tensor).empty())
+                known.know(values[-1], tensor, position)
+                kind = TensorKind.BUFFER if name in self.state.buffers else TensorKind.INPUT
+                infos.append(InputInfo(kind, readable(name)))
+                takes.append(position)
+            known.own({readable(n): t for n, t in {**self.state.parameters, **self.state.buffers}.items()})
+        return infos, values, takes, known
+
+    def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
+        updates = []
+        for position, (name, parameter) in enumerate(self.state.parameters.items()):
+            if last and self.state.trains(name):
+                owned = self.state.owned[name]
+                with values[position].fake_mode:
+                    state = tuple(
+                        StateInfo(key, self.state.residency[f"{name}.{key}"].spec.empty()) for key in owned.shaped
+                    )
+                workspace = self.state.updates.workspace_bytes(parameter, owned.group)
+                elementwise = self.state.updates.is_elementwise(parameter)
+                updates.append(ParameterUpdate(position, owned.run, state, workspace, elementwise))
+        clipping = self._clipping if last else None
+        return GradientOps(
+            tuple(updates),
+            accumulate=self._add_up if self.gradients.accumulate > 1 else None,
+            reduce=self.processes.average if last else None,
+            norm=None if clipping is None else clipping.norm,
+            clip=None if clipping is None else clipping.factor,
+        )
+
+    def _sum_residents(self, captured: CapturedStep) -> list[str]:
+        """The residents of accumulated gradients, one for each parameter that gets one."""
+        nodes = captured.joint.primals
+        names = list(self.state.parameters)
+        found = []
+        for position, name in enumerate(names):
+            if nodes[position] in captured.joint.gradients:
+                where = f"{name}.grad"
+                found.append(where)
+                if where not in self.state.residency:
+                    spec = self.state.spec(name, self.state.parameters[name])
+                    self.state.residency.residents[where] = Resident.blank(where, spec)
+        self.state.sums = tuple(dict.fromkeys((*self.state.sums, *found)))
+        return found
+
+
+def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere, swapped: Swapped) -> Iterator[CapturedStep]:
+    """The captured steps, each made when it is asked for, with room for the tensors that the step before has returned."""
+    while True:
+        with CAPTURES.lock, without_collections(), closing(swapped):
+            if (found := next(made, None)) is None:
+                return
+            captured, again = found
+            if captured.others:  # the caller may still hold them
+                kept = sum(sum(storage_bytes(node).values()) for node in captured.others)
+                captured = again((*elsewhere, (TensorKind.TEMPORARY, kept)))
+        yield captured
