@@ -95,9 +95,10 @@ install: $(READY)
 # The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
 $(READY) $(RECIPES) $(DOCS): export PIP_CONSTRAINT = constraints.txt
 $(READY) $(RECIPES) $(DOCS): export PIP_BUILD_CONSTRAINT = constraints.txt
-$(READY): pyproject.toml constraints.txt $(wildcard native/* native/*/*)
+PAPERS := packages/overspill-papers
+$(READY): pyproject.toml $(PAPERS)/pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]" -e $(PAPERS)
 	touch $@
 
 # The libraries that docs/recipes.md is about, and what runs notebooks, which only the long tests use.

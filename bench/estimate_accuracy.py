@@ -38,7 +38,7 @@ from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
 from overspill.estimation import Estimate
-from overspill.papers.dnnmem_tables import SOFTWARE as _DNNMEM_SOFTWARE
+from overspill_papers.papers.dnnmem_tables import SOFTWARE as _DNNMEM_SOFTWARE
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ gather() {
   python=$(python_of_version "$version")
   if [ -n "$python" ]; then
     PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-      "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$wheels" .
+      "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$wheels" . ./packages/overspill-papers
   else
     echo "gpu_install: no Python $version here, so Overspill will be built there" >&2
   fi
@@ -48,12 +48,12 @@ install() {
   target=$(realpath "$2")
   for wheel in "$wheels"/*.whl; do
     name=$(basename "$wheel"); name=${name%%-*}
-    if [ "$name" = overspill ] || ! has "$name"; then missing+=("$wheel"); fi
+    if [[ $name = overspill* ]] || ! has "$name"; then missing+=("$wheel"); fi
   done
   pip_into "$target" "${missing[@]}"
   if ! loads "$target"; then
     echo "gpu_install: building Overspill from the repository" >&2
-    PYTHONPATH=$target PATH=$target/bin:$PATH pip_into "$target" --no-build-isolation .
+    PYTHONPATH=$target PATH=$target/bin:$PATH pip_into "$target" --no-build-isolation . ./packages/overspill-papers
     loads "$target" || { echo "gpu_install: Overspill does not load; python3 -c 'import overspill.runtime.live._live' says why" >&2; exit 3; }
   fi
   echo "export PYTHONPATH=$target"

@@ -28,6 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PAPERS = ROOT / "packages" / "overspill-papers"
 CONSTRAINTS = ROOT / "constraints.txt"
 SMOKE = Path(__file__).with_name("release_smoke.py")
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -100,11 +101,15 @@ def environment(python: Path | str, where: Path, packages: Sequence[str]) -> Pat
 
 
 def check_version() -> str:
-    """The version, which stands in the package alone, and has a place in the changelog."""
+    """The version, which stands in the package alone, is that of overspill-papers, and has a place in the changelog."""
     text = (ROOT / "src/overspill/__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     if found is None or "version" not in PROJECT["project"].get("dynamic", ()):
         raise Failed("it does not stand in src/overspill/__init__.py alone")
+    papers, pinned = tomllib.loads((PAPERS / "pyproject.toml").read_text(encoding="utf-8"))["project"], f"=={found[1]}"
+    said = f"=={papers['version']}", *papers["dependencies"], *PROJECT["project"]["optional-dependencies"]["papers"]
+    if said != (pinned, f"overspill{pinned}", f"overspill-papers{pinned}"):
+        raise Failed(f"overspill-papers, and what one asks of the other, is not {found[1]}: {', '.join(said)}")
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     if f"## [{found[1]}]" not in changelog:
         raise Failed(f"CHANGELOG.md has no section [{found[1]}] yet; what is under Unreleased goes there")
@@ -134,6 +139,30 @@ def build_sdist(tools: Path, dist: Path) -> str:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {name for name in _tracked("src", "native") if "/tests/" not in f"/{name}"}
     if missing := sorted(wanted - names):
+        raise Failed(f"{made.name} lacks {', '.join(missing[:3])}")
+    return f"{made.name}, {made.stat().st_size >> 10} KiB, made without a network"
+
+
+def build_papers(tools: Path, dist: Path) -> str:
+    """The wheel of overspill-papers, which serves all; all that git has of its package is in it."""
+    run(
+        tools,
+        "-m",
+        "build",
+        "-q",
+        "--no-isolation",
+        "--wheel",
+        "-o",
+        dist,
+        PAPERS,
+        offline=True,
+        python_path=tools.parent,
+    )
+    (made,) = dist.glob("overspill_papers-*-py3-none-any.whl")
+    source = (PAPERS / "src").relative_to(ROOT).as_posix()
+    with zipfile.ZipFile(made) as archive:
+        missing = sorted({name.removeprefix(f"{source}/") for name in _tracked(source)} - {*archive.namelist()})
+    if missing:
         raise Failed(f"{made.name} lacks {', '.join(missing[:3])}")
     return f"{made.name}, {made.stat().st_size >> 10} KiB, made without a network"
 
@@ -213,6 +242,7 @@ def release(versions: Iterable[str], out: Path, *, smoke: bool) -> int:
     tools = environment(sys.executable, out / "tools", PROJECT["project"]["optional-dependencies"]["release"])
     if not check("the sdist", lambda: build_sdist(tools, dist)):
         return 1
+    check("overspill-papers", lambda: build_papers(tools, dist))
     for version in versions:
         work = out / version
         work.mkdir(exist_ok=True)

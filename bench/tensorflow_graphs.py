@@ -5,7 +5,7 @@
 Needs the extra `tensorflow`; nothing is run. Each graph is a training step in graph mode, with tf.gradients and the
 optimizer's ops, traced at two batch sizes between which all shapes are lines, and stored for every batch.
 
-Convolutional networks are those of `overspill.papers.symbols`, op by op: channels first, which is what TensorFlow's layout
+Convolutional networks are those of `overspill_papers.papers.symbols`, op by op: channels first, which is what TensorFlow's layout
 optimizer makes of them on a GPU; fused batch norm that trains, or (`-fixed`) batch norm of fixed statistics and untrained
 scale, spelled out, as `tf.nn.batch_normalization` does it. BERT is that of google-research/bert of 2018 (`modeling.py`,
 `optimization.py`), with tf.nn.dropout and layer_norm as TensorFlow 1.12 spells them out.
@@ -24,9 +24,9 @@ import typer
 from overspill.capture.mxnet.symbol import Entry, Node, Symbol
 from overspill.capture.tensorflow.graph import StepGraph, save, stored
 from overspill.capture.tensorflow.trace import installed, of_session_graph
-from overspill.papers import symbols
+from overspill_papers.papers import symbols
 
-FOLDER = Path(__file__).parents[1] / "src" / "overspill" / "papers" / "tensorflow"
+FOLDER = Path(symbols.__file__).parent / "tensorflow"
 BATCHES = (3, 5)
 _tf: Any = None
 
@@ -203,7 +203,7 @@ def adam_with_decay(loss: Any) -> tuple[Any, list[str]]:
 
 
 def images(network: Callable[[], Symbol], side: int, *, fixed: bool = False) -> Callable[[int], StepGraph]:
-    """A convolutional network of `overspill.papers.symbols`, trained by plain SGD."""
+    """A convolutional network of `overspill_papers.papers.symbols`, trained by plain SGD."""
 
     def made(batch: int) -> StepGraph:
         with tf().Graph().as_default() as graph:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "overspill"
-# A folder may import itself and those of earlier ranks; folders of one rank do not know one another.
+PAPERS = ROOT / "packages" / "overspill-papers" / "src" / "overspill_papers"
+# A folder may import itself and those of earlier ranks; folders of one rank do not know one another. Those of
+# overspill_papers may import from the folders of overspill by the same order.
 ORDER = (
     ("core",),
     ("devices", "costs", "models"),
@@ -31,6 +34,7 @@ ORDER = (
     ("cli",),
 )
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
+both = pytest.mark.parametrize("package", [PACKAGE, PAPERS], ids=lambda path: path.name)
 TOP = "overspill"  # stands for the files directly in src/overspill: they may import anything, and only cli them
 
 
@@ -48,39 +52,47 @@ def imported_modules(path: Path, source: Path) -> Iterator[str]:
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
 
 
-def imported_folders(path: Path, source: Path) -> set[str]:
-    """Our folders that the file at `path` imports from; TOP for the files beside them."""
-    ours = [name.split(".") for name in imported_modules(path, source) if name.split(".")[0] == "overspill"]
-    return {parts[1] if len(parts) > 1 and (source / "overspill" / parts[1]).is_dir() else TOP for parts in ours}
-
-
-def violations(source: Path) -> list[str]:
-    """What breaks the order below `source`, one line each."""
-    found = []
-    for path in sorted((source / "overspill").glob("*/**/*.py")):
-        name = path.relative_to(source / "overspill")
-        folder = name.parts[0]
-        allowed = {other for other, rank in RANK.items() if rank < RANK[folder]} | {folder}
-        if folder == "cli":
-            allowed.add(TOP)
-        found += [f"{name} imports from {other}" for other in sorted(imported_folders(path, source) - allowed)]
+def imported_folders(path: Path, package: Path) -> set[str]:
+    """Our folders that the file at `path` imports from; TOP for the files beside them, `overspill_papers` from outside it."""
+    found = set()
+    for name in imported_modules(path, package.parent):
+        root, folder = f"{name}.".split(".")[:2]
+        if root in {"overspill", package.name}:
+            found.add(folder if folder in RANK else TOP)
+        elif root == PAPERS.name:
+            found.add(root)
     return found
 
 
-def test_every_folder_has_its_place_in_the_order() -> None:
-    folders = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/**/*.py")}
+def violations(package: Path) -> list[str]:
+    """What breaks the order in `package`, one line each."""
+    found = []
+    for path in sorted(package.glob("**/*.py")):
+        name = path.relative_to(package)
+        folder = name.parts[0]
+        allowed = {other for other, rank in RANK.items() if rank < RANK.get(folder, len(ORDER))} | {folder}
+        if folder not in RANK or folder == "cli":
+            allowed.add(TOP)
+        found += [f"{name} imports from {other}" for other in sorted(imported_folders(path, package) - allowed)]
+    return found
+
+
+@both
+def test_every_folder_has_its_place_in_the_order(package: Path) -> None:
+    folders = {path.relative_to(package).parts[0] for path in package.glob("*/**/*.py")}
     assert folders <= RANK.keys()
 
 
-def test_imports_go_only_along_the_order() -> None:
-    assert violations(SOURCE) == []
+@both
+def test_imports_go_only_along_the_order(package: Path) -> None:
+    assert violations(package) == []
 
 
 def test_the_nouns_import_nothing_but_the_standard_library_and_msgspec() -> None:
     for path in sorted((PACKAGE / "core").glob("**/*.py")):
         roots = {name.split(".")[0] for name in imported_modules(path, SOURCE)}
         assert roots <= {*sys.stdlib_module_names, "msgspec", "overspill"}, path.name
-        assert imported_folders(path, SOURCE) <= {"core"}, path.name
+        assert imported_folders(path, PACKAGE) <= {"core"}, path.name
 
 
 @pytest.mark.parametrize(
@@ -93,17 +105,25 @@ def test_the_nouns_import_nothing_but_the_standard_library_and_msgspec() -> None
         ("costs/op_time.py", "from overspill.models import resnet", "models"),
         ("costs/deep/er.py", "from ...simulate.clock import simulate", "simulate"),
         ("core/graph.py", "importlib.import_module('overspill.report.pages')", "report"),
+        ("cli/plan.py", "from overspill_papers.papers import Lab", "overspill_papers"),
         ("simulate/clock.py", "import overspill", TOP),
         ("simulate/clock.py", "from overspill import compile", TOP),
     ],
 )
 def test_a_forbidden_import_is_seen_however_it_is_written(tmp_path: Path, file: str, line: str, folder: str) -> None:
-    for name in RANK:
-        (tmp_path / "overspill" / name).mkdir(parents=True)
     path = tmp_path / "overspill" / file
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True)
     path.write_text(f"import os\nfrom .sibling import x\nfrom overspill.core import Graph\n{line}\n")
-    assert violations(tmp_path) == [f"{file} imports from {folder}"]
+    assert violations(tmp_path / "overspill") == [f"{file} imports from {folder}"]
+
+
+def test_overspill_papers_may_import_what_comes_before_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "overspill_papers" / "capture" / "mxnet.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "from overspill_papers.capture import x\nfrom overspill.capture import y\nimport overspill.runtime.z\n"
+    )
+    assert violations(tmp_path / "overspill_papers") == ["capture/mxnet.py imports from runtime"]
 
 
 @pytest.mark.parametrize("modules", ["overspill", "overspill.core, overspill.devices"])
@@ -119,14 +139,15 @@ def module_of(path: Path, source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def circles(source: Path) -> list[list[str]]:
-    """Groups of modules below `source` that import one another, at their top or inside functions, by name.
+def circles(package: Path) -> list[list[str]]:
+    """Groups of modules of `package` that import one another, at their top or inside functions, by name.
 
     A package's `__init__` that hands on what its modules have is no module of the circle: who imports from it is counted
     as importing the module where the name stands.
     """
     # Of native modules the stub stands in the tree.
-    files = [path for pattern in ("**/*.py", "**/*.pyi") for path in (source / "overspill").glob(pattern)]
+    source = package.parent
+    files = [path for pattern in ("**/*.py", "**/*.pyi") for path in package.glob(pattern)]
     paths = {module_of(path, source): path for path in sorted(files, reverse=True)}
     imports = {name: list(imported_modules(path, source)) for name, path in paths.items()}
     handed_on = {
@@ -160,8 +181,9 @@ def circles(source: Path) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert circles(SOURCE) == []
+@both
+def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
+    assert circles(package) == []
 
 
 @pytest.mark.parametrize("back", ["from overspill.core import A", "A = import_module('overspill.core.a').A"])
@@ -171,15 +193,15 @@ def test_a_circle_is_seen_also_inside_functions_and_behind_a_package(tmp_path: P
     (package / "__init__.py").write_text("from .a import A as A\n")
     (package / "a.py").write_text("def f():\n    from .b import B\nA = 1\n")
     (package / "b.py").write_text(f"{back}\nB = A\n")
-    assert circles(tmp_path) == [["overspill.core.a", "overspill.core.b"]]
+    assert circles(package.parent) == [["overspill.core.a", "overspill.core.b"]]
 
 
 def test_the_files_that_docs_structure_names_are_there() -> None:
     """Each `name.py` stands somewhere in the package, each `folder/` too."""
-    text = (SOURCE.parent / "docs/structure.md").read_text(encoding="utf-8")
-    files = {path.name for path in (*PACKAGE.rglob("*.py"), *(SOURCE.parent / "tests").glob("*.py"))}
-    folders = {path.name for path in (*PACKAGE.rglob("*/"), *(SOURCE.parent / "native").glob("*/"))}
-    folders |= {"native", "tests", "src", "overspill"}
+    text = (ROOT / "docs/structure.md").read_text(encoding="utf-8")
+    files = {path.name for path in (*PACKAGE.rglob("*.py"), *PAPERS.rglob("*.py"), *(ROOT / "tests").glob("*.py"))}
+    folders = {path.name for path in (*PACKAGE.rglob("*/"), *PAPERS.rglob("*/"), *(ROOT / "native").glob("*/"))}
+    folders |= {"native", "tests", "src", "overspill", "packages", "overspill-papers"}
     named = re.findall(r"`([\w/]+\.py|[\w/]+/)`", text)
     assert len(named) > 40
     assert [name for name in named if name.endswith(".py") and name.rpartition("/")[2] not in files] == []

@@ -1,4 +1,4 @@
-"""The PyTorch jobs of the DNNMem paper as ordinary training loops; its measurements are in overspill.papers.dnnmem_tables.
+"""The PyTorch jobs of the DNNMem paper as ordinary training loops; its measurements are in overspill_papers.papers.dnnmem_tables.
 
 What the paper leaves open, or what its figures contradict, and what is taken here:
 - InceptionV3 has no auxiliary outputs, which are less than 0.1 GiB.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.papers.dnnmem_tables import FRAMEWORKS, LSTM_WIDTH, P40_GB, Row, load
+from overspill_papers.papers.dnnmem_tables import FRAMEWORKS, LSTM_WIDTH, P40_GB, Row, load
 
 from . import torchvision_models, transformer_models
 from .jobs import Started, move, nothing

@@ -77,6 +77,14 @@ def test_a_wheel_has_the_package_and_nothing_else(
         assert "5 compiled parts" in release.check_contents(wheel)
 
 
+def test_both_packages_are_of_one_version(release: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(release.Failed, match="has no section"):  # what is looked at last
+        release.check_version()
+    monkeypatch.setitem(release.PROJECT["project"]["optional-dependencies"], "papers", ["overspill-papers==9"])
+    with pytest.raises(release.Failed, match="overspill-papers==9"):
+        release.check_version()
+
+
 @pytest.mark.long
 def test_the_wheel_for_this_python_is_built_without_a_network_and_works_where_nothing_else_is(tmp_path: Path) -> None:
     command = [sys.executable, "bench/release.py", "--python", HERE, "--out", str(tmp_path)]
@@ -84,6 +92,7 @@ def test_the_wheel_for_this_python_is_built_without_a_network_and_works_where_no
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("["))
     for what in (
         "the sdist",
+        "overspill-papers",
         f"CPython {HERE}, its wheel",
         f"CPython {HERE}, contents",
         f"CPython {HERE}, installed",

@@ -17,9 +17,9 @@ from tests.cli.commands import Overspill
 
 from overspill.cli import main
 from overspill.devices import load_device
-from overspill.papers import Claim
 from overspill.placement import ALLOCATE, FREE, Events
 from overspill.placement.snapshot import write_snapshot
+from overspill_papers.papers import Claim
 
 OUTSIDE_FAILURE = 3
 QUICK = ("models", "policies", "devices", "--help", "--version", "pack blocks.csv", "snapshot run.pickle")
@@ -50,7 +50,7 @@ def files(own_place: None, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("blocks.csv").write_text("id,lower,upper,size\na,0,4,100\nb,2,6,50\n", encoding="utf-8")
     Path("script.py").write_text(SCRIPT, encoding="utf-8")
     claim = Claim("vdnn", "Fig. 1", "one", "said so", "I", 28.0, "GB", lambda _: 28.0)  # what costs nothing
-    monkeypatch.setattr("overspill.papers.vdnn.CLAIMS", (claim,))
+    monkeypatch.setattr("overspill_papers.papers.vdnn.CLAIMS", (claim,))
     monkeypatch.setattr("overspill.runtime.calibrate.calibrate", lambda *_: load_device("t4"))
     write_snapshot("run.pickle", Events.from_rows([(ALLOCATE, 0, 3 << 20, 0), (FREE, 0, 0, 0)]))
 

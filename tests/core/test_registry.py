@@ -33,6 +33,14 @@ def test_an_unknown_name_says_what_was_meant_and_what_there_is() -> None:
         colours().named("x")
 
 
+def test_a_name_of_overspill_papers_says_what_to_install_where_that_is_not_here() -> None:
+    registry = Registry("colour", "colours", {"red": 1}, papers=("sepia", "red"))
+    with pytest.raises(RequestError, match=r"the colour 'sepia' needs .*: pip install overspill\[papers\]"):
+        registry.named("sepia")
+    assert registry.named("red") == 1
+    assert "sepia" not in registry
+
+
 def test_several_guesses_are_joined() -> None:
     assert (
         did_you_mean("resnet5", ["resnet50", "resnet152", "vgg16"], most=2)

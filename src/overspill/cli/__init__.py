@@ -9,13 +9,15 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 import overspill
+from overspill.core.errors import RequestError
+from overspill.core.registry import Registry
 
 from . import (
     advise,
@@ -29,7 +31,6 @@ from . import (
     pack,
     plan,
     policies,
-    reproduce,
     snapshot,
     sweep,
     train,
@@ -44,21 +45,45 @@ app = typer.Typer(
     help="Know what a model takes before it runs, and train it in less, with the same numbers to the last bit.",
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("estimate")(estimate.estimate)
-app.command("advise")(advise.advise)
-app.command("train")(train.train)
-app.command("plan")(plan.plan)
-app.command("compare")(compare.compare)
-app.command("sweep")(sweep.sweep)
-app.command("pack")(pack.pack)
-app.command("models")(models.models)
-app.command("policies")(policies.policies)
-app.command("devices")(devices.devices)
-app.command("doctor")(doctor.doctor)
-app.command("calibrate")(calibrate.calibrate)
-app.command("reproduce")(reproduce.reproduce)
-app.command("snapshot")(snapshot.snapshot)
+COMMANDS: Registry[Callable[..., Outcome]] = Registry(
+    "command",
+    "commands",
+    {
+        "demo": demo.demo,
+        "estimate": estimate.estimate,
+        "advise": advise.advise,
+        "train": train.train,
+        "plan": plan.plan,
+        "compare": compare.compare,
+        "sweep": sweep.sweep,
+        "pack": pack.pack,
+        "models": models.models,
+        "policies": policies.policies,
+        "devices": devices.devices,
+        "doctor": doctor.doctor,
+        "calibrate": calibrate.calibrate,
+        "snapshot": snapshot.snapshot,
+    },
+    papers=("reproduce",),
+)
+
+
+def _add_command(name: str) -> None:
+    """Give `name` to `app`; of what is not installed or does not load a command that says so, whatever its arguments."""
+    try:
+        app.command(name)(COMMANDS.named(name))
+    except RequestError as error:
+        told = str(error)
+
+        def refuse() -> NoReturn:
+            raise RequestError(told)
+
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(name, help=told, hidden=True, context_settings=anything)(refuse)
+
+
+for _name in dict.fromkeys((*COMMANDS, *COMMANDS.papers)):
+    _add_command(_name)
 
 QUIET_OPTION = "--quiet"
 """May stand anywhere before a script's arguments, for every command."""

@@ -35,6 +35,7 @@ EXTRAS = {
     "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
     "onnx": (("onnx",), "estimate --onnx"),
     "tensorflow": (("tensorflow",), "estimate --tensorflow"),
+    "papers": (("overspill_papers",), "reproduce"),
     "recipes": (
         ("accelerate", "lightning", "peft", "transformers"),
         "Trainer, Lightning, accelerate, LoRA and QLoRA of peft",

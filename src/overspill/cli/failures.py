@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ _ARGUMENT = re.compile(
     r"""(?<![\w.])[\w.]+\([^()]*\)|(?<![\w.,:=/'"-])([a-z]+(?:_[a-z]+)*)=('[^']*'|"[^"]*"|[\w.%+-]*)"""
 )
 
-_OURS = Path(overspill.__file__).parent
+_PAPERS = find_spec("overspill_papers")
+_OURS = tuple(Path(file).parent for file in (overspill.__file__, _PAPERS and _PAPERS.origin) if file)
 _STANDARD = sysconfig.get_path("stdlib")
 _PACKAGES = {"site-packages", "dist-packages"}  # there may be several: an environment's, the system's, the user's
 # What these call and what fails in it is the model's: building it, calling it, its optimizer.
@@ -154,7 +156,7 @@ def _spell_place(path: str, line: str | int) -> str:
 
 
 def _is_the_users(path: str) -> bool:
-    return not path.startswith((str(_OURS), "<")) and not _is_a_librarys(path)
+    return not path.startswith((*map(str, _OURS), "<")) and not _is_a_librarys(path)
 
 
 def _is_a_librarys(path: str) -> bool:
@@ -165,8 +167,9 @@ def _is_ours(error: Exception) -> bool:
     """Whether Overspill, and not the model that it runs, made `error`: by the deepest frame outside of libraries."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_relative_to(_OURS):
-            return not path.relative_to(_OURS).as_posix().startswith(_THE_MODELS_CALLERS)
+        for root in _OURS:
+            if path.is_relative_to(root):
+                return not path.relative_to(root).as_posix().startswith(_THE_MODELS_CALLERS)
         if not _is_a_librarys(frame.filename):
             return False  # the user's file, or a graph that was generated from the model
     return True

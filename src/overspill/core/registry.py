@@ -41,10 +41,11 @@ class Registry(Mapping[str, T], Generic[T]):
 
     A package that has, say, `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
     pyproject.toml adds a policy `mine`; `register` adds one to the running process. Names of ours cannot be replaced.
+    `papers` are the names that the package overspill-papers adds so, and that it is needed for.
     """
 
-    def __init__(self, kind: str, plural: str, own: Mapping[str, T]) -> None:
-        self.kind, self.plural = kind, plural
+    def __init__(self, kind: str, plural: str, own: Mapping[str, T], papers: Iterable[str] = ()) -> None:
+        self.kind, self.plural, self.papers = kind, plural, frozenset(papers)
         self._known: dict[str, T] = dict(own)
 
     def register(self, name: str, thing: T) -> None:
@@ -63,8 +64,16 @@ class Registry(Mapping[str, T], Generic[T]):
                 broken.append(str(error))
         return found, broken
 
+    def check_installed(self, name: str) -> None:
+        """Raise RequestError where `name` is one of overspill-papers' and that is not installed."""
+        if name in self.papers and name not in self:
+            raise RequestError(
+                f"the {self.kind} {name!r} needs the overspill-papers package: pip install overspill[papers]"
+            )
+
     def named(self, name: str) -> T:
         """What is registered as `name`. Raises RequestError with the names that exist and what was meant."""
+        self.check_installed(name)
         if name not in self:
             raise RequestError(
                 f"unknown {self.kind} {name!r}{did_you_mean(name, self)} {self.plural.capitalize()}: {', '.join(self)}"

@@ -17,7 +17,7 @@ from overspill.capture.mxnet.symbol import Entry, Symbol, read_symbol, symbol_of
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
-from overspill.papers.symbols import Builder, bert, inception_v3, lstm, resnet50, vgg16
+from overspill_papers.papers.symbols import Builder, bert, inception_v3, lstm, resnet50, vgg16
 
 P40 = load_device("p40")
 BATCH = 4

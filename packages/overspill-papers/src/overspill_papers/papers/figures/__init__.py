@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from overspill.papers import plain_place
-from overspill.papers.lab import MIB, Lab
+from overspill_papers.papers import plain_place
+from overspill_papers.papers.lab import MIB, Lab
 
 Curve = Mapping[str, float] | Mapping[float, float]
 """From what is along the axis, a name or a number, to the value there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from overspill.core import Verb
-from overspill.papers.run import Run
+from overspill_papers.papers.run import Run
 
 BOARD_WATTS = 250.0
 """GeForce GTX Titan X, thermal design power by its specification."""

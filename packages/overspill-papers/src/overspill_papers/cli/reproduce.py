@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import AsJson, Outcome, ReportFile, check_report, narrate, quiet_torch
+from overspill.cli.common import AsJson, Outcome, ReportFile, check_report, narrate, quiet_torch
 
 
 def reproduce(
@@ -24,9 +24,9 @@ def reproduce(
 ) -> Outcome:
     """Compute a paper's figures anew, simulated on its machine: where they stand, theirs, ours and the ratio."""
     del json  # `main` reads it from the arguments
-    from overspill import papers
-    from overspill.papers.figures import figures_of
-    from overspill.report.reproduce import reproduce_report, result_figures
+    from overspill_papers import papers
+    from overspill_papers.papers.figures import figures_of
+    from overspill_papers.report.reproduce import reproduce_report, result_figures
 
     check_report(report)
 
@@ -44,7 +44,7 @@ def reproduce(
             narrator.now(f"{result.claim.where}: {result.claim.what}", lasting=False)
         if report is not None:
             from overspill.report.page import write_page
-            from overspill.report.pages.paper import paper_page
+            from overspill_papers.report.pages.paper import paper_page
 
             drawn = [(figure, figure.compute(lab)) for figure in figures_of(chosen.name, table)]
             write_page(report, paper_page(chosen, found, drawn))

@@ -10,7 +10,11 @@ from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
-from overspill.papers.lab import (
+from overspill.placement import ChunkedConfig
+from overspill.policies.window import Window
+from overspill.runtime.training import Training, step_graph
+from overspill.simulate import check
+from overspill_papers.papers.lab import (
     Lab,
     Setting,
     between,
@@ -18,11 +22,7 @@ from overspill.papers.lab import (
     network_wide_bytes,
     with_gradients_applied,
 )
-from overspill.papers.run import Pool
-from overspill.placement import ChunkedConfig
-from overspill.policies.window import Window
-from overspill.runtime.training import Training, step_graph
-from overspill.simulate import check
+from overspill_papers.papers.run import Pool
 
 TITAN_X = load_device("titan-x")
 MIB = 1 << 20

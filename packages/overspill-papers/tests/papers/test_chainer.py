@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from overspill.devices import load_device
 from overspill.models import Job
-from overspill.papers import Lab, claims_of, paper_named, results
-from overspill.papers.chainer import WORKSPACE_BYTES, as_chainer, held_bytes, inference_trace, training_trace
 from overspill.policies import policy_named
 from overspill.runtime.training import Training, step_graph
+from overspill_papers.papers import Lab, claims_of, paper_named, results
+from overspill_papers.papers.chainer import WORKSPACE_BYTES, as_chainer, held_bytes, inference_trace, training_trace
 
 
 def small_job() -> Job:
@@ -44,7 +44,7 @@ def test_the_optimum_of_alexnets_inference_is_the_papers_to_the_byte() -> None:
 
 
 def test_chainers_examples_train() -> None:
-    from overspill.papers.chainer import alexnet, googlenet
+    from overspill_papers.papers.chainer import alexnet, googlenet
 
     for build, side in ((alexnet, 227), (googlenet, 224)):
         module, make_batch, loss = build()

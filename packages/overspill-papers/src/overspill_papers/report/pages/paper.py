@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from overspill.papers import Counts, Paper, Result
-from overspill.papers.figures import Curve, Figure
 from overspill.report.page import Axis, Column, Lines, Page, Section, Table, Unit, Verdict
 from overspill.report.page import Curve as Line
-from overspill.report.reproduce import agreement, counted, remark, settled, short_figure
+from overspill_papers.papers import Counts, Paper, Result
+from overspill_papers.papers.figures import Curve, Figure
+from overspill_papers.report.reproduce import agreement, counted, remark, settled, short_figure
 
 COLUMNS = (Column("what"), Column("paper"), Column("ours"), Column("ratio", Unit.RATIO), Column("agrees"), Column("note"))  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from overspill.core import LayerType, Phase
 from overspill.core.errors import InfeasibleBudget
-from overspill.papers.dymem import (
+from overspill_papers.papers.dymem import (
     ALL,
     BASE,
     DYNAMIC,
@@ -20,8 +20,8 @@ from overspill.papers.dymem import (
     dymem_mb,
     vdnn_mb,
 )
-from overspill.papers.lab import MIB, Lab, Setting
-from overspill.papers.layers import bytes_by_kind, maps_by_layer, spans
+from overspill_papers.papers.lab import MIB, Lab, Setting
+from overspill_papers.papers.layers import bytes_by_kind, maps_by_layer, spans
 
 from . import Curve, Figure, in_parts
 

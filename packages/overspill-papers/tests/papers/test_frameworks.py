@@ -14,10 +14,10 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
 from overspill.models import Job
-from overspill.papers.frameworks import as_layers
 from overspill.policies import POLICIES, policy_named
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check
+from overspill_papers.papers.frameworks import as_layers
 
 TITAN_X = load_device("titan-x")
 

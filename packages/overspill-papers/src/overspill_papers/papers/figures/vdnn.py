@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from overspill.core import Phase
 from overspill.core.errors import InfeasibleBudget
-from overspill.papers.lab import MIB, Lab, Setting, network_wide_bytes
-from overspill.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans, weighted
-from overspill.papers.run import Run
-from overspill.papers.vdnn.measures import BASE, DEEP, DYNAMIC, SIX, VGG_64, VGG_256
+from overspill_papers.papers.lab import MIB, Lab, Setting, network_wide_bytes
+from overspill_papers.papers.layers import bytes_by_kind, bytes_of, most_at_once, spans, weighted
+from overspill_papers.papers.run import Run
+from overspill_papers.papers.vdnn.measures import BASE, DEEP, DYNAMIC, SIX, VGG_64, VGG_256
 
 from . import Curve, Figure, in_parts
 

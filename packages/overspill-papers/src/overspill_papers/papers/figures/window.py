@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from overspill.core.errors import InfeasibleBudget
-from overspill.papers.lab import Lab, Setting
-from overspill.papers.run import Pool
-from overspill.papers.window import (
+from overspill_papers.papers.lab import Lab, Setting
+from overspill_papers.papers.run import Pool
+from overspill_papers.papers.window import (
     BASE,
     BEST_FIT,
     CHUNKS,

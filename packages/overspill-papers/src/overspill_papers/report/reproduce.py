@@ -8,9 +8,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from overspill.papers import TOLERANCE, Counts, Paper, Result
-
-from .listing import listing, yes
+from overspill.report.listing import listing, yes
+from overspill_papers.papers import TOLERANCE, Counts, Paper, Result
 
 
 def result_figures(result: Result) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from overspill.papers.claim import Claim
+from overspill_papers.papers.claim import Claim
 
 from .measures import (
     ALEXNET,

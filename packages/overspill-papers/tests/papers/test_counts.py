@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from overspill.papers import PAPERS, Counts, Lab, Paper, claims_of, results
+from overspill_papers.papers import PAPERS, Counts, Lab, Paper, claims_of, results
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[4] / "README.md"
 
 
 @pytest.mark.long

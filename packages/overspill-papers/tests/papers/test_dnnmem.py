@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from overspill.papers import Claim, Lab, claims_of, dnnmem, paper_named, results
-from overspill.papers.dnnmem_tables import FRAMEWORKS, load
+from overspill_papers.papers import Claim, Lab, claims_of, dnnmem, paper_named, results
+from overspill_papers.papers.dnnmem_tables import FRAMEWORKS, load
 
 CLAIMS = {(claim.where, claim.what): claim for claim in claims_of(paper_named("dnnmem"))}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.report.test_plan import shown
 
-from overspill.papers import PAPERS, Claim, Result
-from overspill.papers.figures import Figure
 from overspill.report.page import Table
-from overspill.report.pages.paper import paper_page
-from overspill.report.reproduce import reproduce_report, short_figure
+from overspill_papers.papers import PAPERS, Claim, Result
+from overspill_papers.papers.figures import Figure
+from overspill_papers.report.pages.paper import paper_page
+from overspill_papers.report.reproduce import reproduce_report, short_figure
 
 FOUND = (
     Result(Claim("vdnn", "Fig. 1", "one", "", "I", 5.0, "ms", lambda _: 5.0, fitted="the clock is set by it."), 5.0),

@@ -6,11 +6,11 @@ import pytest
 
 from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
-from overspill.papers import PAPERS
-from overspill.papers.figures import figures_of
-from overspill.papers.lab import network_wide_bytes
-from overspill.papers.layers import bytes_by_kind, bytes_of, maps_by_layer, most_at_once, weighted
 from overspill.runtime.training import Training, step_graph
+from overspill_papers.papers import PAPERS
+from overspill_papers.papers.figures import figures_of
+from overspill_papers.papers.lab import network_wide_bytes
+from overspill_papers.papers.layers import bytes_by_kind, bytes_of, maps_by_layer, most_at_once, weighted
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_papers_that_draw_more_than_they_say_have_figures() -> None:
 def test_a_figure_is_computed_from_a_step_that_stands_for_its_own(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from overspill.papers import Lab
+    from overspill_papers.papers import Lab
 
     lab = Lab()
     monkeypatch.setattr(lab, "graph", lambda _: graph)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import Overspill
 
-from overspill import papers
-from overspill.papers import Claim
-from overspill.papers.figures import Figure
+from overspill_papers import papers
+from overspill_papers.papers import Claim
+from overspill_papers.papers.figures import Figure
 
 KEYS = {
     "where", "what", "section", "quote", "unit", "bound", "paper", "ours", "ratio", "agrees", "fitted", "aside", "note",
@@ -26,8 +26,8 @@ def two_claims(monkeypatch: pytest.MonkeyPatch) -> None:
         Claim("vdnn", "Fig. 3", "four", "said so", "III", 5.0, "ms", lambda _: 5.0, aside="the other way."),
     )
     drawn = (Figure("Fig. 3", "bars", "layer", "ms", lambda _: {"forward": {"a": 1.0, "b": 2.0}}),)
-    monkeypatch.setattr("overspill.papers.vdnn.CLAIMS", made)
-    monkeypatch.setattr("overspill.papers.figures.vdnn.FIGURES", drawn)
+    monkeypatch.setattr("overspill_papers.papers.vdnn.CLAIMS", made)
+    monkeypatch.setattr("overspill_papers.papers.figures.vdnn.FIGURES", drawn)
 
 
 @pytest.mark.usefixtures("two_claims")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from overspill.core.errors import InfeasibleBudget, RequestError
-from overspill.papers import PAPERS, Claim, Lab, Paper, Result, claims_of, paper_named, results
+from overspill_papers.papers import PAPERS, Claim, Lab, Paper, Result, claims_of, paper_named, results
 
 every_paper = pytest.mark.parametrize("paper", PAPERS, ids=[paper.name for paper in PAPERS])
 

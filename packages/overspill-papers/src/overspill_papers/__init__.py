@@ -1,0 +1,1 @@
+"""What Overspill has of papers: their claims beside what comes out here. Folders are named as those of `overspill`."""
