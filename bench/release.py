@@ -107,7 +107,9 @@ def check_version() -> str:
     if found is None or "version" not in PROJECT["project"].get("dynamic", ()):
         raise Failed("it does not stand in src/overspill/__init__.py alone")
     papers, pinned = tomllib.loads((PAPERS / "pyproject.toml").read_text(encoding="utf-8"))["project"], f"=={found[1]}"
-    said = f"=={papers['version']}", *papers["dependencies"], *PROJECT["project"]["optional-dependencies"]["papers"]
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    asked = {need for extra in extras for need in extra if need.startswith("overspill-papers")}
+    said = f"=={papers['version']}", *papers["dependencies"], *sorted(asked)
     if said != (pinned, f"overspill{pinned}", f"overspill-papers{pinned}"):
         raise Failed(f"overspill-papers, and what one asks of the other, is not {found[1]}: {', '.join(said)}")
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

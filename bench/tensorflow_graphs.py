@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from overspill.capture.mxnet.symbol import Entry, Node, Symbol
-from overspill.capture.tensorflow.graph import StepGraph, save, stored
-from overspill.capture.tensorflow.trace import installed, of_session_graph
+from overspill_papers.capture.mxnet.symbol import Entry, Node, Symbol
+from overspill_papers.capture.tensorflow.graph import StepGraph, save, stored
+from overspill_papers.capture.tensorflow.trace import installed, of_session_graph
 from overspill_papers.papers import symbols
 
 FOLDER = Path(symbols.__file__).parent / "tensorflow"

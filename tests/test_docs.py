@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = (ROOT / "src" / "overspill", ROOT / "packages" / "overspill-papers" / "src" / "overspill_papers")
 ENTRY = re.compile(r"^- \*\*(.+?)\*\* \(`([\w./]+)`(?:, `(\w+)`)?\): ")
 
 
@@ -48,11 +49,11 @@ def test_the_glossary_is_in_the_order_of_the_alphabet_and_has_each_term_once() -
 
 @pytest.mark.parametrize(("term", "file", "name"), glossary())
 def test_a_term_of_the_glossary_stands_in_its_file(term: str, file: str, name: str) -> None:
-    path = ROOT / file if file.startswith("native/") else ROOT / "src" / "overspill" / file
+    (path,) = filter(Path.exists, (root / file for root in (ROOT, *SOURCES)))
     assert plain(name) in plain(path.read_text(encoding="utf-8")), term
 
 
 def test_the_files_that_the_glossary_names_are_there() -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.(?:py|hpp))`", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
-    missing = [name for name in named if not any((ROOT / root / name).exists() for root in ("", "src/overspill"))]
+    missing = [name for name in named if not any((root / name).exists() for root in (ROOT, *SOURCES))]
     assert missing == []

@@ -33,9 +33,9 @@ EXTRAS = {
     "plot": (("matplotlib",), "plots: --plot"),
     "bert": (("transformers",), "models of transformers: bert-base, hf:config.json"),
     "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
-    "onnx": (("onnx",), "estimate --onnx"),
-    "tensorflow": (("tensorflow",), "estimate --tensorflow"),
-    "papers": (("overspill_papers",), "reproduce"),
+    "onnx": (("onnx", "overspill_papers"), "estimate --onnx"),
+    "tensorflow": (("overspill_papers", "tensorflow"), "estimate --tensorflow"),
+    "papers": (("overspill_papers",), "reproduce, estimate --mxnet"),
     "recipes": (
         ("accelerate", "lightning", "peft", "transformers"),
         "Trainer, Lightning, accelerate, LoRA and QLoRA of peft",

@@ -22,14 +22,14 @@ from math import prod
 from pathlib import Path
 from statistics import fmean
 
-from overspill.capture.mxnet.backward import Step, training_step
-from overspill.capture.mxnet.executor import record as record_symbol
-from overspill.capture.mxnet.operators import is_operator
 from overspill.capture.recording.recording import Recording
-from overspill.capture.tensorflow.executor import record as record_graph
-from overspill.capture.tensorflow.graph import at_batch, load
 from overspill.devices import load_device
 from overspill.estimation import Estimate
+from overspill_papers.capture.mxnet.backward import Step, training_step
+from overspill_papers.capture.mxnet.executor import record as record_symbol
+from overspill_papers.capture.mxnet.operators import is_operator
+from overspill_papers.capture.tensorflow.executor import record as record_graph
+from overspill_papers.capture.tensorflow.graph import at_batch, load
 
 from . import dnnmem_tables as tables
 from .claim import Claim

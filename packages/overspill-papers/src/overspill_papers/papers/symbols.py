@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from overspill.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
+from overspill_papers.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
 
 CLASSES = 1000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from overspill.capture.recording.recording import Allocation, Recording
-from overspill.capture.tensorflow.executor import TRIAL, record
-from overspill.capture.tensorflow.graph import GraphOp, Made, Output, StepGraph, at_batch, load, save, stored
 from overspill.core import Phase, TensorKind
 from overspill.devices import load_device
+from overspill_papers.capture.tensorflow.executor import TRIAL, record
+from overspill_papers.capture.tensorflow.graph import GraphOp, Made, Output, StepGraph, at_batch, load, save, stored
 
 P40 = load_device("p40")
 FLOATS = Made("float32", (4, 25))

@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from overspill.capture.mxnet.operators import Shape
-from overspill.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
 from overspill.core.errors import RequestError, UnsupportedError
+from overspill_papers.capture.mxnet.operators import Shape
+from overspill_papers.capture.mxnet.symbol import VARIABLE, Entry, Node, Symbol
 
 LABEL = "softmax_label"
 # ONNX's operator: MXNet's, and its attributes.

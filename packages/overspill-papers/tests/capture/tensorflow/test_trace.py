@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from overspill.capture.tensorflow.executor import record
-from overspill.capture.tensorflow.trace import trace
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
+from overspill_papers.capture.tensorflow.executor import record
+from overspill_papers.capture.tensorflow.trace import trace
 
 USER = """
 import tensorflow as tf

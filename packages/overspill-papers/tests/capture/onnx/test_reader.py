@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from overspill.capture.mxnet.executor import record
-from overspill.capture.onnx.reader import LABEL, read
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
+from overspill_papers.capture.mxnet.executor import record
+from overspill_papers.capture.onnx.reader import LABEL, read
 
 onnx: Any = pytest.importorskip("onnx")
 P40 = load_device("p40")

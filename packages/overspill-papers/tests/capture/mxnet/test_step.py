@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from overspill.capture.mxnet.backward import Step, training_step
-from overspill.capture.mxnet.executor import record
-from overspill.capture.mxnet.memory_plan import EXTERNAL, ITEM_BYTES, MemoryPlan
-from overspill.capture.mxnet.symbol import Entry, Symbol, read_symbol, symbol_of
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
 from overspill.devices import load_device
+from overspill_papers.capture.mxnet.backward import Step, training_step
+from overspill_papers.capture.mxnet.executor import record
+from overspill_papers.capture.mxnet.memory_plan import EXTERNAL, ITEM_BYTES, MemoryPlan
+from overspill_papers.capture.mxnet.symbol import Entry, Symbol, read_symbol, symbol_of
 from overspill_papers.papers.symbols import Builder, bert, inception_v3, lstm, resnet50, vgg16
 
 P40 = load_device("p40")

@@ -1,0 +1,1 @@
+"""Programs of other frameworks: each folder makes a Recording of one."""

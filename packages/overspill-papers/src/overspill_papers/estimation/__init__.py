@@ -1,0 +1,1 @@
+"""What `overspill estimate` asks of this package."""
