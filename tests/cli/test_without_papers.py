@@ -29,6 +29,7 @@ def alone(command: str) -> tuple[int, str, str]:
     [
         ("reproduce vdnn --table fig1", "the command 'reproduce'"),
         ("reproduce", "the command 'reproduce'"),
+        ("plan googlenet --batch 4", "the model 'googlenet'"),
         ("estimate --mxnet net.json --batch 4 --input data=N,3", "the framework 'mxnet'"),
         ("estimate --onnx net.onnx --batch 4", "the framework 'onnx'"),
         ("estimate --tensorflow net:model --batch 4", "the framework 'tensorflow'"),

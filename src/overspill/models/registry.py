@@ -31,7 +31,8 @@ class Entry:
     size_option: str
 
 
-def _images(family: str, builder: str, name: str, summary: str, *, size: int = 224) -> Entry:
+def images(family: str, builder: str, name: str, summary: str, *, size: int = 224) -> Entry:
+    """The entry of a model that reads square images of a side of `size` unless told otherwise."""
     return Entry(name, family, summary, f"images 3x{size}x{size}", builder, "image_size")
 
 
@@ -40,27 +41,26 @@ def _tokens(family: str, builder: str, name: str, summary: str, *, size: int) ->
 
 
 def _inception(name: str, summary: str) -> Entry:
-    return _images("Inception", "inception:build", name, summary, size=299)
+    return images("Inception", "inception:build", name, summary, size=299)
 
 
 def _densenet(depth: int, millions: str) -> Entry:
     summary = f"densely connected network of {depth} layers, {millions} M parameters"
-    return _images("DenseNet", "densenet:build", f"densenet{depth}", summary)
+    return images("DenseNet", "densenet:build", f"densenet{depth}", summary)
 
 
 def _vgg(name: str, summary: str) -> Entry:
-    return _images("VGG", "vgg:build", name, summary)
+    return images("VGG", "vgg:build", name, summary)
 
 
 def _resnet(depth: int, millions: str) -> Entry:
-    return _images(
+    return images(
         "ResNet", "resnet:build", f"resnet{depth}", f"residual network of {depth} layers, {millions} M parameters"
     )
 
 
 _ENTRIES = (
-    _images("AlexNet", "alexnet:build", "alexnet", "5 convolutions in one tower (torchvision's sizes), 61.1 M parameters"),
-    _images("OverFeat", "overfeat:build", "overfeat", "the fast model: 5 convolutions, no dropout, 145.9 M parameters", size=231),
+    images("AlexNet", "alexnet:build", "alexnet", "5 convolutions in one tower (torchvision's sizes), 61.1 M parameters"),
     _vgg("vgg-a", "configuration A: 8 convolutions, 132.9 M parameters"),
     _vgg("vgg-b", "configuration B: 10 convolutions, 133.0 M parameters"),
     _vgg("vgg-c", "configuration C: 13 convolutions, three of them 1x1, 133.6 M parameters"),
@@ -75,8 +75,6 @@ _ENTRIES = (
     _vgg("vgg216", _DEEPER.format(more=40)),
     _vgg("vgg316", _DEEPER.format(more=60)),
     _vgg("vgg416", _DEEPER.format(more=80)),
-    _images("GoogLeNet", "googlenet:build", "googlenet", "Inception v1 without batch norm, 7.0 M parameters"),
-    _images("GoogLeNet", "googlenet:build", "googlenet-aux", "googlenet with its two auxiliary classifiers, 13.4 M parameters"),
     _inception("inception-v3", "factorised Inception with batch norm, 23.8 M parameters"),
     _inception("inception-v3-aux", "inception-v3 with its auxiliary classifier, 27.2 M parameters"),
     _inception("inception-v4", "deeper and more uniform than v3, 42.7 M parameters"),
@@ -86,29 +84,14 @@ _ENTRIES = (
     _resnet(50, "25.6"),
     _resnet(101, "44.5"),
     _resnet(152, "60.2"),
-    _images(
+    images(
         "ResNet", "resnet:build_cifar", "resnet32-cifar", "residual network of 32 layers for CIFAR-10, 0.46 M parameters", size=32
     ),
     _densenet(121, "8.0"),
     _densenet(161, "28.7"),
     _densenet(169, "14.1"),
     _densenet(201, "20.0"),
-    _images("U-Net", "unet:build", "unet", "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256),
-    _images(
-        "DeepLab",
-        "deeplab:build",
-        "deeplabv3plus",
-        "DeepLab v3+ on an atrous ResNet-101, 21 classes per pixel, 59.3 M parameters",
-        size=513,
-    ),
-    Entry(
-        "pix2pixhd",
-        "pix2pixHD",
-        "label maps to images: global generator and 3 discriminators in one loss, 191.0 M parameters; image_size is the height",
-        "label maps 36x512x1024, images 3x512x1024",
-        "pix2pixhd:build",
-        "image_size",
-    ),
+    images("U-Net", "unet:build", "unet", "U-Net with padded convolutions, 2 classes per pixel, 31.0 M parameters", size=256),
     _tokens("LSTM", "lstm:build", "lstm", "language model of 2 LSTM layers of 650 units, 19.8 M parameters", size=35),
     _tokens(
         "Seq2seq", "seq2seq:build", "seq2seq", "translation by 4 + 4 LSTM layers with attention, 221.1 M parameters", size=50
@@ -120,7 +103,8 @@ _ENTRIES = (
     _tokens("GPT-2", "gpt2:build", "gpt2", "decoder of 12 layers, 124.4 M parameters", size=512),
     _tokens("BERT", "bert:build", "bert-base", "encoder of 12 layers, 109.5 M parameters; needs overspill[bert]", size=128),
 )  # fmt: skip
-MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for entry in _ENTRIES})
+_PAPERS = ("overfeat", "googlenet", "googlenet-aux", "deeplabv3plus", "pix2pixhd")
+MODELS: Registry[Entry] = Registry("model", "models", {entry.name: entry for entry in _ENTRIES}, _PAPERS)
 
 
 def names() -> tuple[str, ...]:
@@ -184,6 +168,7 @@ def _entry(name: str) -> Entry:
     """The entry of this name; the error for an unknown one guesses what was meant."""
     if name in MODELS:
         return MODELS[name]
+    MODELS.check_installed(name)
     raise RequestError(
         f"unknown model {name!r}{did_you_mean(name, MODELS, most=3)} `overspill models` lists all, and "
         "`package.module:callable` names your own"

@@ -21,7 +21,7 @@ import numpy as np
 
 from .compared import same
 
-_APART = frozenset({*sys.stdlib_module_names, "torch", "numpy", "overspill"})
+_APART = frozenset({*sys.stdlib_module_names, "torch", "numpy", "overspill", "overspill_papers"})
 _OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local)
 """Classes of Python's own whose attributes are what users put there."""
 

@@ -55,7 +55,7 @@ def alexnet() -> Parts:
 def googlenet() -> Parts:
     """Chainer's example `imagenet/googlenet.py`, with its two auxiliary classifiers."""
     from overspill import models  # noqa: PLC0415
-    from overspill.models.googlenet import ResponseNorm  # noqa: PLC0415
+    from overspill_papers.models.googlenet import ResponseNorm  # noqa: PLC0415
 
     job = models.load("googlenet-aux")
     stem = job.module.stem

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .job import Job, checked_size
-from .resnet import bottleneck_block, conv_norm, projection
-from .unet import segmentation_loss
-from .vision import check_normalised_batch, he_init
+from overspill.models.job import Job, checked_size
+from overspill.models.resnet import bottleneck_block, conv_norm, projection
+from overspill.models.unet import segmentation_loss
+from overspill.models.vision import check_normalised_batch, he_init
 
 _CLASSES = 21  # PASCAL VOC 2012
 _RATES = (6, 12, 18)  # arXiv:1706.05587, §3.3, at output stride 16

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .job import Job, checked_size
-from .vision import auxiliary_loss, classification_loss, image_batches
+from overspill.models.job import Job, checked_size
+from overspill.models.vision import auxiliary_loss, classification_loss, image_batches
 
 # Table 1: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
 _INCEPTION = {

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .job import Job, checked_size
-from .vision import classification_loss, he_init, image_batches, resized_grid
+from overspill.models.job import Job, checked_size
+from overspill.models.vision import classification_loss, he_init, image_batches, resized_grid
 
 
 def _last_grid(image_size: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .job import Job, checked_size
+from overspill.models.job import Job, checked_size
 
 _KERNEL = 4
 _STRIDES = (2, 2, 2, 1)  # C64-C128-C256-C512; the last keeps the side, which makes the patches 70x70

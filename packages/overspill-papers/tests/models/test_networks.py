@@ -1,0 +1,158 @@
+"""The networks that papers measured are the published ones; tests/models has what holds for all models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models.test_builtin_models import check_image_size, convolution, convolutions, normalised, on_meta
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overspill.core.errors import RequestError
+from overspill.models import load
+
+OVERFEAT = sum(
+    convolution(*layer)
+    for layer in [
+        *[(3, 96, 121), (96, 256, 25), (256, 512, 9), (512, 1024, 9), (1024, 1024, 9)],
+        *[(1024, 3072, 36), (3072, 4096, 1), (4096, 1000, 1)],
+    ]
+)
+DEEPLAB = (
+    44_549_160  # ResNet-101, less its classifier
+    - convolution(2048, 1000, 1)
+    + 2 * normalised(2048, 256, 1)
+    + 3 * normalised(2048, 256, 9)
+    + normalised(5 * 256, 256, 1)
+    + normalised(256, 48, 1)
+    + normalised(304, 256, 9)
+    + normalised(256, 256, 9)
+    + convolution(256, 21, 1)
+)
+DISCRIMINATOR = sum(convolution(*layer, 16) for layer in [(39, 64), (64, 128), (128, 256), (256, 512), (512, 1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # OverFeat's Table 4, fast model: 145 M; convnet-benchmarks's layers
+        ("overfeat", OVERFEAT),
+        # Caffe's bvlc_googlenet, without and with its auxiliary classifiers
+        ("googlenet", 6_998_552),
+        ("googlenet-aux", 13_378_280),
+        ("deeplabv3plus", DEEPLAB),
+        # NVIDIA/pix2pixHD's global generator, 182 546 755, and three discriminators of 39 channels in
+        ("pix2pixhd", 182_546_755 + 3 * DISCRIMINATOR),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(name: str, parameters: int) -> None:
+    assert sum(parameter.numel() for parameter in on_meta(name).parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size"),
+    [
+        ("googlenet", 32),
+        ("overfeat", 71),
+        ("overfeat", 256),
+        ("deeplabv3plus", 32),
+        ("deeplabv3plus", 250),
+    ],
+)
+def test_another_image_size_changes_the_images_and_not_the_parameters(name: str, image_size: int) -> None:
+    check_image_size(name, image_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "words"),
+    [
+        ("overfeat", 70, ["image_size=70", "overfeat", "71"]),
+        ("pix2pixhd", 100, ["image_size=100", "pix2pixhd", "multiple of 16"]),
+    ],
+)
+def test_a_size_that_the_model_cannot_take_is_refused(name: str, side: int, words: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        load(name, image_size=side)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_response_norm_is_pytorchs() -> None:
+    from overspill_papers.models.googlenet import ResponseNorm
+
+    x = torch.randn(2, 12, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(ResponseNorm()(x), nn.LocalResponseNorm(5)(x))
+
+
+@pytest.mark.parametrize(("have", "want"), [(1, 5), (3, 9), (33, 129), (5, 12)])
+def test_bilinear_upsampling_is_pytorchs(have: int, want: int) -> None:
+    from overspill_papers.models.deeplab import Bilinear
+
+    x = torch.randn(2, 3, have, have)
+    expected = nn.functional.interpolate(x, size=(want, want), mode="bilinear", align_corners=True)
+    torch.testing.assert_close(Bilinear(have, want)(x), expected)
+
+
+def test_the_last_stage_of_deeplab_is_atrous_and_keeps_the_side() -> None:
+    with FakeTensorMode():
+        module = load("deeplabv3plus").module
+        assert module.low(torch.empty(1, 3, 513, 513)).shape == (1, 256, 129, 129)
+        assert module.eval().high(torch.empty(1, 256, 129, 129)).shape == (1, 256, 33, 33)
+    assert [layer.dilation[0] for layer in convolutions(module)].count(2) == 3
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_reflection_padding_is_pytorchs(width: int) -> None:
+    from overspill_papers.models.pix2pixhd import ReflectionPad
+
+    x = torch.randn(2, 3, 5, 8)
+    assert torch.equal(ReflectionPad(width)(x), nn.ReflectionPad2d(width)(x))
+
+
+def test_one_backward_of_pix2pixhd_gives_each_side_the_gradient_of_its_own_loss() -> None:
+    from overspill_papers.models import pix2pixhd
+
+    torch.manual_seed(0)
+    job = load("pix2pixhd", small=True)
+    labels, images = job.make_batch(2)
+    job.loss(job.module, labels, images).backward()
+    module = job.module
+    assert isinstance(module, pix2pixhd.Pix2PixHd)
+    together = {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    def judged(generated: torch.Tensor) -> list[pix2pixhd.Features]:
+        return module._features(labels, generated, learns=True)
+
+    generator = list(module.generator.parameters())
+    discriminators = list(module.discriminators.parameters())
+    generated = module.generator(labels)
+    for_discriminators = sum(
+        0.5 * ((real[-1] - 1).square().mean() + fake[-1].square().mean())
+        for real, fake in zip(judged(images), judged(generated), strict=True)
+    )
+    for_generator = sum(
+        (fake[-1] - 1).square().mean()
+        + 10 * sum((a - b.detach()).abs().mean() for a, b in zip(fake[:-1], real[:-1], strict=True))
+        for real, fake in zip(judged(images), judged(generated), strict=True)
+    )
+    apart = [
+        *torch.autograd.grad(for_generator, generator, retain_graph=True),
+        *torch.autograd.grad(for_discriminators, discriminators),
+    ]
+    torch.testing.assert_close(list(together.values()), apart, rtol=1e-3, atol=1e-5)
+
+
+def test_a_patch_of_the_discriminator_is_70_pixels() -> None:
+    from overspill_papers.models.pix2pixhd import Discriminator
+
+    field, stride = 1, 1
+    for layer in convolutions(Discriminator(4, 2)):
+        field += (layer.kernel_size[0] - 1) * stride
+        stride *= layer.stride[0]
+    assert field == 70
+
+
+def test_the_images_of_pix2pixhd_are_twice_as_wide_as_high() -> None:
+    labels, images = load("pix2pixhd", small=True, image_size=48).make_batch(2)
+    assert labels.shape == (2, 6, 48, 96)
+    assert images.shape == (2, 3, 48, 96)
+    assert labels[:, :5].sum(1).eq(1).all()
