@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RECIPES := $(VENV)/.recipes
 DOCS := $(VENV)/.docs
+PAPERS := packages/overspill-papers
 
 .PHONY: demo test test-all docs mutations sanitize gpu-rehearsal lint types install bench transcripts accuracy definitions jobs-libraries gpu-wheels clean
 
@@ -40,6 +41,7 @@ $(REHEARSAL)/.ready: $(READY)
 	grep -v '^torch==' constraints.txt > $(REHEARSAL)/constraints.txt
 	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check -c $(REHEARSAL)/constraints.txt \
 	  $(REHEARSAL_PACKAGES)
+	$(REHEARSAL)/venv/bin/python -m pip install -q --disable-pip-version-check --no-deps -c $(REHEARSAL)/constraints.txt -e $(PAPERS)
 	touch $@
 
 lint: $(READY)
@@ -95,7 +97,6 @@ install: $(READY)
 # The constraints hold for the build of the native core too, each in the name that one or the other pip reads.
 $(READY) $(RECIPES) $(DOCS): export PIP_CONSTRAINT = constraints.txt
 $(READY) $(RECIPES) $(DOCS): export PIP_BUILD_CONSTRAINT = constraints.txt
-PAPERS := packages/overspill-papers
 $(READY): pyproject.toml $(PAPERS)/pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,bert]" -e $(PAPERS)

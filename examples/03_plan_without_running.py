@@ -7,7 +7,7 @@ import overspill
 
 rows = overspill.compare(
     "resnet18", optimizer="momentum", batch=32, device="titan-x", budget=0.7,
-    policies=("in-core", "vdnn-all", "superneurons", "auto"),
+    policies=("in-core", "checkpoint-cost", "auto"),
 )  # fmt: skip
 for row in rows:
     if row.plan is not None:

@@ -1,6 +1,6 @@
 """A policy of one's own, in two versions, beside those of the papers: docs/howto/write_a_policy.md explains it.
 
-python examples/12_a_policy.py
+python examples/12_a_policy.py      # needs overspill[papers]
 """
 
 import overspill

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from overspill.core import Device, Graph, Schedule, TensorKind, Verb
+from tests.simulate.graphs import Layer, network
+
+from overspill.core import Algorithm, Device, Graph, LayerType, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
 from overspill.plans.plan import unmanaged_peak
@@ -73,3 +76,18 @@ def with_moving_state(graph: Graph) -> Graph:
     """The same step where parameters may be anywhere between their uses."""
     tensors = (replace(t, movable=t.movable or t.kind is TensorKind.PARAMETER) for t in graph.tensors)
     return replace(graph, tensors=tuple(tensors))
+
+
+def chain(types: Iterable[LayerType]) -> Graph:
+    """Layer i reads the output of layer i-1 in forward, and again in its backward; the loss comes last."""
+    return network([Layer(10_000, kind=kind) for kind in types])
+
+
+def with_menu(graph: Graph, *workspaces: int) -> Graph:
+    """Every convolution, forward and backward, has algorithms of these workspaces, the fastest first."""
+    menu = tuple(Algorithm(f"algorithm {i}", nbytes, 1.0 + i) for i, nbytes in enumerate(workspaces))
+    ops = (
+        replace(op, algorithms=menu, workspace_bytes=workspaces[0]) if op.layer_type is LayerType.CONV else op
+        for op in graph.ops
+    )
+    return replace(graph, ops=tuple(ops))

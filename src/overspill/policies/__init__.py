@@ -1,4 +1,4 @@
-"""The policies, by name: a policy is one file here."""
+"""The policies, by name: a policy is one file here, or comes from a package besides, as those of papers do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from overspill.core.registry import Registry, classes_in
 from .base import MEMORY_OPTIMAL
 from .base import Policy as Policy
 
-POLICIES: Registry[type[Policy]] = Registry("policy", "policies", classes_in(__name__, Policy))  # type: ignore[type-abstract]
+_PAPERS = (
+    "dymem", "lms", "sequential", "superneurons", "superneurons-offload", "vdnn-all", "vdnn-conv", "vdnn-dynamic", "vdnn-fastest",
+    "window",
+)  # fmt: skip
+POLICIES: Registry[type[Policy]] = Registry("policy", "policies", classes_in(__name__, Policy), _PAPERS)  # type: ignore[type-abstract]
 
 
 def policy_named(name: str) -> Policy:

@@ -15,10 +15,10 @@ from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
 from overspill.plans.plan import Plan
 from overspill.policies.in_core import Liveness
-from overspill.policies.lms import LargeModelSupport
 from overspill.report.page import Run, addresses, step
 from overspill.report.page.step import run
 from overspill.simulate import check, owned_trace, simulate
+from overspill_papers.policies.lms import LargeModelSupport
 
 
 def held(found: Run, position: int) -> list[int]:

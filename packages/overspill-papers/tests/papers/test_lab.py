@@ -11,7 +11,6 @@ from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
 from overspill.placement import ChunkedConfig
-from overspill.policies.window import Window
 from overspill.runtime.training import Training, step_graph
 from overspill.simulate import check
 from overspill_papers.papers.lab import (
@@ -23,6 +22,7 @@ from overspill_papers.papers.lab import (
     with_gradients_applied,
 )
 from overspill_papers.papers.run import Pool
+from overspill_papers.policies.window import Window
 
 TITAN_X = load_device("titan-x")
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from functools import partial
 from overspill.placement import ChunkedConfig
 from overspill.placement.allocators.chunked import SMALL_SHARE
 from overspill.policies import Policy
-from overspill.policies.window import Window
+from overspill_papers.policies.window import Window
 
 from .claim import Claim
 from .lab import MIB, Lab, Setting

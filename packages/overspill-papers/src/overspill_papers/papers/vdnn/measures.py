@@ -8,10 +8,10 @@ from statistics import fmean
 
 from overspill.core import LayerType, Phase, Verb
 from overspill.policies import Policy
-from overspill.policies.vdnn import VdnnAll
 from overspill_papers.papers.lab import MIB, Lab, Setting, network_wide_bytes
 from overspill_papers.papers.layers import bytes_of, most_at_once, spans, weighted
 from overspill_papers.papers.run import Run
+from overspill_papers.policies.vdnn import VdnnAll
 
 from .power import most_watts
 

@@ -12,10 +12,9 @@ from overspill.planning.assemble import assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below
 from overspill.planning.gaps import earliest_return, may_swap
-from overspill.planning.lru import evictions, smallest, transfers
 from overspill.planning.step_program import Gap, Positions, StepProgram
-
-from .base import Policy
+from overspill.policies.base import Policy
+from overspill_papers.planning.lru import evictions, smallest, transfers
 
 THRESHOLDS = (0.0, 1 / 4, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 15 / 16)
 """The swapout_thresholds tried, as shares of the graph's depth."""

@@ -19,8 +19,8 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import unmanaged_peak
-from overspill.policies.window import VariableSequence, Window
 from overspill.simulate import check
+from overspill_papers.policies.window import VariableSequence, Window
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 # Ops 0 to 3 make y0 to y3, 4 and 5 are the loss, 6 to 9 the backward of l3 to l0, which reads the layer's input.

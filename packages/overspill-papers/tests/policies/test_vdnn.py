@@ -7,25 +7,21 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.policies.plans import chain, with_menu
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
-from overspill.core import Algorithm, Device, Graph, LayerType, Phase, Schedule, Verb
+from overspill.core import Device, Graph, LayerType, Phase, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
 from overspill.policies.base import Policy
 from overspill.policies.in_core import Liveness
-from overspill.policies.vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic, VdnnFastest, downgraded
 from overspill.simulate import check, simulate
+from overspill_papers.policies.vdnn import Sequential, VdnnAll, VdnnConv, VdnnDynamic, VdnnFastest, downgraded
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 CONV, ACTV, POOL, FC = LayerType.CONV, LayerType.ACTIVATION, LayerType.POOL, LayerType.LINEAR
 Chain = list[LayerType]
 chains = st.lists(st.sampled_from([CONV, ACTV, POOL, FC]), min_size=2, max_size=14)
-
-
-def chain(types: Chain) -> Graph:
-    """Layer i reads the output of layer i-1 in forward, and again in its backward; the loss comes last."""
-    return network([Layer(10_000, kind=kind) for kind in types])
 
 
 def op_of(graph: Graph, layer: str, phase: Phase) -> int:
@@ -121,15 +117,6 @@ def test_what_goes_comes_back_once(graph: Graph) -> None:
 
 
 # -- vdnn-dynamic
-
-
-def with_menu(graph: Graph, *workspaces: int) -> Graph:
-    """Every convolution, forward and backward, has algorithms of these workspaces, the fastest first."""
-    menu = tuple(Algorithm(f"algorithm {i}", nbytes, 1.0 + i) for i, nbytes in enumerate(workspaces))
-    ops = (
-        replace(op, algorithms=menu, workspace_bytes=workspaces[0]) if op.layer_type is CONV else op for op in graph.ops
-    )
-    return replace(graph, ops=tuple(ops))
 
 
 def peak(graph: Graph, policy: Policy) -> int:

@@ -21,7 +21,7 @@ from overspill.core.errors import InfeasibleBudget
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import unmanaged_peak
-from overspill.policies.lms import LargeModelSupport, levels, swap_in, swapped
+from overspill_papers.policies.lms import LargeModelSupport, levels, swap_in, swapped
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 # Ops 0 to 3 make y0 to y3, 4 and 5 are the loss, 6 to 9 the backward of l3 to l0, which reads the layer's input.

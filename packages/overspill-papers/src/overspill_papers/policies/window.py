@@ -12,10 +12,9 @@ from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below
 from overspill.planning.gaps import earliest_return, may_move, swappable_gaps
-from overspill.planning.lru import evictions, smallest
 from overspill.planning.step_program import Gap, Positions, StepProgram
-
-from .base import Policy
+from overspill.policies.base import Policy
+from overspill_papers.planning.lru import evictions, smallest
 
 WINDOWS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 5 / 4, 3 / 2, 7 / 4, 2.0, 5 / 2)
 """The schedule-windows tried, as multiples of the peak without transfers; a variable counts at each of its uses."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from .assemble import Transfer
-from .floor import Floor, floor_of
-from .gaps import latest_release
-from .step_program import Gap, Positions, StepProgram
+from overspill.planning.assemble import Transfer
+from overspill.planning.floor import Floor, floor_of
+from overspill.planning.gaps import latest_release
+from overspill.planning.step_program import Gap, Positions, StepProgram
 
 ROUNDS = 4
 """Steps in a row in which persistent tensors that stay over the end of a step are looked for; two are mostly enough."""

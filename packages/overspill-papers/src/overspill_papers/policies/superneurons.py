@@ -10,11 +10,10 @@ from overspill.planning.assemble import assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below, floor_of
 from overspill.planning.gaps import earliest_return, may_swap
-from overspill.planning.lru import evictions, smallest, transfers, without
 from overspill.planning.step_program import Gap, Positions, StepProgram
 from overspill.planning.timing import where_memory_allows
-
-from .base import Policy
+from overspill.policies.base import Policy
+from overspill_papers.planning.lru import evictions, smallest, transfers, without
 
 EXPENSIVE = (LayerType.CONV, LayerType.LINEAR)
 """Layers that are not recomputed (§3.4); all others are cheap."""

@@ -11,11 +11,10 @@ from overspill.planning.algorithms import fastest_within, memory_optimal
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.floor import below, peak_of
 from overspill.planning.gaps import earliest_return, latest_release
-from overspill.planning.layers import Layer, backward_order, layers_of, offload_step
 from overspill.planning.step_program import StepProgram
+from overspill.policies.base import Policy
 from overspill.simulate import simulate
-
-from .base import Policy
+from overspill_papers.planning.layers import Layer, backward_order, layers_of, offload_step
 
 Offloading = Callable[[LayerType], bool]
 """Which layers' input feature maps leave."""

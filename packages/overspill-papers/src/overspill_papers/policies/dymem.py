@@ -12,12 +12,11 @@ from overspill.planning.algorithms import Choice, fastest_within, memory_optimal
 from overspill.planning.assemble import Transfer, assemble
 from overspill.planning.fastest import fastest
 from overspill.planning.floor import below, peak_of
-from overspill.planning.layers import layers_of, offload_step
 from overspill.planning.order import depth_first, in_graph_order, reordered
 from overspill.planning.step_program import Gap, Positions, StepProgram
 from overspill.planning.timing import releases, where_memory_allows
-
-from .base import Policy
+from overspill.policies.base import Policy
+from overspill_papers.planning.layers import layers_of, offload_step
 
 STAYING = frozenset({LayerType.DROPOUT, LayerType.SOFTMAX, LayerType.LOSS, LayerType.LINEAR})
 """Layers whose inputs are not selected for offloading (§3.3.2: "Dropout, Softmax, and FC"); softmax comes with the loss."""

@@ -14,11 +14,11 @@ from tests.policies.plans import (
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Device, Graph, LayerType, Phase, Verb
-from overspill.planning.lru import evictions
 from overspill.planning.step_program import StepProgram
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies.base import Policy
-from overspill.policies.superneurons import (
+from overspill_papers.planning.lru import evictions
+from overspill_papers.policies.superneurons import (
     EXPENSIVE,
     Superneurons,
     SuperneuronsOffload,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from overspill.core import LayerType, Phase
-
-from .gaps import saved_gaps
-from .step_program import Gap, StepProgram
+from overspill.planning.gaps import saved_gaps
+from overspill.planning.step_program import Gap, StepProgram
 
 
 @dataclass

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.planning.test_order import FIG_10, block
-from tests.policies.test_vdnn import chain, with_menu
+from tests.policies.plans import chain, with_menu
 from tests.simulate.graphs import DEVICE, Build, Layer, devices, network, networks
 
 from overspill.core import Algorithm, Device, Graph, LayerType, Phase, Schedule, TensorKind, Verb
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds
-from overspill.planning.layers import layers_of
 from overspill.planning.order import depth_first
 from overspill.planning.step_program import StepProgram
-from overspill.policies.dymem import UNLIMITED, Dymem, Planner, prefetch_starts
 from overspill.simulate import check, simulate
+from overspill_papers.planning.layers import layers_of
+from overspill_papers.policies.dymem import UNLIMITED, Dymem, Planner, prefetch_starts
 
 EXAMPLES = settings(max_examples=30, deadline=None)
 CONV, ACTV, POOL, FC = LayerType.CONV, LayerType.ACTIVATION, LayerType.POOL, LayerType.LINEAR

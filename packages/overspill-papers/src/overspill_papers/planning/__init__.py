@@ -1,0 +1,1 @@
+"""What the policies of papers share, beside the toolbox of all policies."""
