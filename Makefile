@@ -19,7 +19,7 @@ test-all: $(RECIPES)  ## those that take minutes each as well
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 mutations: $(READY)  ## plant defects in the source, one at a time, and see that `make test` catches each
-	$(BIN)/python bench/mutations.py
+	$(BIN)/python tools/mutations.py
 
 sanitize: $(READY)  ## the native core under sanitizers, with warnings as errors
 	native/tests/sanitize build $(BIN)/python
@@ -52,10 +52,10 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python bench/cpu_budget.py
+	$(BIN)/python bench/price.py
 
-transcripts: $(READY)  ## whether commands print what README.md and docs/ show; `bench/transcripts.py --write` writes it
-	$(BIN)/python bench/transcripts.py
+transcripts: $(READY)  ## whether commands print what README.md and docs/ show; `tools/transcripts.py --write` writes it
+	$(BIN)/python tools/transcripts.py
 
 SITE := build/site
 docs: $(DOCS)  ## the site, into build/site; a link that leads nowhere is an error, and external ones are listed

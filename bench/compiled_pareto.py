@@ -12,12 +12,13 @@ columns of times and of bytes are simulated. About a minute a model.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from by_model import run_by_model
+from paired import json_record
 
 from overspill.capture.compiled.graph import Captured
 from overspill.core import Graph
@@ -142,14 +143,24 @@ def table(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compare, record, print."""
+    """Compare model by model, record, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", dest="simulated_device", default="a100-40gb")
+    parser.add_argument("--models", default=",".join(names()))
+    parser.add_argument("--device", default="a100-40gb")
     parser.add_argument("--batch", type=int, default=8)
-    run_by_model(
-        parser, ",".join(names()), RESULTS, lambda model, asked: [compared(model, asked.batch, asked.simulated_device)],
-        table, slice(4, -2), "simulated_device", "batch",
-    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--read", type=Path, metavar="FILE", help="print the table of a record, and run nothing")
+    asked = parser.parse_args()
+    if asked.read is not None:
+        print(table(json.loads(asked.read.read_text())))
+        return
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"simulated_device": asked.device, "batch": asked.batch, "models": []}
+    for model in asked.models.split(","):
+        found["models"].append(compared(model, asked.batch, asked.device))
+        asked.out.write_text(json_record(torch.device("cpu"), **found))
+        print(*table(found | {"models": found["models"][-1:]}).splitlines()[4:-2], sep="\n", flush=True)
+    print(table(found))
 
 
 if __name__ == "__main__":

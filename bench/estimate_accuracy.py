@@ -1,6 +1,7 @@
 """How far estimates are from measured peaks: jobs measured on real GPUs, and the tables of the DNNMem paper.
 
-    python bench/estimate_accuracy.py [--only xmem|dnnmem] [--models TEXT] [--json FILE] [--file CSV]
+    python bench/estimate_accuracy.py [--only xmem|dnnmem] [--models TEXT] [--memtracker] [--json FILE] [--file CSV]
+    python bench/estimate_accuracy.py --read bench/results/estimate_accuracy.json
 
 Needs torchvision's and transformers' definitions in the releases that were measured; `bench/ground_truth/README.md`
 says how to put them beside this environment. Every row is traced anew and replayed on its GPU's memory.
@@ -10,7 +11,9 @@ prediction is the peak of reserved memory and the kernels loaded while running; 
 
 What is fitted to xMem's rows (`estimate_calibration.py`) is fitted anew for each family of networks without its rows, so
 that no constant is judged by a row that it was set on; DNNMem's rows, and chosen models, are judged with the code's constants.
-`inside` is the share of rows in their interval of nine in ten, `width` the median width of these intervals.
+`in the interval` is the share of rows in their interval of nine in ten, beside the median width of these intervals.
+`--memtracker` asks torch's own MemTracker of xMem's rows too, which follows fake tensors on the CPU, counts live tensors and
+knows no allocator.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from typing import Annotated, Any
 import typer
 from estimate_calibration import Case, left_out, of_code
 from ground_truth import dnnmem, jobs
-from rich.console import Console
-from rich.table import Table
+from torch import device as torch_device
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.capture.virtual_gpu.record import record
@@ -86,7 +90,18 @@ def _run_dnnmem(row: dnnmem.Row, recorder: Recorder) -> None:
     dnnmem.run(row, "cuda", started=recorder.start_iteration)
 
 
-def _xmem(path: Path, models: str) -> Iterable[Result]:
+def _memtracker(row: jobs.Row) -> int:
+    """The peak of live bytes that MemTracker sees."""
+    with FakeTensorMode(), jobs.surroundings(row):
+        model = jobs.build(row)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            jobs.train(row, model, "cpu", jobs.ITERATIONS, tracker.reset_mod_stats)
+        return int(tracker.get_tracker_snapshot("peak")[torch_device("cpu")]["Total"])
+
+
+def _xmem(path: Path, models: str, *, memtracker: bool) -> Iterable[Result]:
     """The rows, with constants that no network of their family had a part in; those of the code where not all are there."""
     cases = [Case(row) for row in jobs.load(path) if models in row.model]
     pairs = left_out(cases) if path == jobs.DATA and not models else ((case, of_code()) for case in cases)
@@ -94,11 +109,15 @@ def _xmem(path: Path, models: str) -> Iterable[Result]:
         row, found = case.row, case.interval(constants)
         outside = case.outside(constants).central
         readings = [format_bytes(peak + outside) for peak in case.predicted]
+        others = {}
+        if not row.real_oom and not row.xmem_oom and row.xmem_bytes is not None:
+            others["xMem"] = row.xmem_bytes / row.ground_bytes - 1
+        if memtracker and not row.real_oom:
+            others["MemTracker"] = _memtracker(row) / row.ground_bytes - 1
         yield Result(
             "xMem", row.family, f"{row.model} {row.optimizer} {row.batch_size}", row.ground_bytes, found.central,
             found.low, found.high, None if row.real_oom else found.central / row.ground_bytes - 1,
-            {} if row.real_oom or row.xmem_oom or row.xmem_bytes is None else {"xMem": row.xmem_bytes / row.ground_bytes - 1},
-            case.readings[0].fits != row.real_oom, case.readings[0].seconds,
+            others, case.readings[0].fits != row.real_oom, case.readings[0].seconds,
             f"gradients freed before forward {readings[0]}, after it {readings[1]}" if len(readings) > 1 else "",
         )  # fmt: skip
 
@@ -149,6 +168,19 @@ def _summaries(results: list[Result]) -> list[dict[str, Any]]:
     return found
 
 
+def table(summaries: Iterable[dict[str, Any]]) -> str:
+    """The groups in Markdown, as they stand in docs/estimates.md."""
+    lines = [
+        "| estimates of | jobs | median error | mean | 90 % below | largest | bias | in the interval | its width |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    names = ("median", "mean", "percentile_90", "largest", "bias", "inside", "width")
+    for row in summaries:
+        shares = ("" if row[name] is None else f"{row[name]:.1%}" for name in names)
+        lines.append(f"| {row['rows']} | {row['count']} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 def _place(result: Result) -> str:
     """The interval in GiB, and whether the measured bytes are in it."""
     bounds = f"[{result.low_bytes / 2**30:5.2f}, {result.high_bytes / 2**30:5.2f}]"
@@ -160,11 +192,16 @@ def main(
     models: Annotated[str, typer.Option(help="Only models with this in their name.")] = "",
     file: Annotated[Path, typer.Option(help="Rows in the columns of ground_truth/xmem.csv.")] = jobs.DATA,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save results there.")] = None,
+    memtracker: Annotated[bool, typer.Option("--memtracker", help="Ask MemTracker too.")] = False,
+    read: Annotated[Path | None, typer.Option(help="Print the table of a record, and trace nothing.")] = None,
 ) -> None:
     """Print the error of every row, and of all."""
+    if read is not None:
+        print(table(json.loads(read.read_text())["summaries"]))
+        return
     sources: list[Iterable[Result]] = []
     if only in {"", "xmem"}:
-        sources.append(_xmem(file, models))
+        sources.append(_xmem(file, models, memtracker=memtracker))
     if only in {"", "dnnmem"}:
         sources.append(_dnnmem(models))
     results = []
@@ -182,13 +219,8 @@ def main(
             )
     if not results:
         sys.exit("no row has such a model")
-    table = Table("rows", "count", "median", "mean", "90 %", "largest", "bias", "inside", "width")
     summaries = _summaries(results)
-    for row in summaries:
-        names = ("median", "mean", "percentile_90", "largest", "bias", "inside", "width")
-        shares = ("" if row[name] is None else f"{row[name]:.1%}" for name in names)
-        table.add_row(str(row["rows"]), str(row["count"]), *shares)
-    Console(width=110).print(table)
+    print(table(summaries))
     wrong = sum(not result.verdict_right for result in results)
     seconds = [result.seconds for result in results]
     print(

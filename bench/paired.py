@@ -1,4 +1,4 @@
-"""Paired timing: a plain and a managed copy of one job take steps in turn; the ratio is taken pair by pair.
+"""Paired timing: copies of one job take steps in turn, and ratios are taken pair by pair.
 
 Each copy lives in a process of its own: in one process they would share the C library's heap, whose state either leaves
 behind for the other, and times would be off by a third.
@@ -114,18 +114,6 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
         "recomputed_ops": plan.recomputed_ops,
         "plan_seconds": plan.plan_seconds,
     }
-
-
-def compare(case: Case, options: Options, device: torch.device, pairs: int, warmup: int = 1) -> Pairs:
-    """Step both copies in turn: `warmup` pairs that do not count (compilation, first touch of the store), then `pairs`.
-
-    The plain copy is in eager PyTorch, or under `torch.compile` where the managed one has Inductor's kernels. Raises
-    InfeasibleBudget where the managed copy does.
-    """
-    compiled = options.backend == "inductor"
-    with Side(case, None, device, compiled=compiled) as plain, Side(case, options, device) as managed:
-        theirs, ours = steps_in_turn([plain, managed], warmup + pairs)
-        return pairs_of(theirs, ours, managed.plan(), warmup)
 
 
 Steps = list[tuple[float, float]]

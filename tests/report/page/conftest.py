@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,12 +74,16 @@ class Browser:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     pytest.importorskip("selenium", reason="needs selenium")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[3] / "bench")
-        start = importlib.import_module("report_page").chromium
-    try:
-        driver = start()
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    yield Browser(driver)
-    driver.quit()
+    from selenium import webdriver
+
+    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield Browser(started)
+    started.quit()

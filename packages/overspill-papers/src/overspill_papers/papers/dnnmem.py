@@ -2,7 +2,7 @@
 
 "Real" rows are what NVML read; ours are estimates by each framework's own rules. PyTorch's jobs run on a GPU that is not
 there. MXNet's are symbols (`symbols.py`), TensorFlow's are graphs that a TensorFlow of today traced as TensorFlow 1 builds
-them (`bench/tensorflow_graphs.py`). Shape Inference is the paper's baseline, computed by its definition (§5.2): weights,
+them (`tools/tensorflow_graphs.py`). Shape Inference is the paper's baseline, computed by its definition (§5.2): weights,
 input and the outputs of forward, activations, dropout and sums in place.
 
 Taken where the paper says nothing, once for all rows: `dnnmem_tables.py` and `dnnmem_torch.py` say what of sizes and

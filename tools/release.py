@@ -1,7 +1,7 @@
 """Whether this checkout can be released: builds the sdist and the wheels, tries each where nothing else is, prints a checklist.
 
-    python bench/release.py                  # all of it, into build/release; the wheels are in build/release/dist
-    python bench/release.py --python 3.11    # for one CPython
+    python tools/release.py                  # all of it, into build/release; the wheels are in build/release/dist
+    python tools/release.py --python 3.11    # for one CPython
 
 The sdist is built first and the wheels from it, as pip does where there is no wheel for a machine: without a network, in an
 environment that has the build requirements alone. auditwheel names the oldest Linux that a wheel works on. Each wheel is then

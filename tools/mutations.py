@@ -1,6 +1,6 @@
 """Plants thirty defects, one at a time, and shows that tests of `make test` catch each.
 
-    python bench/mutations.py [NAME ...]
+    python tools/mutations.py [NAME ...]
 
 Each defect is one changed line of a source file, which is put back at once. The tests that are run are those of `make test`
 in a few folders, until the first failure. Exits with 1 if a defect goes unnoticed; takes a few minutes.

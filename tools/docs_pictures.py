@@ -1,9 +1,9 @@
 """Draws the pictures of the docs: what the transcripts of the pages write by `--plot NAME.png` and `--report NAME.html`.
 
-python bench/docs_pictures.py                    # all, into docs/pictures/; about two minutes
-python bench/docs_pictures.py docs/tutorial.md   # those of one page
+python tools/docs_pictures.py                    # all, into docs/pictures/; about two minutes
+python tools/docs_pictures.py docs/tutorial.md   # those of one page
 
-All transcripts of a page that draws are run in order, in one empty folder, as `bench/transcripts.py` runs them. Of a report
+All transcripts of a page that draws are run in order, in one empty folder, as `tools/transcripts.py` runs them. Of a report
 Chromium takes a picture.
 """
 

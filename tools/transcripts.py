@@ -1,8 +1,8 @@
 r"""Runs the commands that README.md and the pages of docs/ show, and compares what they print with what stands there.
 
-python bench/transcripts.py                    # names each stale block, with a diff; exit code 1 if there is one
-python bench/transcripts.py --write            # writes what the stale ones print today
-python bench/transcripts.py docs/cli.md --all  # one page, the slow blocks too
+python tools/transcripts.py                    # names each stale block, with a diff; exit code 1 if there is one
+python tools/transcripts.py --write            # writes what the stale ones print today
+python tools/transcripts.py docs/cli.md --all  # one page, the slow blocks too
 
 A transcript is a fenced block whose first line is `$ overspill …`. It may hold several commands, each on a line that
 begins with `$ ` (and goes on behind a backslash), followed by what it prints: standard output, then the line of standard

@@ -39,7 +39,7 @@ lie together; the layout found takes {found} KiB (8192 bytes), and --capacity 81
 
 @pytest.fixture
 def transcripts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "bench")
+    monkeypatch.syspath_prepend(ROOT / "tools")
     return importlib.import_module("transcripts")
 
 

@@ -1,6 +1,6 @@
 """Traces DNNMem's networks with an installed TensorFlow, as TensorFlow 1 builds them, for `overspill reproduce dnnmem`.
 
-    python bench/tensorflow_graphs.py [--only NAME] [--out FOLDER]
+    python tools/tensorflow_graphs.py [--only NAME] [--out FOLDER]
 
 Needs the extra `tensorflow`; nothing is run. Each graph is a training step in graph mode, with tf.gradients and the
 optimizer's ops, traced at two batch sizes between which all shapes are lines, and stored for every batch.

@@ -17,7 +17,7 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "bench" / "release.py")
+    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -87,7 +87,7 @@ def test_both_packages_are_of_one_version(release: ModuleType, monkeypatch: pyte
 
 @pytest.mark.long
 def test_the_wheel_for_this_python_is_built_without_a_network_and_works_where_nothing_else_is(tmp_path: Path) -> None:
-    command = [sys.executable, "bench/release.py", "--python", HERE, "--out", str(tmp_path)]
+    command = [sys.executable, "tools/release.py", "--python", HERE, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith("["))
     for what in (
