@@ -45,6 +45,7 @@ from overspill.core import Layout, Trace
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.placement.packing.base import LEAST_GAIN, Limits
 from overspill.placement.packing.files import read_trace
 from overspill.placement.packing.problem import Problem
@@ -52,7 +53,7 @@ from overspill.placement.packing.solvers.exact import Decider, Exact
 from overspill.placement.packing.solvers.portfolio import Portfolio
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 from overspill.simulate import trace_of
 
 T = TypeVar("T")
@@ -258,7 +259,7 @@ def model_traces(names: list[str], policies: list[str], batch: int) -> Iterator[
     """The steps of built-in models under policies, on an RTX 4090."""
     device = load_device("rtx4090")
     for name in names:
-        graph = with_algorithms(step_graph(Training(partial(models.load, name), batch)), device)
+        graph = with_algorithms(step_graph(Job(partial(models.load, name), batch)), device)
         half = unmanaged_peak(graph, device) // 2
         for policy in policies:
             chosen = policy_named(policy)

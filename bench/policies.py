@@ -35,11 +35,12 @@ from overspill.core import Device, Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import op_seconds, with_algorithms
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.planning.algorithms import memory_optimal
 from overspill.planning.floor import floor_of
 from overspill.planning.step_program import StepProgram
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 from overspill.simulate import check, simulate
 
 BATCHES = {
@@ -80,7 +81,7 @@ class Case(TypedDict):
 
 def cases(model: str, batch: int, gpus: list[str], papers: Recorded) -> list[Case]:
     """All cases of one model; the papers' policies are not planned where `papers` has them."""
-    captured = step_graph(Training(lambda: models.load(model), batch))
+    captured = step_graph(Job(lambda: models.load(model), batch))
     return [case for gpu in gpus for case in _on(captured, model, batch, load_device(gpu), papers)]
 
 

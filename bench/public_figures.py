@@ -21,7 +21,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from overspill import models
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import TensorKind
@@ -29,8 +28,9 @@ from overspill.core.units import format_bytes
 from overspill.costs import capability_of
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
-from overspill.estimation import Estimate, Parallel, programs
-from overspill.estimation.recipe import Recipe
+from overspill.estimation import Estimate
+from overspill.estimation.programs import program_of
+from overspill.job import Job, NamedModel, Parallel
 
 DATA = Path(__file__).parent / "ground_truth" / "public.csv"
 _UNITS = {"MiB": 1 << 20, "GB": 10**9, "GiB": 1 << 30}
@@ -70,18 +70,17 @@ def _figure(row: dict[str, str]) -> Figure:
 
 def _estimate(row: dict[str, str]) -> Estimate:
     device = load_device(row["gpu"])
-    recipe = _recipe(json.loads(row["recipe"]))
     seq_len = int(row["seq_len"]) if row["seq_len"] else None
-    program = programs.of_job(lambda: models.load(row["model"], seq_len=seq_len), int(row["batch"]), recipe)
-    recording = record(program, capability=capability_of(device.compute_capability))
+    job = _job(NamedModel(row["model"], seq_len=seq_len), int(row["batch"]), json.loads(row["recipe"]))
+    recording = record(program_of(job), capability=capability_of(device.compute_capability))
     software = Software(row["torch"], row["cuda"], {})
-    return Estimate(row["job"], recording, device, software=software, parallel=recipe.parallel)
+    return Estimate(row["job"], recording, device, software=software, parallel=job.parallel)
 
 
-def _recipe(fields: dict[str, Any]) -> Recipe:
+def _job(model: NamedModel, batch: int, fields: dict[str, Any]) -> Job:
     name = fields.pop("optimizer", None)
     parallel = Parallel(**fields.pop("parallel")) if "parallel" in fields else None
-    return Recipe(_OPTIMIZERS.get(name, name), parallel=parallel, **fields)
+    return Job(model, batch, _OPTIMIZERS.get(name, name), parallel=parallel, **fields)
 
 
 def _bytes(made: Estimate, of: str) -> int:

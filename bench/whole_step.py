@@ -37,6 +37,7 @@ from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
 from overspill.core.units import format_bytes
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.models import load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.planning.order import feature_maps_alone
@@ -45,7 +46,7 @@ from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
 from overspill.runtime.tracker import LiveBytes
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 
 SIMULATED = (("gpt2", 4), ("resnet50", 32), ("bert-base", 8), ("vgg16-vdnn", 32))
 GPUS = ("rtx4090", "a100-80gb", "h200", "cpu")
@@ -95,7 +96,7 @@ def _seconds(value: float | None) -> str:
 def simulated(models: Sequence[tuple[str, int]], gpus: Sequence[str]) -> Iterator[Simulated]:
     """The rows of the simulated table."""
     for model, batch in models:
-        graph = step_graph(Training(partial(load, model), batch, "adamw", whole_step=True))
+        graph = step_graph(Job(partial(load, model), batch, "adamw"), whole_step=True)
         for gpu in gpus:
             device = load_device(gpu)
             peak = unmanaged_peak(graph, device)
@@ -172,8 +173,8 @@ def ways(name: str, batch: int, seq_len: int, store_dir: str) -> Iterator[Way]:
     torch.manual_seed(0)
     job = load(name, seq_len=seq_len)
     inputs = job.make_batch(batch)
-    whole = Training(partial(load, name, seq_len=seq_len), batch, "adamw", whole_step=True)
-    peak = unmanaged_peak(step_graph(whole), load_device("cpu"))
+    whole = Job(partial(load, name, seq_len=seq_len), batch, "adamw")
+    peak = unmanaged_peak(step_graph(whole, whole_step=True), load_device("cpu"))
 
     def own() -> tuple[nn.Module, torch.optim.Optimizer]:
         module = copy.deepcopy(job.module)

@@ -16,12 +16,13 @@ from overspill import errors
 from overspill.core import Block, Schedule, Trace
 from overspill.core.errors import InfeasibleBudget, OverspillError, RequestError
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.models.registry import load
 from overspill.placement import allocator_named
 from overspill.placement.packing import solver_named
 from overspill.policies import policy_named
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview
+from overspill.runtime.training import preview
 from overspill.runtime.transfer.stores import make_store
 
 
@@ -55,7 +56,7 @@ def test_plan_of_a_module_leaves_it_as_it_is_and_is_that_of_the_function_that_ma
 
 def test_plan_of_a_built_in_model_is_that_of_its_job() -> None:
     made = overspill.plan("alexnet", batch=8, budget="1.5GiB", device="titan-x", optimizer="momentum")
-    job = Training(lambda: load("alexnet"), 8, "momentum")
+    job = Job(lambda: load("alexnet"), 8, "momentum")
     expected = preview(job, Options("1.5GiB", device="titan-x"))
     assert (made.graph, made.schedule) == (expected.graph, expected.schedule)
 

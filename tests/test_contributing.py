@@ -149,7 +149,7 @@ def test_the_store_keeps_bytes_and_gives_them_back(add: Add) -> None:
 
 
 def test_the_model_is_planned_for_the_device(add: Add, tmp_path: Path) -> None:
-    add("overspill.models", "Job(name")
+    add("overspill.models", "BuiltModel(name")
     MODELS.register("mlp", Entry("mlp", "MLP", "two layers", "images 3x28x28", "contributed:build", "image_size"))
     (tmp_path / "my-gpu.toml").write_text(sample("memory_bytes", "toml"), encoding="utf-8")
     DEVICES.register("my-gpu", tmp_path / "my-gpu.toml")

@@ -18,9 +18,10 @@ SMALL_DECODER = "decoder:width=512,depth=12,heads=8,vocabulary=8192,seq_len=64"
 DECODER = "decoder:width=768,depth=12,heads=12,vocabulary=50257,seq_len=128"
 PLAIN = """
 from overspill.models import load
-from overspill.runtime.training import Training, train_plain
+from overspill.job import Job
+from overspill.runtime.training import train_plain
 from overspill.runtime.options import Options
-print(train_plain(Training(lambda: load({model!r}), {batch}, {optimizer!r}, steps=1), Options()).losses)
+print(train_plain(Job(lambda: load({model!r}), {batch}, {optimizer!r}), Options(), steps=1).losses)
 """
 
 
@@ -78,15 +79,16 @@ def test_resnet50_trains_in_an_address_space_in_which_plain_training_fails(tmp_p
 def test_the_planned_share_of_the_unmanaged_peak_is_feasible_and_auto_moves_fewer_bytes_than_vdnn_all(
     model: str, batch: int, share: float
 ) -> None:
+    from overspill.job import Job
     from overspill.models import load
     from overspill.runtime.options import Options
-    from overspill.runtime.training import Training, preview
+    from overspill.runtime.training import preview
 
-    training = Training(lambda: load(model), batch)
-    plan = preview(training, Options(budget=share))
+    job = Job(lambda: load(model), batch)
+    plan = preview(job, Options(budget=share))
     assert plan.peak_bytes <= share * plan.unmanaged_peak_bytes
-    at_sixty = preview(training, Options(budget=0.6))
-    everything = preview(training, Options(budget="1TiB", policy="vdnn-all"))
+    at_sixty = preview(job, Options(budget=0.6))
+    everything = preview(job, Options(budget="1TiB", policy="vdnn-all"))
     if everything.peak_bytes <= at_sixty.budget_bytes or model != "vgg16-vdnn":
         assert at_sixty.offloaded_bytes < 0.9 * everything.offloaded_bytes
     else:

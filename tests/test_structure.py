@@ -19,6 +19,7 @@ PAPERS = ROOT / "packages" / "overspill-papers" / "src" / "overspill_papers"
 ORDER = (
     ("core",),
     ("devices", "costs", "models"),
+    ("job",),
     ("capture",),
     ("simulate",),
     ("planning",),

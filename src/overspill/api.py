@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,32 +16,30 @@ if TYPE_CHECKING:  # torch is imported when a model is planned, and not for `pac
 
     from .costs import MeasuredTimes
     from .estimation.advice import Advice
-    from .estimation.recipe import MakeOptimizer
-    from .models import Job
+    from .job import Job, MakeOptimizer
     from .placement.packing import Solution
     from .plans.comparison import Comparison
     from .plans.plan import Plan
     from .plans.sweep import Sweep
-    from .runtime.training import Training
 
 
 def plan(
     build: str | nn.Module | Callable[[], nn.Module],
     inputs: Any = None,
     loss: Callable[..., Tensor] | None = None,
-    optimizer: str = "sgd",
+    optimizer: str | MakeOptimizer = "sgd",
     *,
     budget: str | float | Budget | None = None,
     device: str | Device = "cpu",
     policy: str = "auto",
     batch: int | None = None,
-    dtype: str = "float32",
     whole_step: bool = False,
     placement: str | None = None,
     times: MeasuredTimes | None = None,
     backend: str = "eager",
     torch: str | None = None,
     cuda: str | None = None,
+    **how: Any,
 ) -> Plan:
     """The checked and simulated plan of one training step within `budget` on `device`; nothing is run.
 
@@ -50,18 +47,18 @@ def plan(
         build: A built-in model by its name (then with `batch`), a module (left as it is) or a function that makes one.
         inputs: What the model reads, as of `overspill.estimate`.
         loss: A criterion of torch.nn, a function of the model and all inputs, or None for a model that returns its own loss.
-        optimizer: Its name; its state counts.
+        optimizer: Its name, or a function of the parameters; its state counts.
         budget: A size (`"8GiB"`), a share of what the step takes unmanaged (`0.5`), `"smallest"`, or None for all of the device.
         device: By name, by file, or as a Device; `cpu` is this machine.
         policy: A name that `overspill policies` lists.
         batch: Samples in a step; by default the first dimension of `inputs`.
-        dtype: float32, bfloat16, float16, or amp-bfloat16 (under autocast).
         whole_step: Parameters, gradients and optimizer state may move too, as in `overspill.train_step`.
         placement: An allocator or solver within whose peak the plan must stay.
         times: Op times that were measured on the device, in place of estimates.
         backend: With `inductor` the step is as `torch.compile` has it, by the program that Inductor writes for the CPU.
         torch: The PyTorch release that a GPU runs it with, as in `overspill.estimate`.
         cuda: The CUDA release, likewise.
+        **how: How it is trained: `dtype` and the other arguments of `overspill.estimate` that say so.
 
     Returns:
         The Plan. Its times are simulated.
@@ -74,27 +71,27 @@ def plan(
     from .runtime.options import Options  # noqa: PLC0415 - imports torch
     from .runtime.training import preview  # noqa: PLC0415
 
-    software = software_named(torch, cuda)
     options = Options(
-        budget, policy, device=_device(device), placement=placement, times=times, backend=backend, software=software
-    )
-    return preview(_training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step), options)
+        budget, policy, device=_device(device), placement=placement, times=times, backend=backend,
+        software=software_named(torch, cuda), whole_step=whole_step,
+    )  # fmt: skip
+    return preview(_job(build, inputs, loss, batch, optimizer, how), options)
 
 
 def compare(
     build: str | nn.Module | Callable[[], nn.Module],
     inputs: Any = None,
     loss: Callable[..., Tensor] | None = None,
-    optimizer: str = "sgd",
+    optimizer: str | MakeOptimizer = "sgd",
     *,
     budget: str | float | Budget | None = None,
     device: str | Device = "cpu",
     policies: Iterable[str] | None = None,
     batch: int | None = None,
-    dtype: str = "float32",
     whole_step: bool = False,
     torch: str | None = None,
     cuda: str | None = None,
+    **how: Any,
 ) -> Comparison:
     """A row for each of `policies` on one training step: its plan, or why there is none.
 
@@ -107,10 +104,10 @@ def compare(
         device: By name, by file, or as a Device.
         policies: Names that `overspill policies` lists; by default all of them.
         batch: Samples in a step.
-        dtype: float32, bfloat16, float16, or amp-bfloat16 (under autocast).
         whole_step: Parameters, gradients and optimizer state may move too.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
+        **how: How it is trained, as of `overspill.plan`.
 
     Returns:
         The fastest that fits comes first, then what does not fit, the least bytes first.
@@ -126,25 +123,24 @@ def compare(
     names = tuple(POLICIES.loaded()[0] if policies is None else policies)
     for name in names:
         policy_named(name)
-    options = Options(budget, device=_device(device), software=software_named(torch, cuda))
-    training = _training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step)
-    return compare_on(options, *graph_for(training, options), names)
+    options = Options(budget, device=_device(device), software=software_named(torch, cuda), whole_step=whole_step)
+    return compare_on(options, *graph_for(_job(build, inputs, loss, batch, optimizer, how), options), names)
 
 
 def sweep(
     build: str | nn.Module | Callable[[], nn.Module],
     inputs: Any = None,
     loss: Callable[..., Tensor] | None = None,
-    optimizer: str = "sgd",
+    optimizer: str | MakeOptimizer = "sgd",
     *,
     device: str | Device = "cpu",
     policies: Iterable[str] = ("auto",),
     points: int | None = None,
     batch: int | None = None,
-    dtype: str = "float32",
     whole_step: bool = False,
     torch: str | None = None,
     cuda: str | None = None,
+    **how: Any,
 ) -> Sweep:
     """What one training step costs at up to `points` budgets, from all that it takes unmanaged to the smallest that works.
 
@@ -157,10 +153,10 @@ def sweep(
         policies: Names that `overspill policies` lists.
         points: The most budgets to plan for; None: 12.
         batch: Samples in a step.
-        dtype: float32, bfloat16, float16, or amp-bfloat16 (under autocast).
         whole_step: Parameters, gradients and optimizer state may move too.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
+        **how: How it is trained, as of `overspill.plan`.
 
     Returns:
         For each policy the memory against the simulated time, and at each budget the proven bound.
@@ -178,9 +174,8 @@ def sweep(
     for name in names:
         policy_named(name)
     check_points(asked)
-    options = Options(device=_device(device), software=software_named(torch, cuda))
-    training = _training(build, inputs, loss, optimizer, batch, dtype, whole_step=whole_step)
-    return sweep_on(options, *graph_for(training, options), names, asked)
+    options = Options(device=_device(device), software=software_named(torch, cuda), whole_step=whole_step)
+    return sweep_on(options, *graph_for(_job(build, inputs, loss, batch, optimizer, how), options), names, asked)
 
 
 def advise(
@@ -214,8 +209,7 @@ def advise(
     from .estimation.api import estimate  # noqa: PLC0415 - imports torch
     from .runtime.advise import advise as advice_on  # noqa: PLC0415
 
-    made = estimate(build, inputs, loss, optimizer, device=device, batch=batch, **how)
-    return list(advice_on(made, _loader(build, inputs, loss)))
+    return list(advice_on(estimate(build, inputs, loss, optimizer, device=device, batch=batch, **how)))
 
 
 def pack(
@@ -261,56 +255,17 @@ def _device(device: str | Device) -> Device:
     return load_device(device) if isinstance(device, str) else device
 
 
-def _training(
+def _job(
     build: str | nn.Module | Callable[[], nn.Module],
     inputs: Any,
     loss: Callable[..., Tensor] | None,
-    optimizer: str,
     batch: int | None,
-    dtype: str,
-    *,
-    whole_step: bool,
-) -> Training:
+    optimizer: str | MakeOptimizer,
+    how: dict[str, Any],
+) -> Job:
     """The job that was asked for. Raises RequestError."""
-    from .models.inputs import Inputs  # noqa: PLC0415 - imports torch
-    from .runtime.training import Training  # noqa: PLC0415
+    from .job import job_of  # noqa: PLC0415
 
-    load = _loader(build, inputs, loss)
     if isinstance(build, str) and batch is None:
         raise RequestError(f"pass batch=, the samples in a step of {build}")
-    samples = batch or Inputs(inputs).batch or 1
-    return Training(load, samples, optimizer, whole_step=whole_step, dtype=dtype)
-
-
-def _loader(
-    build: str | nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None
-) -> Callable[[], Job]:
-    """What makes the job that was asked for. Raises RequestError."""
-    from . import models  # noqa: PLC0415
-    from .models.inputs import Inputs  # noqa: PLC0415 - imports torch
-
-    if isinstance(build, str):
-        if inputs is not None or loss is not None:
-            raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
-        models.check_name(build)
-        return partial(models.load, build)
-    if inputs is None:
-        raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
-    return partial(_job, build, Inputs(inputs), loss)
-
-
-def _job(build: Any, given: Any, loss: Callable[..., Tensor] | None) -> Job:
-    """The user's model as a job whose batches are the inputs, made where fake tensors are."""
-    from torch import nn  # noqa: PLC0415
-
-    from .models.job import Job  # noqa: PLC0415
-    from .models.step import loss_on, without_memory  # noqa: PLC0415
-
-    def make_batch(size: int) -> tuple[Any, ...]:
-        made = given.at(size)
-        return tuple(made) if isinstance(made, (list, tuple)) else (made,)
-
-    module = without_memory(build) if isinstance(build, nn.Module) else build()
-    if not isinstance(module, nn.Module):
-        raise RequestError(f"build returned {type(module).__name__}, not a module; let it return a torch.nn.Module")
-    return Job(type(module).__name__, module, make_batch, lambda model, *batch: loss_on(model, loss, batch))
+    return job_of(build, inputs, loss, batch, optimizer, **how)

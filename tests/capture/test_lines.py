@@ -21,23 +21,24 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Graph, Op, Phase, TensorKind
 from overspill.core.frames import stack_of
-from overspill.models import Job
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview
+from overspill.runtime.training import preview
 
 from .marked import NAME, Again, Net, line, loss_of, train
 
 
-def job() -> Job:
-    return Job("marked", Net(), lambda size: (torch.ones(size, 8),), loss_of)
+def job() -> BuiltModel:
+    return BuiltModel("marked", Net(), lambda size: (torch.ones(size, 8),), loss_of)
 
 
 def compiled() -> Graph:
-    return preview(Training(job, 64), Options(budget="1TiB", policy="liveness")).graph
+    return preview(Job(job, 64), Options(budget="1TiB", policy="liveness")).graph
 
 
 def whole_step() -> Graph:
-    return preview(Training(job, 64, whole_step=True), Options(budget="1TiB", policy="liveness")).graph
+    return preview(Job(job, 64), Options(budget="1TiB", policy="liveness", whole_step=True)).graph
 
 
 def recorded() -> Graph:
@@ -215,7 +216,7 @@ def test_the_nodes_that_a_comment_of_inductors_names_are_those_of_the_call_below
 
 def test_library_calls_of_inductors_programs_have_the_line_of_their_op() -> None:
     options = Options(budget="1TiB", policy="liveness", backend="inductor")
-    graph = preview(Training(job, 64), options).graph
+    graph = preview(Job(job, 64), options).graph
     found = {(op.phase, graph.source(op.id)) for op in graph.ops if op.name in ("mm", "addmm")}
     # The product that Inductor joins with the sum of the shared weight's gradients is a node of its own making.
     assert found - {(Phase.BACKWARD, "")} == {

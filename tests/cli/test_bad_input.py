@@ -26,8 +26,8 @@ TIGHT = f"{TRAIN} --budget 80%"
     [
         ("", ""),
         ("trian", "No such command 'trian'"),
-        ("train", "Missing argument 'MODEL'"),
-        ("train alexnet", "Missing option '--batch'"),
+        ("train", "name a model"),
+        ("train alexnet", "--batch 32"),
         ("train alexnet --batch many", "'--batch'"),
         ("train alexnet --batch 0", "'--batch'"),
         ("train alexnet --batch -3", "'--batch'"),
@@ -46,7 +46,7 @@ TIGHT = f"{TRAIN} --budget 80%"
         ("train alexnet --batch 2 --store host --store-dir .", "--store-dir is for the disk store"),
         ("train alexnet --batch 2 --backend fast", "unknown backend 'fast'; backends: eager, inductor"),
         ("train alexnet --batch 2 --optimizer lion", "unknown optimizer 'lion'; optimizers: sgd"),
-        ("train alexnet --batch 2 --dtype int8", "unknown dtype 'int8'; dtypes to train in: float32"),
+        ("train alexnet --batch 2 --dtype int8", "unknown dtype 'int8'; dtypes: float32"),
         ("plan alexnet --batch 2 --dtype amp", "amp-bfloat16 takes the same bytes"),
         ("train alexnet --batch 2 --device tpu", "unknown device 'tpu'"),
         (

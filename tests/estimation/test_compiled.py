@@ -21,10 +21,10 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.capture.virtual_gpu.record import record
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.estimation import programs
-from overspill.estimation.recipe import Recipe
-from overspill.models import Job, load
+from overspill.job import Job
+from overspill.models import BuiltModel, load
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview, train, train_plain
+from overspill.runtime.training import preview, train, train_plain
 
 BATCH = 4
 CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
@@ -39,8 +39,8 @@ class Net(nn.Module):
         return self.last(torch.dropout(torch.relu(self.norm(self.first(x))), 0.1, self.training))
 
 
-def net(width: int = 64) -> Job:
-    return Job(
+def net(width: int = 64) -> BuiltModel:
+    return BuiltModel(
         "net", Net(width), lambda n: (torch.randn(32 * n, 16), torch.randint(8, (32 * n,))),
         lambda model, x, y: nn.functional.cross_entropy(model(x), y),
     )  # fmt: skip
@@ -48,13 +48,13 @@ def net(width: int = 64) -> Job:
 
 def estimated_peak(build: Any, optimizer: str = "sgd") -> int:
     """Of the compiled step as tensors alone, without a GPU's workspaces."""
-    program = programs.of_job(build, BATCH, Recipe(optimizer), compiled=True)
+    program = programs.program_of(Job(build, BATCH, optimizer), compiled=True)
     return record(program).peak_requested_bytes
 
 
 def measured_peak(build: Any, optimizer: str = "sgd") -> int:
     """Of real training with stock torch.compile, by the events of PyTorch's allocator."""
-    return train_plain(Training(build, BATCH, optimizer, 3), Options(backend="inductor")).measured_peak_bytes
+    return train_plain(Job(build, BATCH, optimizer), Options(backend="inductor")).measured_peak_bytes
 
 
 @pytest.mark.long
@@ -169,7 +169,7 @@ def test_what_is_not_known_is_refused_in_a_line() -> None:
 
 @pytest.mark.long
 def test_the_plan_is_that_of_the_run() -> None:
-    job = Training(net, BATCH, "momentum", 2)
+    job = Job(net, BATCH, "momentum")
     options = Options("smallest", backend="inductor", store="host")
     foretold, run = preview(job, options), train(job, options)
     assert foretold.peak_bytes == run.planned_peak_bytes

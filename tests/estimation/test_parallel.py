@@ -14,10 +14,12 @@ from overspill.core.errors import RequestError
 from overspill.costs.interval import NOTHING
 from overspill.costs.nccl import nccl_bytes
 from overspill.devices import load_device
-from overspill.estimation import Estimate, programs
-from overspill.estimation.parallel import Parallel, parallel_of
-from overspill.estimation.recipe import DTYPES, Recipe
+from overspill.estimation import Estimate
+from overspill.estimation.programs import ITERATIONS, program_of
 from overspill.estimation.training.wrappers import repeated_blocks
+from overspill.job import GivenModel, Job, NamedModel, Parallel
+from overspill.job.parallel import parallel_of
+from overspill.models import DTYPES
 
 A100 = load_device("a100-80gb")
 WIDTH, LAYERS = 256, 8
@@ -39,11 +41,8 @@ def network():
 
 
 def recorded(parallel, *, dtype="float32", optimizer="sgd", build=network):
-    program = programs.training(
-        build, lambda: torch.zeros(4, WIDTH), lambda module, x: module(x).sum(),
-        Recipe(optimizer, dtype, parallel=parallel),
-    )  # fmt: skip
-    return record(program)
+    model = GivenModel(build, torch.zeros(4, WIDTH), lambda module, x: module(x).sum())
+    return record(program_of(Job(model, 4, optimizer, dtype, parallel=parallel)))
 
 
 def estimated(parallel, **options):
@@ -90,7 +89,7 @@ def test_the_breakdown_of_parallel_training_adds_up(parallel):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "horovod"])
 def test_every_kind_runs_in_every_dtype(kind, dtype):
-    assert recorded(Parallel(kind, 2), dtype=dtype, optimizer="adamw").iterations == programs.ITERATIONS
+    assert recorded(Parallel(kind, 2), dtype=dtype, optimizer="adamw").iterations == ITERATIONS
 
 
 @pytest.mark.parametrize(
@@ -98,8 +97,8 @@ def test_every_kind_runs_in_every_dtype(kind, dtype):
 )
 @pytest.mark.parametrize("kind", ["ddp", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fsdp", "horovod"))])
 def test_built_in_models_train_in_parallel(model, kind):
-    program = programs.of_job(lambda: models.load(model), 2, Recipe("adamw", parallel=Parallel(kind, 8)))
-    alone = programs.of_job(lambda: models.load(model), 2, Recipe("adamw"))
+    program = program_of(Job(NamedModel(model), 2, "adamw", parallel=Parallel(kind, 8)))
+    alone = program_of(Job(NamedModel(model), 2, "adamw"))
     several, one = record(program), record(alone)
     assert several.parameters == one.parameters
     state = most(several, TensorKind.OPTIMIZER_STATE)
@@ -240,7 +239,7 @@ def test_the_command_lines_options_make_a_request():
 
 def test_inference_in_parallel_is_refused():
     with pytest.raises(RequestError, match=r"^ddp is for training"):
-        programs.of_job(lambda: models.load("gpt2"), 1, Recipe(parallel=Parallel()))
+        program_of(Job(NamedModel("gpt2"), 1, None, parallel=Parallel()))
 
 
 def test_a_model_with_nothing_to_train_is_refused():

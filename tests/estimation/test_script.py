@@ -20,9 +20,10 @@ from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import RequestError, UnsupportedError
-from overspill.estimation import programs
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.programs import program_of
 from overspill.estimation.script import ScriptRun, record_script
+from overspill.job import Job
+from overspill.models import BuiltModel
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -66,7 +67,11 @@ def expected(
     **options: object,
 ) -> Recording:  # fmt: skip
     try:
-        return record(programs.training(build, inputs, loss, Recipe(optimizer, **options)))
+
+        def made() -> BuiltModel:
+            return BuiltModel("script", build(), lambda _: (inputs(),), loss)
+
+        return record(program_of(Job(made, None, optimizer, **options)))
     finally:
         _HELD.clear()
 

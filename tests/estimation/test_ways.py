@@ -15,9 +15,9 @@ from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core import Phase, TensorKind
 from overspill.core.errors import RequestError
-from overspill.estimation import Parallel, programs
-from overspill.estimation.parallel import parallel_of
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.programs import ITERATIONS, program_of
+from overspill.job import GivenModel, Job, NamedModel, Parallel
+from overspill.job.parallel import parallel_of
 
 WIDTH, DEPTH, BATCH = 256, 4, 64
 FEATURES = 4 * BATCH * WIDTH
@@ -43,13 +43,13 @@ def network() -> nn.Module:
 
 
 def trained(optimizer: Any = "sgd", build: Any = network, shape: Any = (BATCH, WIDTH), **fields: Any) -> Recording:
-    recipe = Recipe(optimizer, **fields)
-    return record(programs.training(build, lambda: torch.zeros(shape), lambda m, x: m(x).mean(), recipe))
+    model = GivenModel(build, torch.zeros(shape), lambda m, x: m(x).mean())
+    return record(program_of(Job(model, shape[0], optimizer, **fields)))
 
 
 @cache
 def gpt2(optimizer: str | None = None, **fields: Any) -> Recording:
-    return record(programs.of_job(lambda: models.load("gpt2", small=True), 2, Recipe(optimizer, **fields)))
+    return record(program_of(Job(lambda: models.load("gpt2", small=True), 2, optimizer, **fields)))
 
 
 def alive(recording: Recording, at: int | None = None) -> Counter[TensorKind]:
@@ -68,6 +68,8 @@ def kept_for_backward(recording: Recording) -> int:
     begins = next(a.start for a in made if a.phase is Phase.BACKWARD)
     return sum(a.nbytes for a in made if a.start < begins <= a.end and a.nbytes > 4)
 
+
+NETWORK = GivenModel(network, torch.zeros(BATCH, WIDTH))
 
 # Contradictions
 
@@ -93,7 +95,7 @@ def kept_for_backward(recording: Recording) -> int:
 )
 def test_what_contradicts_itself_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        Recipe(**fields)
+        Job(NETWORK, **fields)
 
 
 def test_inference_refuses_what_only_training_has() -> None:
@@ -289,7 +291,7 @@ def test_a_layer_of_8_bits_keeps_its_input_and_one_of_4_bits_does_not() -> None:
 @pytest.mark.long
 def test_adapters_are_trained_on_several_gpus() -> None:
     for parallel in (Parallel("ddp", 2), Parallel("fsdp", 2)):
-        assert gpt2("adamw", lora=4, parallel=parallel).iterations == programs.ITERATIONS
+        assert gpt2("adamw", lora=4, parallel=parallel).iterations == ITERATIONS
 
 
 # Generation
@@ -306,7 +308,7 @@ def test_keys_and_values_have_their_full_length_from_the_start() -> None:
 
 def test_generation_refuses_models_that_read_no_tokens_and_texts_that_are_too_long() -> None:
     with pytest.raises(RequestError, match="reads tokens"):
-        record(programs.of_job(lambda: models.load("resnet18", small=True), 2, Recipe(generate=4)))
+        record(program_of(Job(lambda: models.load("resnet18", small=True), 2, None, generate=4)))
     with pytest.raises(RequestError, match=f"{TOKENS + POSITIONS} tokens; the model has {POSITIONS} positions"):
         gpt2(generate=POSITIONS)
 
@@ -336,8 +338,8 @@ UNCUT = 4 * 5 * 64  # the norms, in float32
 CUT = 4 * (2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 2 * 200 * 64)  # both blocks, the embedding and the output
 
 
-def llama(recipe: Recipe) -> Recording:
-    return record(programs.of_job(lambda: models.load(LLAMA, seq_len=16), 2, recipe))
+def llama(optimizer: str | None = None, **fields: Any) -> Recording:
+    return record(program_of(Job(lambda: models.load(LLAMA, seq_len=16), 2, optimizer, **fields)))
 
 
 def test_the_decoder_s_blocks_are_cut() -> None:
@@ -349,10 +351,10 @@ def test_the_decoder_s_blocks_are_cut() -> None:
 @pytest.mark.long
 def test_layers_that_are_cut_are_on_all_gpus_together_once() -> None:
     pytest.importorskip("transformers")
-    recording = llama(Recipe("adamw", parallel=Parallel("tp", 2)))
+    recording = llama("adamw", parallel=Parallel("tp", 2))
     assert alive(recording)[TensorKind.PARAMETER] == UNCUT + CUT // 2
     assert alive(recording)[TensorKind.OPTIMIZER_STATE] == 2 * (UNCUT + CUT // 2)
-    generated = llama(Recipe(generate=4, parallel=Parallel("tp", 2)))
+    generated = llama(generate=4, parallel=Parallel("tp", 2))
     one_head = 4 * 2 * (16 + 4) * 16  # of two
     assert len([a for a in generated.allocations if a.nbytes == one_head]) == 2 * 2 * generated.iterations
 
@@ -361,7 +363,7 @@ def test_layers_that_are_cut_are_on_all_gpus_together_once() -> None:
 def test_layers_are_cut_evenly_or_not_at_all() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(RequestError, match="which 3 GPUs cannot share evenly"):
-        llama(Recipe("sgd", parallel=Parallel("tp", 3)))
+        llama("sgd", parallel=Parallel("tp", 3))
 
 
 # Stages of a pipeline
@@ -375,8 +377,8 @@ TOKEN_WEIGHTS, POSITION_WEIGHTS, LAST_NORM = 4 * 211 * 64, 4 * POSITIONS * 64, 4
 def stage(at: int, gpus: int = 4, micro_batches: int | None = None, **fields: Any) -> Recording:
     """A step of two samples each micro-batch, in four stages of a block each."""
     parallel = Parallel("pp", gpus, micro_batches=micro_batches, stage=at)
-    recipe = Recipe("adamw", parallel=parallel, **fields)
-    return record(programs.of_job(lambda: models.load(DECODER), 2 * parallel.pieces, recipe))
+    model = NamedModel(DECODER)
+    return record(program_of(Job(model, 2 * parallel.pieces, "adamw", parallel=parallel, **fields)))
 
 
 def test_a_stage_has_its_blocks_and_what_is_at_its_end() -> None:
@@ -394,7 +396,7 @@ def test_of_stages_each_has_a_micro_batch_more_under_way_than_the_next() -> None
 
 @pytest.mark.long
 def test_a_pipeline_of_one_stage_accumulates() -> None:
-    accumulated = record(programs.of_job(lambda: models.load(DECODER), 2, Recipe("adamw", accumulate=2)))
+    accumulated = record(program_of(Job(NamedModel(DECODER), 2, "adamw", accumulate=2)))
     alone = [op.name for op in stage(0, gpus=1, micro_batches=2).ops]
     assert Counter(alone) == Counter(op.name for op in accumulated.ops)
 
@@ -419,8 +421,8 @@ def test_the_answer_is_of_the_stage_that_needs_most() -> None:
 @pytest.mark.long
 def test_stages_of_transformers_have_its_layers() -> None:
     pytest.importorskip("transformers")
-    recipes = [Recipe("adamw", parallel=Parallel("pp", 2, stage=at)) for at in (0, 1)]
-    first, last = (alive(llama(recipe))[TensorKind.PARAMETER] for recipe in recipes)
+    stages = [Parallel("pp", 2, stage=at) for at in (0, 1)]
+    first, last = (alive(llama("adamw", parallel=stage))[TensorKind.PARAMETER] for stage in stages)
     assert first + last == UNCUT + CUT
     assert last - first == 4 * 64  # the last norm
 
@@ -433,13 +435,13 @@ def test_the_first_stage_has_no_more_under_way_than_there_are_micro_batches() ->
 
 @pytest.mark.long
 def test_weights_that_no_stage_runs_are_refused() -> None:
-    def load() -> models.Job:
+    def load() -> models.BuiltModel:
         job = models.load(DECODER)
         job.module.spare = nn.Linear(2, 2)
         return job
 
     with pytest.raises(RequestError, match="weights that are of no stage"):
-        record(programs.of_job(load, 4, Recipe("sgd", parallel=Parallel("pp", 2))))
+        record(program_of(Job(load, 4, parallel=Parallel("pp", 2))))
 
 
 def most_at_once(recording: Recording) -> int:
@@ -458,7 +460,7 @@ def most_at_once(recording: Recording) -> int:
 )
 def test_what_stages_do_not_go_with_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        Recipe(**({"optimizer": "sgd", "parallel": Parallel("pp", 2)} | fields))
+        Job(NETWORK, **({"parallel": Parallel("pp", 2)} | fields))
 
 
 def test_stages_have_blocks_evenly_and_are_of_decoders() -> None:
@@ -467,4 +469,4 @@ def test_stages_have_blocks_evenly_and_are_of_decoders() -> None:
     with pytest.raises(RequestError, match="Sequential is not cut in stages here"):
         trained(parallel=Parallel("pp", 2))
     with pytest.raises(RequestError, match="a batch of 6 is no multiple of 4 micro-batches"):
-        Recipe("sgd", parallel=Parallel("pp", 2, micro_batches=4)).check_batch(6)
+        Job(NETWORK, 6, parallel=Parallel("pp", 2, micro_batches=4)).check_batch()

@@ -1,17 +1,22 @@
 """The CUDA path on a real device: pinned memory, two copy streams, exact numbers, planned peak. Skipped without one."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from overspill.job import Job
 from overspill.models import load
 from overspill.policies import POLICIES
+from overspill.runtime import training as runs
 from overspill.runtime.hardware import device_noun
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, train, train_plain
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.stores import make_store
 
 pytestmark = pytest.mark.gpu
+
+train, train_plain = (partial(run, device="cuda") for run in (runs.train, runs.train_plain))
 
 
 @pytest.fixture
@@ -40,13 +45,13 @@ def test_a_tensor_survives_the_trip_to_pinned_memory_and_back() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", ["resnet18", "gpt2"])
 def test_training_on_the_gpu_is_bit_identical(model: str, policy: str, deterministic) -> None:
-    job = Training(lambda: load(model, small=True), 4, "momentum", 3, device="cuda")
+    job = Job(lambda: load(model, small=True), 4, "momentum")
     managed = train(job, Options(budget="4GiB", policy=policy))
     assert managed.identical_to(train_plain(job, Options()))
 
 
 def test_a_budget_halves_the_allocated_peak_of_resnet50(deterministic) -> None:
-    job = Training(lambda: load("resnet50"), 32, "sgd", 2, device="cuda")
+    job = Job(lambda: load("resnet50"), 32, "sgd")
     managed, plain = train(job, Options(budget=0.5)), train_plain(job, Options())
     assert managed.losses == plain.losses
     assert managed.plan is not None
@@ -56,7 +61,7 @@ def test_a_budget_halves_the_allocated_peak_of_resnet50(deterministic) -> None:
 
 def test_a_card_of_exactly_the_budget_is_enough(deterministic) -> None:
     """`set_per_process_memory_fraction` makes the card so small that one segment more than planned is out of memory."""
-    job = Training(lambda: load("resnet50"), 16, "sgd", 3, device="cuda")
+    job = Job(lambda: load("resnet50"), 16, "sgd")
     whole = train(job, Options()).planned_device_bytes
     assert whole is not None
     total = torch.cuda.get_device_properties(0).total_memory
@@ -76,7 +81,7 @@ def test_a_card_of_exactly_the_budget_is_enough(deterministic) -> None:
 
 
 def test_the_measured_peak_does_not_depend_on_what_ran_before() -> None:
-    job = Training(lambda: load("resnet18"), 16, "sgd", 2, device="cuda")
+    job = Job(lambda: load("resnet18"), 16, "sgd")
     peaks = [
         (train_plain(job, Options()).measured_peak_bytes, train(job, Options()).measured_peak_bytes) for _ in range(2)
     ]

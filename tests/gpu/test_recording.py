@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import overspill
 from overspill.core import Verb
+from overspill.job import Job
 from overspill.models import load
 from overspill.placement.snapshot import read_snapshot, replay_snapshot
 from overspill.report.recording import Recording
@@ -21,7 +22,7 @@ from overspill.report.tracing.plan_trace import LIVE
 from overspill.report.tracing.run_trace import MEASURED
 from overspill.runtime.options import Options
 from overspill.runtime.recording.recorder import Recorder
-from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.training import train, train_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +40,11 @@ def _deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_a_recorded_run_has_the_bits_of_plain_training(whole_step: bool, backend: str) -> None:
-    job = Training(lambda: load("gpt2", small=True), 16, "momentum", STEPS, device="cuda", whole_step=whole_step)
-    options = Options(budget=0.85, backend=backend)
+    job = Job(lambda: load("gpt2", small=True), 16, "momentum")
+    options = Options(budget=0.85, backend=backend, whole_step=whole_step)
     recorder = Recorder(by_hand=True, snapshot=True)
-    managed = train(job, options, recorder=recorder)
-    assert managed.identical_to(train_plain(job, options, partition=managed.partition))
+    managed = train(job, options, recorder=recorder, steps=STEPS, device="cuda")
+    assert managed.identical_to(train_plain(job, options, partition=managed.partition, steps=STEPS, device="cuda"))
     assert managed.record is not None
     assert len(managed.record.steps) == STEPS
     assert managed.record.device_snapshot is not None

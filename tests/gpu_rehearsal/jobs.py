@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import overspill
-from overspill.models import Job as ModelJob
-from overspill.models import load, optimizer_named
+from overspill.models import BuiltModel, load, optimizer_named
 from overspill.models.step import TrainingStep
 from overspill.plans.plan import Plan
 from overspill.runtime.compiled.compile import compile_in
@@ -38,7 +37,7 @@ class Job:
 @contextmanager
 def job(
     door: str,
-    model: str | Callable[[], ModelJob],
+    model: str | Callable[[], BuiltModel],
     batch: int,
     budget: str | float | None,
     *,

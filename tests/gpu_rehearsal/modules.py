@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from overspill.models import Job
+from overspill.models import BuiltModel
 
 IMAGES = (3, 8, 12, 12)
 VOLUMES = (2, 4, 6, 6, 6)
@@ -130,15 +130,17 @@ def _mean(output: Tensor) -> Tensor:
 
 def _builder(
     name: str, make: Callable[[], Callable[[Tensor], Tensor]], shape: tuple[int, ...], loss: Callable[[Tensor], Tensor]
-) -> Callable[[], Job]:
-    def build() -> Job:
+) -> Callable[[], BuiltModel]:
+    def build() -> BuiltModel:
         module = Around(make(), shape)
-        return Job(name, module, lambda batch: (torch.randn(batch, *shape[1:]),), lambda model, x: loss(model(x)))
+        return BuiltModel(
+            name, module, lambda batch: (torch.randn(batch, *shape[1:]),), lambda model, x: loss(model(x))
+        )
 
     return build
 
 
-MODULES: dict[str, Callable[[], Job]] = {
+MODULES: dict[str, Callable[[], BuiltModel]] = {
     **{name: _builder(name, make, IMAGES, _mean) for name, make in IMAGE_MODULES.items()},
     **{name: _builder(name, make, ROWS, _mean) for name, make in ROW_MODULES.items()},
     **{name: _builder(name, make, VOLUMES, _mean) for name, make in VOLUME_MODULES.items()},

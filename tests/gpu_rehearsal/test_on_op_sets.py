@@ -12,7 +12,7 @@ from tests.gpu_rehearsal.jobs import DOORS, job
 from tests.gpu_rehearsal.modules import MODULES
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overspill.models import Job
+from overspill.models import BuiltModel
 
 MODELS = ("gpt2", "resnet18", "unet", "vgg11", "googlenet", "densenet121", "deeplabv3plus")
 SAME_KERNEL = {
@@ -58,7 +58,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ops_of(door: str, model: str | Callable[[], Job], batch: int, *, autocast: bool) -> Counter[str]:
+def ops_of(door: str, model: str | Callable[[], BuiltModel], batch: int, *, autocast: bool) -> Counter[str]:
     """The ops of the second step."""
     ops = Ops()
     budget = None if door == "plain" else 1.0
@@ -75,7 +75,7 @@ def ops_of(door: str, model: str | Callable[[], Job], batch: int, *, autocast: b
 
 
 def difference(
-    name: str, model: str | Callable[[], Job], batch: int, door: str, record: Any, *, autocast: bool = False
+    name: str, model: str | Callable[[], BuiltModel], batch: int, door: str, record: Any, *, autocast: bool = False
 ) -> dict[str, Any]:
     plain, managed = (ops_of(which, model, batch, autocast=autocast) for which in ("plain", door))
     differ = {op: (plain[op], managed[op]) for op in sorted(plain | managed) if plain[op] != managed[op]}

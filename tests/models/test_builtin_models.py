@@ -10,11 +10,11 @@ from tests.models.variants import OTHERS_AND_DEEP_LONG
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overspill.models import Job, load, names
+from overspill.models import BuiltModel, load, names
 from overspill.models.step import TrainingStep
 
 
-def load_or_skip(name: str, *, small: bool = False) -> Job:
+def load_or_skip(name: str, *, small: bool = False) -> BuiltModel:
     if name.startswith("bert"):
         pytest.importorskip("transformers")
     return load(name, small=small)

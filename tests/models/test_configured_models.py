@@ -16,9 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overspill.core.errors import RequestError
+from overspill.job import Job
 from overspill.models import check_name, load
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.training import train, train_plain
 
 TINY = "decoder:width=32,depth=2,heads=4,vocabulary=50,seq_len=8"
 LAYERS = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,vocab_size=97"
@@ -90,10 +91,10 @@ def test_without_transformers_hf_says_what_to_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_causal_language_model_trains_by_its_own_loss_with_the_numbers_of_plain_pytorch(name: str) -> None:
     pytest.importorskip("transformers")
-    training = Training(lambda: load(name, seq_len=8), 2, "adamw", 2, whole_step=True)
-    options = Options(0.9, store="host")
-    run = train(training, options)
-    assert run.identical_to(train_plain(training, options))
+    job = Job(lambda: load(name, seq_len=8), 2, "adamw")
+    options = Options(0.9, store="host", whole_step=True)
+    run = train(job, options, steps=2)
+    assert run.identical_to(train_plain(job, options, steps=2))
 
 
 def test_a_configuration_file_names_a_model(tmp_path: Path) -> None:
@@ -146,9 +147,9 @@ def test_what_is_no_causal_language_model_is_made_and_trained_as_what_it_is(name
     pytest.importorskip("transformers")
     job = load(name)
     assert type(job.module).__name__.endswith(KINDS[name])
-    training = Training(lambda: load(name), 2, "adamw", 2, whole_step=True)
-    options = Options(0.9, store="host")
-    assert train(training, options).identical_to(train_plain(training, options))
+    job = Job(lambda: load(name), 2, "adamw")
+    options = Options(0.9, store="host", whole_step=True)
+    assert train(job, options, steps=2).identical_to(train_plain(job, options, steps=2))
 
 
 def test_a_configuration_says_of_which_kind_it_is(tmp_path: Path) -> None:

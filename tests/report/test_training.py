@@ -10,12 +10,12 @@ import torch
 from tests.report.test_plan import plan, shown
 
 from overspill.core.units import format_seconds
-from overspill.models import load
+from overspill.job import Job, NamedModel
 from overspill.report.page import Lines, Step
 from overspill.report.pages.training import training_page
 from overspill.report.training import Trained, training_report
 from overspill.runtime.options import Options
-from overspill.runtime.training import Run, Training
+from overspill.runtime.training import Run
 
 
 def run(
@@ -26,8 +26,8 @@ def run(
 
 
 def trained(reference: Run | None = None) -> Trained:
-    training = Training(lambda: load("alexnet", small=True), 4)
-    return Trained("toy [bold]", training, Options(store="disk"), run(), plan(), reference)
+    job = Job(NamedModel("toy [bold]"), 4)
+    return Trained(job, Options(store="disk"), "cpu", run(), plan(), reference)
 
 
 def test_without_a_reference_nothing_is_said_of_identity() -> None:

@@ -19,6 +19,7 @@ from overspill.capture.programs.allocations import allocations
 from overspill.core import Device
 from overspill.core.errors import InfeasibleBudget, RequestError, UnsupportedError
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.models import load
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.card import Card
@@ -28,7 +29,7 @@ from overspill.plans.plan import make_plan
 from overspill.runtime import hardware, options, reserved
 from overspill.runtime.options import Options
 from overspill.runtime.reserved import ReservedWatch
-from overspill.runtime.training import Training, train
+from overspill.runtime.training import train
 
 MIB = 1 << 20
 CARD = Card(100 * MIB)
@@ -55,9 +56,9 @@ def allocated(run: Callable[[], Any]) -> Events:
     return Events.from_rows(rows)
 
 
-def budget_of(job: Training, share: float) -> int:
+def budget_of(job: Job, share: float, *, whole_step: bool) -> int:
     """A share of what the job takes of the card unmanaged, and the context."""
-    plan = train(replace(job, steps=1), Options(device=GPU, budget=1 << 40, store="host")).plan
+    plan = train(job, Options(device=GPU, budget=1 << 40, store="host", whole_step=whole_step), steps=1).plan
     assert plan is not None
     assert plan.reserved_bytes is not None
     return CARD.context_bytes + int(share * plan.reserved_bytes)
@@ -78,11 +79,11 @@ def budget_of(job: Training, share: float) -> int:
 def test_what_a_run_allocates_survives_on_a_card_of_exactly_the_budget(
     model: str, batch: int, whole_step: bool, share: float, tmp_path: Any
 ) -> None:
-    job = Training(lambda: load(model), batch, "adamw", 3, whole_step=whole_step, keep_state=False)
-    budget = budget_of(job, share)
+    job = Job(lambda: load(model), batch, "adamw")
+    budget = budget_of(job, share, whole_step=whole_step)
     found = []
-    asked = Options(device=GPU, budget=budget, store="disk", store_dir=tmp_path)
-    events = allocated(lambda: found.append(train(job, asked)))
+    asked = Options(device=GPU, budget=budget, store="disk", store_dir=tmp_path, whole_step=whole_step)
+    events = allocated(lambda: found.append(train(job, asked, keep_state=False)))
     (run,) = found
     assert run.plan is not None
     assert run.plan.asked_bytes == budget
@@ -298,7 +299,7 @@ def test_what_is_reserved_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPa
 def test_both_doors_look_at_what_is_reserved(whole_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int | None] = []
     monkeypatch.setattr(ReservedWatch, "look", lambda _, planned, where: looks.append(planned()))
-    job = Training(lambda: load(DECODER), 2, "sgd", 2, whole_step=whole_step, keep_state=False)
-    run = train(job, Options(device=GPU, budget=1 << 40, store="host"))
+    job = Job(lambda: load(DECODER), 2)
+    run = train(job, Options(device=GPU, budget=1 << 40, store="host", whole_step=whole_step), steps=2)
     assert set(looks) == {run.planned_reserved_bytes}
     assert len(looks) == (2 if whole_step else 4)  # of a compiled model before each forward and backward

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from overspill.models import load
-from overspill.models.step import DTYPES
+from overspill.job import Job
+from overspill.models import DTYPES, load
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.training import train, train_plain
 
 WAYS = [
     ("gpt2", "amp-bfloat16", False, "eager"),
@@ -21,6 +22,7 @@ WAYS = [
         pytest.param(model, dtype, whole_step, backend, marks=pytest.mark.long)
         for model in ("gpt2", "resnet18")
         for dtype in DTYPES
+        if dtype != "amp"
         for whole_step in (False, True)
         for backend in ("eager", "inductor")
     ),
@@ -40,10 +42,11 @@ def threads(count: int) -> Iterator[None]:
 @pytest.mark.parametrize(("model", "dtype", "whole_step", "backend"), WAYS)
 def test_the_numbers_are_those_of_plain_training(model: str, dtype: str, whole_step: bool, backend: str) -> None:
     batch = 32 if (model, dtype) == ("resnet18", "amp-bfloat16") else 4  # there the update is the peak of small batches
-    job = Training(partial(load, model, small=True), batch, "momentum", 2, "cpu", whole_step, dtype=dtype)
+    job = Job(partial(load, model, small=True), batch, "momentum", dtype)
     with threads(1):  # with several, Inductor's kernels add up some gradients in an order that changes
-        run = train(job, Options("90%", store="host", backend=backend, partition=None if backend == "eager" else 1))
-        assert run.identical_to(train_plain(job, Options(backend=backend)))
+        options = Options("90%", store="host", backend=backend, whole_step=whole_step)
+        run = train(job, replace(options, partition=None if backend == "eager" else 1), steps=2)
+        assert run.identical_to(train_plain(job, Options(backend=backend), steps=2))
     plan = run.plan
     assert plan is not None
     assert run.measured_peak_bytes <= run.planned_peak_bytes <= plan.budget_bytes

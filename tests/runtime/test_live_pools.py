@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.core.errors import InfeasibleBudget, RequestError
+from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.live.pools import check_live
 from overspill.runtime.options import LIVE_PLACEMENTS, Options
-from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.training import train, train_plain
 
 MIB = 1 << 20
 
@@ -168,10 +169,10 @@ def test_an_evaluation_between_steps_does_not_disturb_planned_addresses() -> Non
 
 @pytest.mark.long
 def test_sentences_of_varied_lengths_are_trained_on_with_planned_addresses() -> None:
-    training = Training(lambda: load("seq2seq-varied", small=True), batch=4, steps=9, whole_step=True)
-    options = Options(budget="64MiB", store="host", placement="planned")
-    managed = train(training, options)
-    assert managed.identical_to(train_plain(training, options))
+    job = Job(lambda: load("seq2seq-varied", small=True), 4)
+    options = Options(budget="64MiB", store="host", placement="planned", whole_step=True)
+    managed = train(job, options, steps=9)
+    assert managed.identical_to(train_plain(job, options, steps=9))
     assert managed.pool is not None
     assert managed.pool.reoptimisations >= 1
     assert len(set(managed.losses)) == 9
@@ -185,10 +186,10 @@ def test_inductors_kernels_run_from_the_pool(placement: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        training = Training(lambda: load("gpt2", small=True), batch=4, steps=3)
+        job = Job(lambda: load("gpt2", small=True), 4)
         options = Options(budget="64MiB", store="host", placement=placement, backend="inductor", partition=1)
-        managed = train(training, options)
-        assert managed.identical_to(train_plain(training, options, partition=1))
+        managed = train(job, options)
+        assert managed.identical_to(train_plain(job, options, partition=1))
     finally:
         torch.set_num_threads(before)
     assert managed.pool is not None
@@ -216,9 +217,9 @@ def test_what_cannot_work_together_is_refused_by_name() -> None:
 @pytest.mark.long
 def test_a_first_step_that_finds_no_room_is_begun_again_too() -> None:
     """On the CPU the pool is made while the first step runs. Scratch of U-Net's convolutions has no room there."""
-    job = Training(lambda: load("unet", small=True), batch=16, optimizer="momentum", steps=2, whole_step=True)
-    options = Options(budget="90%", store="host", placement="two-ended")
-    run = train(job, options)
+    job = Job(lambda: load("unet", small=True), 16, "momentum")
+    options = Options(budget="90%", store="host", placement="two-ended", whole_step=True)
+    run = train(job, options, steps=2)
     assert run.pool is not None
     assert run.pool.spilled_peak_bytes > 0
-    assert run.identical_to(train_plain(job, options))
+    assert run.identical_to(train_plain(job, options, steps=2))

@@ -7,14 +7,15 @@ from torch import nn
 from overspill.core.errors import RequestError
 from overspill.costs import MeasuredTimes, op_seconds, signature
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
 from overspill.runtime.profile import OpTimer
-from overspill.runtime.training import Training, preview, train, train_plain
+from overspill.runtime.training import preview, train, train_plain
 
-JOB = Training(lambda: load("resnet18", small=True), 2, "momentum", 2)
+JOB = Job(lambda: load("resnet18", small=True), 2, "momentum")
 
 
 @pytest.mark.long

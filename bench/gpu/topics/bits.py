@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from gpu.experiment import Figures, Setting
 from overspill.core.errors import InfeasibleBudget, OverspillError
+from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.options import Options
-from overspill.runtime.training import Run, Training, same_bits, train, train_plain
+from overspill.runtime.training import Run, same_bits, train, train_plain
 
 from .jobs import SMALL_BATCH
 
@@ -27,16 +28,15 @@ BUDGET = "60%"
 def eager(setting: Setting, model: str, batch: int, optimizer: str = "momentum") -> Figures:
     """Plain training, again, with PyTorch's own batch norm kernels; then managed with and without transfers, by both doors."""
     _deterministic()
-    training = _training(setting, model, batch, optimizer)
-    whole = replace(training, whole_step=True)
+    managed, plain = _runs(setting, model, batch, optimizer)
     arms: dict[str, Callable[[], Run]] = {
-        "plain again": lambda: train_plain(training, Options()),
-        "plain, native batch norm": lambda: _with_native_batch_norm(training),
-        "compile": lambda: _within(BUDGET, lambda budget: train(training, Options(budget))),
-        "compile, nothing moved": lambda: train(training, Options()),
-        "train_step": lambda: _within(BUDGET, lambda budget: train(whole, Options(budget))),
+        "plain again": lambda: plain(Options()),
+        "plain, native batch norm": lambda: _with_native_batch_norm(plain),
+        "compile": lambda: _within(BUDGET, lambda budget: managed(Options(budget))),
+        "compile, nothing moved": lambda: managed(Options()),
+        "train_step": lambda: _within(BUDGET, lambda budget: managed(Options(budget, whole_step=True))),
     }
-    return _compared(setting, train_plain(training, Options()), arms)
+    return _compared(setting, plain(Options()), arms)
 
 
 def inductor(
@@ -50,29 +50,30 @@ def inductor(
         _deterministic()
     if not setting.is_cuda:
         torch.set_num_threads(1)
-    training = _training(setting, model, batch, optimizer)
+    managed, plain = _runs(setting, model, batch, optimizer)
     stock = Options(backend="inductor")
 
     def within(budget: str | None, placement: str | None = None, *, whole_step: bool = False) -> Run:
         def run(share: str | None) -> Run:
-            options = Options(share, backend="inductor", partition=1, placement=placement)
-            return train(replace(training, whole_step=whole_step), options)
+            options = Options(share, backend="inductor", partition=1, placement=placement, whole_step=whole_step)
+            return managed(options)
 
         return _within(budget, run)
 
     arms: dict[str, Callable[[], Run]] = {
-        "torch.compile again": lambda: train_plain(training, stock),
+        "torch.compile again": lambda: plain(stock),
         "compile": lambda: within(BUDGET),
         "compile, nothing moved": lambda: within(None),
         "compile, planned addresses": lambda: within(BUDGET, "planned"),
         "train_step": lambda: within(BUDGET, whole_step=True),
     }
-    return _compared(setting, train_plain(training, stock), arms)
+    return _compared(setting, plain(stock), arms)
 
 
-def _training(setting: Setting, model: str, batch: int, optimizer: str) -> Training:
-    size = SMALL_BATCH if setting.small else batch
-    return Training(lambda: load(model, small=setting.small), size, optimizer, STEPS, device=setting.device)
+def _runs(setting: Setting, model: str, batch: int, optimizer: str) -> list[Callable[[Options], Run]]:
+    """What trains the job as options say, managed and plain."""
+    job = Job(lambda: load(model, small=setting.small), SMALL_BATCH if setting.small else batch, optimizer)
+    return [partial(run, job, steps=STEPS, device=setting.device) for run in (train, train_plain)]
 
 
 def _within(budget: str | None, run: Callable[[str | None], Run]) -> Run:
@@ -129,9 +130,9 @@ def _to_cpu(run: Run) -> None:
     run.state = {name: value.cpu() for name, value in run.state.items()}
 
 
-def _with_native_batch_norm(training: Training) -> Run:
+def _with_native_batch_norm(plain: Callable[[Options], Run]) -> Run:
     with _native_batch_norm():
-        return train_plain(training, Options())
+        return plain(Options())
 
 
 @contextmanager

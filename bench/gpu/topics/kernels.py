@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.experiment import Figures, Setting
+from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, train
+from overspill.runtime.training import train
 
 from .jobs import JOBS, SMALL_BATCH, build, synchronize
 from .ways import WAYS
@@ -88,13 +90,12 @@ def length(spans: Spans) -> float:
 def planned_again(setting: Setting, model: str, batch: int, optimizer: str) -> Figures:
     """Simulated and measured step times of a plan by the device file, and of one by op times that a run measured."""
     size, steps = (SMALL_BATCH, 3) if setting.small else (batch, STEPS)
-    job = Training(
-        lambda: load(model, small=setting.small), size, optimizer, steps, device=setting.device, keep_state=False
-    )
-    first = train(job, Options(BUDGET))
+    job = Job(lambda: load(model, small=setting.small), size, optimizer)
+    run = partial(train, job, steps=steps, device=setting.device, keep_state=False)
+    first = run(Options(BUDGET))
     setting.note(**_told("by_device_file", first))
-    measured = train(job, Options(BUDGET, profile=True)).times
-    again = train(job, Options(BUDGET, times=measured))
+    measured = run(Options(BUDGET, profile=True)).times
+    again = run(Options(BUDGET, times=measured))
     return (
         _told("by_device_file", first)
         | _told("by_measured_times", again)

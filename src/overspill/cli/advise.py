@@ -7,25 +7,18 @@ from typing import Annotated
 
 import typer
 
-from overspill import models
-from overspill.estimation.recipe import Recipe
+from overspill.job import Job
 
 from . import complete
 from .common import (
     AsJson,
-    ImageSize,
-    ModelChoice,
-    ModelName,
     Outcome,
-    SeqLen,
-    Small,
     narrate,
     quiet_torch,
 )
-from .recipe import with_recipe
+from .job import with_job
 from .software import Cuda, Torch
 
-Samples = Annotated[int, typer.Option(min=1, help="Samples in a step, on each GPU.")]
 TrainedOn = Annotated[
     str,
     typer.Option(
@@ -37,16 +30,11 @@ TrainedOn = Annotated[
 ]
 
 
-@with_recipe("generate")
+@with_job(batch=1)
 def advise(
-    model: ModelName,
-    gpu: TrainedOn,
     *,
-    batch: Samples = 1,
-    small: Small = False,
-    image_size: ImageSize = None,
-    seq_len: SeqLen = None,
-    recipe: Recipe,
+    job: Job,
+    gpu: TrainedOn,
     torch: Torch = None,
     cuda: Cuda = None,
     json: AsJson = False,
@@ -54,7 +42,6 @@ def advise(
     """Try what would make a model fit on a GPU, or take less of it: what each change saves and costs, the cheapest first."""
     del json  # `main` reads it from the arguments
     begun = time.perf_counter()
-    models.check_name(model)
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import Setting, of_job
@@ -62,15 +49,13 @@ def advise(
         from overspill.runtime.advise import advise as advise_on
 
         setting = Setting.of(gpu, torch=torch, cuda=cuda)
-        choice = ModelChoice(model, small, image_size, seq_len)
-        narrator.now(f"tracing {model}")
-        made = of_job(choice.build, model, batch, recipe, setting)
+        narrator.now(f"tracing {job.name}")
+        made = of_job(job, setting)
         tried: list[str] = []
-        found = list(advise_on(made, choice.build, narrator.now, tried.append))
+        found = list(advise_on(made, narrator.now, tried.append))
         helpful = {advice.what for advice in found}
         left_out = [what for what in dict.fromkeys(tried) if what not in helpful]
         fits = made.fits() or any(advice.fits for advice in found)
-        request = {"model": model, "batch": batch, "optimizer": recipe.optimizer, "dtype": recipe.dtype}
-        request["gpus"] = 1 if recipe.parallel is None else recipe.parallel.gpus
+        request = job.request() | {"gpus": 1 if job.parallel is None else job.parallel.gpus}
         answer = advise_answer(request, made, found, left_out, time.perf_counter() - begun)
         return Outcome(answer, advise_report(made, found, left_out), 0 if fits else 1)

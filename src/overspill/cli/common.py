@@ -12,30 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from overspill import models
 from overspill.core.budget import Budget as Limit
 from overspill.core.errors import RequestError
 
 from . import complete
 from .narrator import Narrator as Narrator  # noqa: PLC0414 - commands take all that they share from here
 from .narrator import narrate as narrate  # noqa: PLC0414
-from .narrator import tell_once
 
 if TYPE_CHECKING:  # rich is imported when there is something to print
     from rich.console import RenderableType
 
-    from overspill.models import Job
-
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable.",
-        show_default=False,
-        autocompletion=complete.model,
-    ),
-]
-Batch = Annotated[int, typer.Option(min=1, help="Samples in a step.", show_default=False)]
 Budget = Annotated[
     str | None,
     typer.Option(
@@ -69,37 +55,11 @@ PlacerName = Annotated[
         autocompletion=complete.placer,
     ),
 ]
-OptimizerName = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="sgd, momentum, adam, adamw, adagrad, rmsprop or adafactor.",
-        autocompletion=complete.optimizer,
-    ),
-]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, float16 or amp-bfloat16 (autocast).")]
-Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
-ImageSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)
-]
-SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
 WholeStep = Annotated[
     bool,
     typer.Option(
         "--whole-step", help="Plan the update too: parameters, gradients and optimizer state may be in the store."
     ),
-]
-Accumulate = Annotated[
-    int,
-    typer.Option(min=1, metavar="N", help="Micro-batches that a step accumulates gradients over; with --whole-step."),
-]
-ClipNorm = Annotated[
-    float | None,
-    typer.Option(metavar="X", help="Clip gradients to this norm of all; with --whole-step.", show_default=False),
-]
-ClipValue = Annotated[
-    float | None,
-    typer.Option(metavar="X", help="Clip each number of gradients to ±X; with --whole-step.", show_default=False),
 ]
 PlanFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
@@ -161,27 +121,10 @@ class Outcome:
     complaint: str = ""
 
 
-@dataclass(frozen=True)
-class ModelChoice:
-    """Which model the user named, and how large it shall be."""
-
-    name: str
-    small: bool = False
-    image_size: int | None = None
-    seq_len: int | None = None
-
-    def build(self) -> Job:
-        """The job, made anew."""
-        job = models.load(self.name, small=self.small, image_size=self.image_size, seq_len=self.seq_len)
-        tell_once(job.assumed)
-        return job
-
-
-def check_request(model: str, budget: str | None, policy: str, out: Path | None) -> Limit:
+def check_request(budget: str | None, policy: str, out: Path | None) -> Limit:
     """The budget that was asked for. Raises RequestError for what is plainly wrong, before torch is imported."""
     from overspill.policies import policy_named
 
-    models.check_name(model)
     policy_named(policy)
     limit = Limit.parse(budget)
     check_writable(out)

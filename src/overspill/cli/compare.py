@@ -10,29 +10,23 @@ import typer
 
 from overspill.core.errors import RequestError
 from overspill.core.units import format_bytes
+from overspill.job import Job
 
 from . import complete
 from .common import (
     AsJson,
-    Batch,
     Budget,
-    Dtype,
     Gpu,
-    ImageSize,
-    ModelChoice,
-    ModelName,
     Narrator,
-    OptimizerName,
     Outcome,
     ReportFile,
-    SeqLen,
-    Small,
     WholeStep,
     check_report,
     check_request,
     narrate,
     quiet_torch,
 )
+from .job import with_job
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
@@ -68,17 +62,13 @@ PlotFile = Annotated[
 ]
 
 
+@with_job()
 def compare(
-    model: ModelName,
-    batch: Batch,
+    *,
+    job: Job,
     gpu: Gpu = None,
     budget: Budget = None,
     policies: PolicyNames = None,
-    optimizer: OptimizerName = "sgd",
-    dtype: Dtype = "float32",
-    small: Small = False,
-    image_size: ImageSize = None,
-    seq_len: SeqLen = None,
     whole_step: WholeStep = False,
     placement: Placement = False,
     placers: PlacerNames = None,
@@ -96,7 +86,7 @@ def compare(
     begun = time.perf_counter()
     names = policy_names(policies)
     placing = _placer_names(placers) if placement or placers is not None else ()
-    limit = check_request(model, budget, "auto", plot)
+    limit = check_request(budget, "auto", plot)
     if plot is not None:
         check_plot(plot)
     check_report(report)
@@ -112,28 +102,22 @@ def compare(
         from overspill.costs.releases import software_named
         from overspill.plans.comparison import BASELINE
         from overspill.runtime.options import Options, compare_on
-        from overspill.runtime.training import Training, graph_for
+        from overspill.runtime.training import graph_for
 
-        options = Options(budget=limit, device=device, software=software_named(torch, cuda))
-        choice = ModelChoice(model, small, image_size, seq_len)
-        training = Training(choice.build, batch, optimizer, whole_step=whole_step, dtype=dtype)
-        narrator.now(f"capturing {model} for {device.name}")
-        graph, device = graph_for(training, options)
+        options = Options(budget=limit, device=device, software=software_named(torch, cuda), whole_step=whole_step)
+        narrator.now(f"capturing {job.name} for {device.name}")
+        graph, device = graph_for(job, options)
         narrator.parts(len(names))
         rows = compare_on(options, graph, device, names, lambda name: narrator.part(f"planning {name}"))
         crossings = _crossings(rows, placing, narrator)
-    request = {
-        "model": model,
-        "batch": batch,
-        "optimizer": optimizer,
-        "dtype": dtype,
+    request = job.request() | {
         "whole_step": whole_step,
         "gpu": device.name,
         "budget_bytes": rows.budget_bytes,
         "baseline": BASELINE,
         "lower_bound_seconds": rows.lower_bound_seconds,
     }
-    return _outcome(request, training.manner, rows, (plot, report), begun, crossings, placing)
+    return _outcome(request, job.manner(whole_step=whole_step), rows, (plot, report), begun, crossings, placing)
 
 
 def policy_names(asked: str | None) -> tuple[str, ...]:

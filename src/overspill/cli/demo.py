@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import AsJson, ModelChoice, Outcome, check_writable, narrate, quiet_torch
+from overspill.job import Job, NamedModel
+
+from .common import AsJson, Outcome, check_writable, narrate, quiet_torch
 
 if TYPE_CHECKING:
     from overspill.report.training import Trained
@@ -49,14 +51,13 @@ def demo(report: Page = None, no_open: NoOpen = False, json: AsJson = False) -> 
         quiet_torch()
         from overspill.report.demo import demo_report
         from overspill.runtime.options import Options
-        from overspill.runtime.training import Training
 
         from .train import run_training
 
-        training = Training(ModelChoice(MODEL).build, BATCH, OPTIMIZER, STEPS)
+        job = Job(NamedModel(MODEL), BATCH, OPTIMIZER)
         narrator.now(f"capturing and planning {MODEL}")
         with _one_thread():
-            trained = run_training(MODEL, training, Options(BUDGET, store="host"), narrator, check=True)
+            trained = run_training(job, Options(BUDGET, store="host"), narrator, steps=STEPS, device="cpu", check=True)
         page = report or _default_page()
         _write_page(trained, page)
     if not (no_open or json) and _has_display():

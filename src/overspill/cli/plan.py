@@ -9,27 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overspill.core.errors import InfeasibleBudget
+from overspill.job import Job
 
 from .common import (
-    Accumulate,
     AsJson,
-    Batch,
     Budget,
-    ClipNorm,
-    ClipValue,
-    Dtype,
     Gpu,
-    ImageSize,
-    ModelChoice,
-    ModelName,
-    OptimizerName,
     Outcome,
     PlacerName,
     PlanFile,
     PolicyName,
     ReportFile,
-    SeqLen,
-    Small,
     SnapshotFile,
     TimesFile,
     TraceFile,
@@ -41,6 +31,7 @@ from .common import (
     quiet_torch,
 )
 from .failures import explain, in_options
+from .job import with_job
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
@@ -62,22 +53,15 @@ SETTINGS = ("--budget", "--placement", "--whole-step")
 """What errors advise."""
 
 
+@with_job()
 def plan(
-    model: ModelName,
-    batch: Batch,
+    *,
+    job: Job,
     budget: Budget = None,
     policy: PolicyName = "auto",
     placement: PlacerName = None,
     gpu: Gpu = None,
-    optimizer: OptimizerName = "sgd",
-    dtype: Dtype = "float32",
     whole_step: WholeStep = False,
-    accumulate: Accumulate = 1,
-    clip_norm: ClipNorm = None,
-    clip_value: ClipValue = None,
-    small: Small = False,
-    image_size: ImageSize = None,
-    seq_len: SeqLen = None,
     out: PlanFile = None,
     report: ReportFile = None,
     plot: MemoryPlot = None,
@@ -94,7 +78,7 @@ def plan(
     from overspill.devices import load_device
     from overspill.report.plot import check_plot
 
-    limit = check_request(model, budget, policy, out)
+    limit = check_request(budget, policy, out)
     check_writable(plot)
     check_writable(trace, ".json")
     check_writable(snapshot, ".pickle")
@@ -107,33 +91,34 @@ def plan(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options
-        from overspill.runtime.step.train_step import GradientOptions
-        from overspill.runtime.training import Training, preview
+        from overspill.runtime.training import preview
 
-        choice = ModelChoice(model, small, image_size, seq_len)
-        gradients = GradientOptions(accumulate, clip_norm, clip_value)
-        training = Training(choice.build, batch, optimizer, whole_step=whole_step, gradients=gradients, dtype=dtype)
-        narrator.now(f"capturing and planning {model} for {device.name}")
-        request = {
-            "model": model,
-            "batch": batch,
-            "optimizer": optimizer,
+        narrator.now(f"capturing and planning {job.name} for {device.name}")
+        manner = job.manner(whole_step=whole_step)
+        request = job.request() | {
             "gpu": device.name,
             "policy": policy,
-            "dtype": dtype,
             "whole_step": whole_step,
         }
         try:
             measured = None if times is None else MeasuredTimes.load(times)
             software = software_named(torch, cuda)
-            options = Options(limit, policy, device=device, times=measured, placement=placement, software=software)
-            made = preview(training, options)
+            options = Options(
+                limit,
+                policy,
+                device=device,
+                times=measured,
+                placement=placement,
+                software=software,
+                whole_step=whole_step,
+            )
+            made = preview(job, options)
         except InfeasibleBudget as error:
-            return _infeasible(request, error, _title(request, training.manner), report)
+            return _infeasible(request, error, _title(request, manner), report)
     if out is not None:
         made.schedule.save(out)
     files = {"plan": out, "plot": plot, "report": report, "trace": trace, "snapshot": snapshot}
-    return _feasible(request, made, options.placer, training.manner, files)
+    return _feasible(request, made, options.placer, manner, files)
 
 
 def _feasible(

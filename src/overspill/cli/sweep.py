@@ -9,28 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overspill.core.units import format_bytes
+from overspill.job import Job
 
 from . import complete
 from .common import (
     AsJson,
-    Batch,
-    Dtype,
     Gpu,
-    ImageSize,
-    ModelChoice,
-    ModelName,
-    OptimizerName,
     Outcome,
     ReportFile,
-    SeqLen,
-    Small,
     WholeStep,
     check_report,
-    check_request,
     narrate,
     quiet_torch,
 )
 from .compare import policy_names
+from .job import with_job
 from .software import Cuda, Torch, check_gpu
 
 if TYPE_CHECKING:
@@ -49,17 +42,13 @@ Points = Annotated[
 ]
 
 
+@with_job()
 def sweep(
-    model: ModelName,
-    batch: Batch,
+    *,
+    job: Job,
     gpu: Gpu = None,
     policies: PolicyNames = "auto",
     points: Points = 12,
-    optimizer: OptimizerName = "sgd",
-    dtype: Dtype = "float32",
-    small: Small = False,
-    image_size: ImageSize = None,
-    seq_len: SeqLen = None,
     whole_step: WholeStep = False,
     torch: Torch = None,
     cuda: Cuda = None,
@@ -74,7 +63,6 @@ def sweep(
     begun = time.perf_counter()
     names = policy_names(policies)
     check_points(points)
-    check_request(model, None, "auto", None)
     check_report(report)
     device = load_device(gpu or "cpu")
     check_gpu(device, torch, cuda)
@@ -82,24 +70,17 @@ def sweep(
         quiet_torch()
         from overspill.costs.releases import software_named
         from overspill.runtime.options import Options, sweep_on
-        from overspill.runtime.training import Training, graph_for
+        from overspill.runtime.training import graph_for
 
-        options = Options(device=device, software=software_named(torch, cuda))
-        training = Training(
-            ModelChoice(model, small, image_size, seq_len).build, batch, optimizer, whole_step=whole_step, dtype=dtype
-        )
-        narrator.now(f"capturing {model} for {device.name}")
-        graph, device = graph_for(training, options)
+        options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step)
+        narrator.now(f"capturing {job.name} for {device.name}")
+        graph, device = graph_for(job, options)
         found = sweep_on(options, graph, device, names, points, narrator.now)
-    request = {
-        "model": model,
-        "batch": batch,
-        "optimizer": optimizer,
-        "dtype": dtype,
+    request = job.request() | {
         "whole_step": whole_step,
         "gpu": device.name,
     }
-    title = f"{model}, batch {batch}, {optimizer} on {device.name}{training.manner}, at every budget: simulated"
+    title = f"{job.titled} on {device.name}{job.manner(whole_step=whole_step)}, at every budget: simulated"
     return _outcome(request, found, title, begun, report)
 
 

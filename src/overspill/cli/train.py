@@ -11,28 +11,18 @@ import typer
 
 from overspill.core.errors import OverspillError, RequestError, StoreError, is_out_of_memory
 from overspill.core.units import format_bytes
+from overspill.job import Job
 
 from . import complete
 from .common import (
-    Accumulate,
     AsJson,
-    Batch,
     Budget,
-    ClipNorm,
-    ClipValue,
-    Dtype,
-    ImageSize,
-    ModelChoice,
-    ModelName,
     Narrator,
-    OptimizerName,
     Outcome,
     PlacerName,
     PlanFile,
     PolicyName,
     ReportFile,
-    SeqLen,
-    Small,
     SnapshotFile,
     StoreDir,
     TimesFile,
@@ -44,12 +34,13 @@ from .common import (
     narrate,
     quiet_torch,
 )
+from .job import with_job
 
 if TYPE_CHECKING:
     from overspill.report.training import Trained
     from overspill.runtime.options import Options
     from overspill.runtime.recording.recorder import Recorder
-    from overspill.runtime.training import Run, Training
+    from overspill.runtime.training import Run
 
 DIFFERS = 1
 
@@ -100,9 +91,10 @@ ProfileFile = Annotated[
 ]
 
 
+@with_job()
 def train(
-    model: ModelName,
-    batch: Batch,
+    *,
+    job: Job,
     budget: Budget = None,
     policy: PolicyName = "auto",
     placement: PlacerName = None,
@@ -113,16 +105,8 @@ def train(
     checksum: Checksum = False,
     backend: Backend = "eager",
     partition: Partition = None,
-    optimizer: OptimizerName = "sgd",
-    dtype: Dtype = "float32",
     whole_step: WholeStep = False,
-    accumulate: Accumulate = 1,
-    clip_norm: ClipNorm = None,
-    clip_value: ClipValue = None,
     device: DeviceName = None,
-    small: Small = False,
-    image_size: ImageSize = None,
-    seq_len: SeqLen = None,
     out: PlanFile = None,
     times: TimesFile = None,
     profile: ProfileFile = None,
@@ -133,24 +117,19 @@ def train(
 ) -> Outcome:
     """Train a model within a memory budget for some steps, on random data from a fixed seed."""
     del json  # `main` reads it from the arguments
-    limit = check_request(model, budget, policy, out)
+    limit = check_request(budget, policy, out)
     check_writable(trace, ".json")
     check_writable(snapshot, ".pickle")
     check_report(report)
-    choice = ModelChoice(model, small, image_size, seq_len)
     with narrate() as narrator:
         quiet_torch()
         from overspill.costs import MeasuredTimes
         from overspill.runtime.options import Options
         from overspill.runtime.recording.recorder import Recorder
-        from overspill.runtime.step.train_step import GradientOptions
-        from overspill.runtime.training import Training
 
-        gradients = GradientOptions(accumulate, clip_norm, clip_value)
-        training = Training(
-            choice.build, batch, optimizer, steps, _device(device), whole_step, gradients, keep_state=check, dtype=dtype
-        )
-        store = store or ("disk" if training.device == "cpu" else "pinned")
+        job.check_trained(whole_step=whole_step)
+        where = _device(device)
+        store = store or ("disk" if where == "cpu" else "pinned")
         options = Options(
             budget=limit,
             policy=policy,
@@ -162,11 +141,12 @@ def train(
             profile=profile is not None,
             placement=placement,
             checksum=checksum,
+            whole_step=whole_step,
         )
         recorder = None if trace is None and snapshot is None else Recorder(by_hand=True, snapshot=snapshot is not None)
-        _try_store(options, training.device)
-        narrator.now(f"capturing and planning {model}")
-        trained = run_training(model, training, options, narrator, recorder, check=check)
+        _try_store(options, where)
+        narrator.now(f"capturing and planning {job.name}")
+        trained = run_training(job, options, narrator, recorder, steps=steps, device=where, check=check)
     if out is not None:
         trained.plan.schedule.save(out)
     if profile is not None and trained.managed.times is not None:
@@ -188,7 +168,7 @@ def _write(trained: Trained, files: dict[str, Path]) -> None:
         write_page(report, training_page(trained))
     if (record := trained.managed.record) is None:
         return
-    title = f"{trained.model}, batch {trained.training.batch}, policy {trained.options.policy}"
+    title = f"{trained.job.name}, batch {trained.job.batch}, policy {trained.options.policy}"
     if (trace := files.get("trace")) is not None:
         write_run_trace(record, record.plans, trace, title)
     if (snapshot := files.get("snapshot")) is not None:
@@ -216,12 +196,13 @@ def _try_store(options: Options, device: str) -> None:
 
 
 def run_training(
-    model: str,
-    training: Training,
+    job: Job,
     options: Options,
     narrator: Narrator,
     recorder: Recorder | None = None,
     *,
+    steps: int,
+    device: str,
     check: bool,
 ) -> Trained:
     """The managed run, which `recorder` is told of, and with `check` the plain one after it."""
@@ -229,22 +210,22 @@ def run_training(
     from overspill.runtime.training import train as train_managed
 
     def on_step(index: int, loss: float) -> None:
-        narrator.line(f"step {index + 1}/{training.steps}: loss {loss:.6g}")
+        narrator.line(f"step {index + 1}/{steps}: loss {loss:.6g}")
         narrator.done()
         narrator.now("training", lasting=False)
 
-    if check and options.backend == "inductor" and training.device == "cpu":
+    if check and options.backend == "inductor" and device == "cpu":
         import torch
 
         torch.set_num_threads(1)
         narrator.line("one thread: with several, Inductor's kernels add up some gradients in an order that changes")
-    narrator.parts(training.steps)
-    managed = train_managed(training, options, on_step, recorder)
+    narrator.parts(steps)
+    managed = train_managed(job, options, on_step, recorder, steps=steps, device=device, keep_state=check)
     if managed.plan is None:
         raise OverspillError(
-            f"{model} gave no graph that could be planned; let its loss depend on parameters that require gradients"
+            f"{job.name} gave no graph that could be planned; let its loss depend on parameters that require gradients"
         )
-    trained = Trained(model, training, options, managed, managed.plan)
+    trained = Trained(job, options, device, managed, managed.plan)
     return trained.checked_against(_reference(trained, narrator)) if check else trained
 
 
@@ -252,11 +233,16 @@ def _reference(trained: Trained, narrator: Narrator) -> Run:
     """The same steps without Overspill. Raises StoreError when they do not fit in this machine's memory."""
     from overspill.runtime.training import train_plain
 
-    narrator.parts(trained.training.steps)
+    narrator.parts(len(trained.managed.losses))
     narrator.now("training the same steps without Overspill")
     try:
         return train_plain(
-            trained.training, trained.options, lambda *_: narrator.done(), partition=trained.managed.partition
+            trained.job,
+            trained.options,
+            lambda *_: narrator.done(),
+            trained.managed.partition,
+            steps=len(trained.managed.losses),
+            device=trained.device,
         )
     except Exception as error:
         if not is_out_of_memory(error):
@@ -276,16 +262,12 @@ def _outcome(trained: Trained, saved: str | None) -> Outcome:
 
 
 def _answer(trained: Trained) -> dict[str, Any]:
-    run, plan, training, options = trained.managed, trained.plan, trained.training, trained.options
+    run, plan, options = trained.managed, trained.plan, trained.options
     placed = trained.placed
-    answer = {
-        "model": trained.model,
-        "batch": training.batch,
-        "optimizer": training.optimizer,
-        "dtype": training.dtype,
+    answer = trained.job.request() | {
         "policy": options.policy,
-        "whole_step": training.whole_step,
-        "device": training.device,
+        "whole_step": options.whole_step,
+        "device": trained.device,
         "store": options.store,
         "checksum": options.checksum,
         "backend": options.backend,

@@ -1,6 +1,6 @@
 """Estimates: how much device memory a job will take, before it runs and without the device.
 
-What is handed on here is imported when it is first used: the command line reads a recipe without paying for numpy.
+What is handed on here is imported when it is first used: the command line reads a job without paying for numpy.
 """
 
 from importlib import import_module
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .estimate import Estimate as Estimate
-    from .parallel import Parallel as Parallel
     from .scaling import Scaling as Scaling
 
-_LAZY = {"Estimate": ".estimate", "Parallel": ".parallel", "Scaling": ".scaling"}
+_LAZY = {"Estimate": ".estimate", "Scaling": ".scaling"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from overspill import models
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.gpu import VirtualGpu
 from overspill.capture.virtual_gpu.record import record
@@ -22,22 +19,16 @@ from overspill.costs import capability_of
 from overspill.costs.releases import software_named
 from overspill.costs.scratch import Software
 from overspill.devices import load_device
-from overspill.models.inputs import Inputs
-from overspill.models.step import is_criterion, without_memory
+from overspill.job import Job, MakeOptimizer, Parallel, job_of
 from overspill.placement.allocators.caching_config import CachingConfig
 from overspill.placement.allocators.registry import allocator_type
 
-from . import programs
 from .advice import Retrace
 from .estimate import Estimate
-from .parallel import Parallel
-from .recipe import MakeOptimizer, Recipe
+from .programs import ITERATIONS, program_of
 from .scaling import Scaling
-from .training.generation import forward_of
 
 DEFAULT_DEVICE = "a100-80gb"
-# The program at a batch size (None: it has none) by a recipe, and optionally of another number of `iterations`.
-MakeProgram = Callable[..., programs.Program]
 
 
 @dataclass(frozen=True)
@@ -89,6 +80,8 @@ def estimate(
     batch: int | None = None,
     dtype: str = "float32",
     accumulate: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
     set_to_none: bool = True,
     parallel: Parallel | None = None,
     checkpointing: bool | tuple[str, ...] = False,
@@ -119,8 +112,10 @@ def estimate(
         batch: Samples in a step; of a pipeline, in the whole of it. By default the first dimension of `inputs`, or 1.
         dtype: `float32`, `bfloat16`, `float16`, `amp` (autocast in float16, with a GradScaler) or `amp-bfloat16`.
         accumulate: Micro-batches in a step; `batch` is of each.
+        clip_norm: Gradients are clipped to this norm of all.
+        clip_value: Each number of gradients is clipped to ± this.
         set_to_none: As of `zero_grad`.
-        parallel: How several GPUs share the work (`overspill.estimation.parallel.Parallel`); the answer is for the one
+        parallel: How several GPUs share the work (`overspill.job.Parallel`); the answer is for the one
             that needs most.
         checkpointing: The blocks that the model repeats are computed again in backward; or modules of the classes named.
         attention: The only kernel of scaled_dot_product_attention: `flash`, `efficient`, `math` or `cudnn`.
@@ -146,48 +141,26 @@ def estimate(
         UnsupportedError: Where the model needs computed values.
     """
     setting = Setting.of(device, allocator, allocator_config, torch, cuda)
-    recipe = Recipe(optimizer, dtype, accumulate, set_to_none, parallel, checkpointing, attention, channels_last, lora, quantize,
-        offload_optimizer, cudnn_benchmark, generate,
+    job = job_of(
+        build, inputs, loss, batch, optimizer, dtype=dtype, accumulate=accumulate, clip_norm=clip_norm, clip_value=clip_value,
+        set_to_none=set_to_none, parallel=parallel, checkpointing=checkpointing, attention=attention,
+        channels_last=channels_last, lora=lora, quantize=quantize, offload_optimizer=offload_optimizer,
+        cudnn_benchmark=cudnn_benchmark, generate=generate,
     )  # fmt: skip
-    if isinstance(build, str):
-        if inputs is not None or loss is not None:
-            raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
-        name, size = build, batch or 1
-        models.check_name(name)
-        return of_job(lambda: models.load(name), name, size, recipe, setting, compiled=compiled)
-    if inputs is None:
-        raise RequestError("pass inputs: the tensors that the model reads, or a function that makes them")
-    work = _Work(build, inputs, loss)
-    name = type(build).__name__ if isinstance(build, nn.Module) else getattr(build, "__name__", "model")
-    return measured(work.program, name, batch or work.batch, recipe, setting, compiled=compiled)
+    return of_job(
+        replace(job, batch=1) if isinstance(build, str) and batch is None else job, setting, compiled=compiled
+    )
 
 
-def of_job(
-    load: Callable[[], models.Job], name: str, batch: int, recipe: Recipe, setting: Setting, *, compiled: bool = False
-) -> Estimate:
-    """The estimate of a job at a batch size, trained by `recipe`; without an optimizer, of its model's inference."""
-    if batch < 1:
-        raise RequestError(f"batch={batch} is not a positive number; give 1 or more")
-
-    def program(
-        size: int | None, recipe: Recipe, iterations: int = programs.ITERATIONS, *, compiled: bool = False
-    ) -> programs.Program:
-        return programs.of_job(load, size or batch, recipe, iterations=iterations, compiled=compiled)
-
-    return measured(program, name, batch, recipe, setting, compiled=compiled)
-
-
-def measured(
-    program: MakeProgram, name: str, batch: int | None, recipe: Recipe, setting: Setting, *, compiled: bool = False
-) -> Estimate:
-    """The estimate of the program that `program` makes for a batch size (None: for a job that has none)."""
-    recipe.check_batch(batch)
+def of_job(job: Job, setting: Setting, *, compiled: bool = False) -> Estimate:
+    """The estimate of a job; without a batch, of one that has none."""
+    job.check_batch()
     stages: dict[int | None, dict[int, int]] = {}
 
     def trace(size: int | None, iterations: int | None = None) -> Recording:
         # Of other batch sizes only bytes are asked.
         found, peaks = _needing_most(
-            program, size, recipe, setting, iterations or programs.ITERATIONS, lines=size == batch
+            replace(job, batch=size), setting, iterations or ITERATIONS, lines=size == job.batch
         )
         stages.setdefault(size, peaks)
         return found
@@ -195,35 +168,29 @@ def measured(
     VirtualGpu()  # what torch imports for it is not part of the estimate's time
 
     def trace_compiled() -> Recording:
-        return record(program(batch, recipe, compiled=True), capability=setting.capability)
+        return record(program_of(job, compiled=True), capability=setting.capability)
 
-    def trace_otherwise(size: int | None, recipe: Recipe) -> Recording:
-        return _needing_most(program, size, recipe, setting, lines=False)[0]
+    def trace_otherwise(other: Job) -> Recording:
+        return _needing_most(other, setting, lines=False)[0]
 
     made = traced(
-        trace, name, batch, setting, retrace=Retrace(recipe, trace_otherwise), parallel=recipe.parallel,
+        trace, job.name, job.batch, setting, retrace=Retrace(job, trace_otherwise), parallel=job.parallel,
         under_compile=trace_compiled if compiled else None,
     )  # fmt: skip
-    if len(stages[batch]) > 1:
-        object.__setattr__(made, "stages", stages[batch])
+    if len(stages[job.batch]) > 1:
+        object.__setattr__(made, "stages", stages[job.batch])
     return made
 
 
 def _needing_most(
-    program: MakeProgram,
-    batch: int | None,
-    recipe: Recipe,
-    setting: Setting,
-    iterations: int = programs.ITERATIONS,
-    *,
-    lines: bool,
+    job: Job, setting: Setting, iterations: int = ITERATIONS, *, lines: bool
 ) -> tuple[Recording, dict[int, int]]:
     """What the GPU records that needs most; of the stages of a pipeline that may, also the peaks of requested bytes."""
     recordings = {
         0 if one.parallel is None else one.parallel.stage: record(
-            program(batch, one, iterations), capability=setting.capability, lines=lines
+            program_of(one, iterations=iterations), capability=setting.capability, lines=lines
         )
-        for one in recipe.stages()
+        for one in job.stages()
     }
     peaks = {stage: found.peak_requested_bytes for stage, found in recordings.items()}
     return recordings[max(peaks, key=lambda stage: peaks[stage])], peaks
@@ -270,71 +237,3 @@ def of_recording(
         name, recording, setting.device, batch, setting.allocator, setting.allocator_config, setting.software,
         parallel=parallel, scaling=scaling, retrace=retrace, framework=framework,
     )  # fmt: skip
-
-
-class _Work:
-    """The user's model, inputs and loss, at any batch size."""
-
-    def __init__(
-        self, build: nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None
-    ) -> None:
-        if not callable(build):
-            raise RequestError(f"build is a {type(build).__name__}; pass a module or a function that returns one")
-        self._build, self._inputs, self._loss = build, Inputs(inputs), loss
-        self.batch = self._inputs.batch
-
-    def program(
-        self, size: int | None, recipe: Recipe, iterations: int = programs.ITERATIONS, *, compiled: bool = False
-    ) -> programs.Program:
-        """The loop at batch size `size`, by `recipe`."""
-
-        def make() -> Any:
-            return self._inputs.at(size if size is None else recipe.micro_batch(size))
-
-        build = partial(self._module, compiled=compiled)
-        if self._loss is None and recipe.optimizer is None:
-            run = forward_of(_arguments, recipe.generate) if recipe.generate else _call
-            return programs.inference(
-                build, make, run, recipe, iterations=iterations, compiled=_call if compiled else None
-            )
-        return programs.training(build, make, self._value, recipe, iterations=iterations, compiled=compiled)
-
-    def _module(self, *, compiled: bool) -> nn.Module:
-        """The model, made where its parameters are fake; where it is `compiled`, also in torch's own fake mode."""
-        if not isinstance(self._build, nn.Module):
-            return _checked_module(self._build())
-        if compiled:
-            return without_memory(self._build)
-        # A copy whose parameters, which are fake here, take no memory.
-        fakes = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self._build.parameters()}
-        return copy.deepcopy(self._build, fakes)
-
-    def _value(self, model: nn.Module, inputs: Any) -> Tensor:
-        if self._loss is None:
-            return programs.loss_of(_call(model, inputs))
-        if not is_criterion(self._loss):
-            # A dictionary is one argument, as in `plan` and `train_step`; the model alone gets keywords.
-            given = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-            return programs.loss_of(self._loss(model, *given))
-        if isinstance(inputs, dict) or not isinstance(inputs, (list, tuple)) or len(inputs) < 2:
-            raise RequestError(
-                "a criterion needs inputs=(…, target); or pass loss as a function of the model and all inputs"
-            )
-        return self._loss(model(*inputs[:-1]), inputs[-1])
-
-
-def _arguments(_: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)), {}
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    args, kwargs = _arguments(model, inputs)
-    return model(*args, **kwargs)
-
-
-def _checked_module(made: Any) -> nn.Module:
-    if not isinstance(made, nn.Module):
-        raise RequestError(f"build returned {type(made).__name__}, not a module; let it return a torch.nn.Module")
-    return made

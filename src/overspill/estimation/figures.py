@@ -14,13 +14,13 @@ from overspill.costs.engines import UNEXPLAINED
 from overspill.costs.interval import NOTHING
 from overspill.costs.scratch import Software
 from overspill.devices import device_names, load_device
+from overspill.job import Parallel
 from overspill.placement.allocators.result import Replay
 from overspill.placement.replay import minimum_capacity
 
 from .advice.change import Retrace
 from .demand import Demand, demand_of, served, survives
 from .draws import Draws, interval
-from .parallel import Parallel
 from .peak import CATEGORIES, Peak, peak_of
 from .scaling import Scaling
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.registry import Registry
+from overspill.job.source import Source
 
 from .api import Setting, traced
 from .estimate import Estimate
-from .source import Source
 
 # From a job, an optimizer's name (None: inference) and a device to what is recorded at a batch size.
 Reader = Callable[[Source, str | None, Device], Callable[[int], Recording]]

@@ -14,14 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
-from overspill.models import Job
-from overspill.models.step import loss_in, whole_dtype
+from overspill.job import Job
+from overspill.models import BuiltModel
+from overspill.models.step import clip, whole_dtype
 
-from .recipe import Recipe
-from .training.compiled import Call, compiled_step
+from .training.compiled import compiled_step
 from .training.generation import forward_of
 from .training.host import host_bytes
-from .training.optimizers import maker_of, optimizer_of
+from .training.optimizers import optimizer_of
 from .training.pipeline import Stage
 from .training.prepare import on_device, prepared, surroundings
 
@@ -30,184 +30,155 @@ ITERATIONS = 3  # optimizer state appears in the first step, gradients of the la
 Program = Callable[[Recorder], None]
 
 
+def program_of(job: Job, *, iterations: int = ITERATIONS, compiled: bool = False) -> Program:
+    """The loop that trains a job; one that does not train is only run. With `compiled`, as `torch.compile` has its step."""
+    return surroundings(
+        (_training if job.trains else _inference)(_Loop(job), iterations=iterations, compiled=compiled), job
+    )
+
+
+class _Loop:
+    """What a loop has of its job: the model once it is built, its batches, its loss, and what it returns."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._built: BuiltModel | None = None
+
+    def build(self) -> nn.Module:
+        self._built = self.job.build()
+        return self._built.module
+
+    @property
+    def built(self) -> BuiltModel:
+        assert self._built is not None
+        return self._built
+
+    def make_inputs(self) -> Any:
+        return self.built.make_batch(self.job.micro_batch(self.job.batch))  # type: ignore[arg-type]
+
+    def loss(self, module: nn.Module, inputs: Any) -> Tensor:
+        return self.built.loss(module, *inputs)
+
+    def output(self, module: nn.Module, inputs: Any) -> Any:
+        """What the module returns to the job's loss, which goes no further."""
+
+        def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            raise _Reached(output)
+
+        return self._reached(module.register_forward_hook(stop), module, inputs)
+
+    def arguments(self, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
+        """What the job's loss calls the module with: arguments by position and by keyword."""
+
+        def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            raise _Reached((args, kwargs))
+
+        found: tuple[Any, Any] = self._reached(module.register_forward_pre_hook(stop, with_kwargs=True), module, inputs)
+        return found
+
+    def _reached(self, handle: RemovableHandle, module: nn.Module, inputs: Any) -> Any:
+        try:
+            self.loss(module, inputs)
+        except _Reached as done:
+            return done.value
+        finally:
+            handle.remove()
+        raise RequestError(
+            f"{self.built.name}: the loss never calls the module; compute it from what the module returns"
+        )
+
+
 class _Reached(Exception):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
 
 
-def training(
-    build: Callable[[], nn.Module],
-    make_inputs: Callable[[], Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    recipe: Recipe,
-    *,
-    iterations: int = ITERATIONS,
-    compiled: bool = False,
-) -> Program:
-    """A training loop: `zero_grad`, forward, `loss(module, inputs)`, backward, `step`, as `recipe` has them.
+def _training(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
+    """`zero_grad`, forward, loss, backward, `step`, as the job has them.
 
-    `amp` is `torch.autocast` in float16 with a GradScaler. With `compiled`, `torch.compile` has compiled `loss`.
+    `amp` is `torch.autocast` in float16 with a GradScaler. With `compiled`, `torch.compile` has compiled the loss.
     """
-    written = None
+    job, written = loop.job, None
     if compiled:
-        recipe.check_compiled()
-        written = compiled_step(build, make_inputs, loss, whole_dtype(recipe.dtype))
-    if recipe.parallel is not None and recipe.parallel.kind == "pp":
-        return surroundings(_pipeline(build, make_inputs, loss, recipe, iterations), recipe)
+        job.check_compiled()
+        written = compiled_step(loop.build, loop.make_inputs, loop.loss, whole_dtype(job.dtype))
+    if job.parallel is not None and job.parallel.kind == "pp":
+        return _pipeline(loop, iterations)
 
     def program(recorder: Recorder) -> None:
-        value_of = loss if written is None else written(recorder)
-        module = prepared(build().train(), recipe, recorder)
-        optimizer = optimizer_of(recipe, module)
-        if (make := maker_of(recipe)) is not None:
-            recorder.host_bytes = host_bytes(recipe, module, make)
-        scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
+        value_of = loop.loss if written is None else written(recorder)
+        module = prepared(loop.build().train(), job, recorder)
+        optimizer = optimizer_of(job, module)
+        recorder.host_bytes = host_bytes(job, module)
+        scaler = torch.amp.GradScaler("cuda") if job.dtype == "amp" else None
         for _ in range(iterations):
             recorder.start_iteration()
             if optimizer is not None:
-                optimizer.zero_grad(recipe.set_to_none)
-            for _ in range(recipe.accumulate):
-                inputs = _batch(recorder, make_inputs, recipe)
-                with _autocast(recipe.dtype):
+                optimizer.zero_grad(job.set_to_none)
+            for _ in range(job.accumulate):
+                inputs = _batch(recorder, loop)
+                with _autocast(job.dtype):
                     value = value_of(module, inputs)
                 if scaler is not None:
                     value = scaler.scale(value)
-                (value / recipe.accumulate if recipe.accumulate > 1 else value).backward()
-            _update(module, optimizer, scaler, recipe)
+                (value / job.accumulate if job.accumulate > 1 else value).backward()
+            _update(module, optimizer, scaler, job)
 
-    return surroundings(program, recipe)
+    return program
 
 
-def _pipeline(
-    build: Callable[[], nn.Module], make_inputs: Callable[[], Any], loss: Callable[[nn.Module, Any], Tensor],
-    recipe: Recipe, iterations: int,
-) -> Program:  # fmt: skip
-    """The training loop of one stage of a pipeline; `make_inputs` makes a micro-batch."""
-    parallel = recipe.parallel
+def _pipeline(loop: _Loop, iterations: int) -> Program:
+    """The training loop of one stage of a pipeline, whose batches are micro-batches."""
+    job, parallel = loop.job, loop.job.parallel
     assert parallel is not None
 
     def program(recorder: Recorder) -> None:
-        module = prepared(build().train(), recipe, recorder)
-        stage = Stage(module, parallel, recorder, loss)
+        module = prepared(loop.build().train(), job, recorder)
+        stage = Stage(module, parallel, recorder, loop.loss)
         with recorder.fabricating():
-            stage.to_device(make_inputs())
+            stage.to_device(loop.make_inputs())
         recorder.mark_module(module)
-        optimizer = optimizer_of(recipe, module)
-        scaler = torch.amp.GradScaler("cuda") if recipe.dtype == "amp" else None
+        optimizer = optimizer_of(job, module)
+        scaler = torch.amp.GradScaler("cuda") if job.dtype == "amp" else None
         if scaler is not None:
             scaler.scale(torch.zeros((), device="cuda"))  # its first call makes the scale, and most stages have no loss
         for _ in range(iterations):
             recorder.start_iteration()
             if optimizer is not None:
-                optimizer.zero_grad(recipe.set_to_none)
+                optimizer.zero_grad(job.set_to_none)
             with recorder.fabricating():
-                inputs = [make_inputs() for _ in range(parallel.pieces)]
+                inputs = [loop.make_inputs() for _ in range(parallel.pieces)]
             if stage.reads:
-                inputs = on_device(inputs, recipe)
-            stage.step(inputs, partial(_autocast, recipe.dtype), scaler)
-            _update(module, optimizer, scaler, recipe)
+                inputs = on_device(inputs, job)
+            stage.step(inputs, partial(_autocast, job.dtype), scaler)
+            _update(module, optimizer, scaler, job)
 
     return program
 
 
-def inference(
-    build: Callable[[], nn.Module],
-    make_inputs: Callable[[], Any],
-    forward: Callable[[nn.Module, Any], Any],
-    recipe: Recipe,
-    *,
-    iterations: int = ITERATIONS,
-    compiled: Call | None = None,
-    arguments: Call = lambda _, inputs: inputs,
-) -> Program:
-    """A loop that runs the model without gradients; each output lives until the next one is there.
-
-    `compiled` is what `torch.compile` compiles in place of `forward`, given what `arguments` makes of the inputs.
-    """
-    recipe.check_inference()
-    written = None
-    if compiled is not None:
-        recipe.check_compiled()
-        plain = whole_dtype(recipe.dtype)
-        written = compiled_step(build, make_inputs, compiled, plain, trains=False, arguments=arguments)
+def _inference(loop: _Loop, *, iterations: int, compiled: bool) -> Program:
+    """The model without gradients; each output lives until the next one is there."""
+    job, written = loop.job, None
+    job.check_inference()
+    if compiled:
+        job.check_compiled()
+        written = compiled_step(
+            loop.build, loop.make_inputs, _call_with, whole_dtype(job.dtype), trains=False, arguments=loop.arguments
+        )
+    forward = forward_of(loop.arguments, job.generate) if job.generate else loop.output
 
     def program(recorder: Recorder) -> None:
         run = forward if written is None else written(recorder)
-        module = prepared(build().eval(), recipe, recorder)
+        module = prepared(loop.build().eval(), job, recorder)
         for _ in range(iterations):
             recorder.start_iteration()
-            inputs = _batch(recorder, make_inputs, recipe)
-            with torch.no_grad(), _autocast(recipe.dtype):
+            inputs = _batch(recorder, loop)
+            with torch.no_grad(), _autocast(job.dtype):
                 output = run(module, inputs)
         del output
 
-    return surroundings(program, recipe)
-
-
-def of_job(
-    load: Callable[[], Job],
-    batch: int,
-    recipe: Recipe,
-    *,
-    iterations: int = ITERATIONS,
-    compiled: bool = False,
-) -> Program:
-    """The loop that trains a job at a batch size (of each GPU); without an optimizer, that which only runs its model."""
-    jobs: list[Job] = []
-
-    def build() -> nn.Module:
-        jobs[:] = [load()]
-        return jobs[0].module
-
-    def make_inputs() -> Any:
-        return jobs[0].make_batch(recipe.micro_batch(batch))
-
-    def loss(module: nn.Module, inputs: Any) -> Tensor:
-        return jobs[0].loss(module, *inputs)
-
-    def forward(module: nn.Module, inputs: Any) -> Any:
-        return _output(jobs[0], module, inputs)
-
-    def arguments(module: nn.Module, inputs: Any) -> Any:
-        return _arguments(jobs[0], module, inputs)
-
-    if recipe.optimizer is None:
-        run = forward_of(arguments, recipe.generate) if recipe.generate else forward
-        return inference(
-            build, make_inputs, run, recipe, iterations=iterations, compiled=_call_with if compiled else None,
-            arguments=arguments,
-        )  # fmt: skip
-    return training(build, make_inputs, loss, recipe, iterations=iterations, compiled=compiled)
-
-
-def _output(job: Job, module: nn.Module, inputs: Any) -> Any:
-    """What the module returns to the job's loss, which goes no further."""
-
-    def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        raise _Reached(output)
-
-    return _reached(module.register_forward_hook(stop), job, module, inputs)
-
-
-def _arguments(job: Job, module: nn.Module, inputs: Any) -> tuple[Any, Any]:
-    """What the job's loss calls the module with: arguments by position and by keyword."""
-
-    def stop(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _Reached((args, kwargs))
-
-    found: tuple[Any, Any] = _reached(module.register_forward_pre_hook(stop, with_kwargs=True), job, module, inputs)
-    return found
-
-
-def _reached(handle: RemovableHandle, job: Job, module: nn.Module, inputs: Any) -> Any:
-    try:
-        job.loss(module, *inputs)
-    except _Reached as done:
-        return done.value
-    finally:
-        handle.remove()
-    raise RequestError(f"{job.name}: the loss never calls the module; compute it from what the module returns")
+    return program
 
 
 def _call_with(module: nn.Module, arguments: Any) -> Any:
@@ -215,22 +186,13 @@ def _call_with(module: nn.Module, arguments: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def loss_of(output: Any) -> Tensor:
-    """The scalar in a model's output: its `loss`, itself, or the sum of its first tensor."""
-    found = loss_in(output)
-    if found is None:
-        found = output[0] if isinstance(output, (list, tuple)) else output
-    if not isinstance(found, Tensor):
-        raise RequestError(f"the model returns {type(output).__name__}, which holds no loss; pass loss=")
-    return found if found.dim() == 0 else found.float().mean()
-
-
-def _update(
-    module: nn.Module, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None, recipe: Recipe
-) -> None:
+def _update(module: nn.Module, optimizer: Optimizer | None, scaler: torch.amp.GradScaler | None, job: Job) -> None:
     """The end of a step: the optimizer's, through the scaler where there is one; without an optimizer gradients go."""
+    if optimizer is not None and scaler is not None and (job.clip_norm or job.clip_value):
+        scaler.unscale_(optimizer)
+    clip(module, job.clip_norm, job.clip_value)
     if optimizer is None:
-        module.zero_grad(recipe.set_to_none)
+        module.zero_grad(job.set_to_none)
     elif scaler is None:
         optimizer.step()
     else:
@@ -244,7 +206,7 @@ def _autocast(dtype: str) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", dtype=torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16)
 
 
-def _batch(recorder: Recorder, make_inputs: Callable[[], Any], recipe: Recipe) -> Any:
+def _batch(recorder: Recorder, loop: _Loop) -> Any:
     with recorder.fabricating():
-        made = make_inputs()
-    return on_device(made, recipe)
+        made = loop.make_inputs()
+    return on_device(made, loop.job)

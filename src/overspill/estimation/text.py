@@ -67,7 +67,7 @@ def verdict(estimate: Figures) -> str:
 def trained(estimate: Figures) -> Iterator[str]:
     """How the job is trained or run, where that is known."""
     if estimate.retrace is not None:
-        yield f"  {estimate.retrace.recipe.said()}"
+        yield f"  {estimate.retrace.job.said()}"
 
 
 def _with_room(total: int, needed: int) -> str:

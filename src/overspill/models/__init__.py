@@ -3,9 +3,11 @@
 Nothing here imports torch before a model is loaded; `overspill.models.step` stands apart for that reason.
 """
 
+from .built_model import DTYPES as DTYPES
+from .built_model import BuiltModel as BuiltModel
 from .configured import FORMS as FORMS
-from .job import Job as Job
 from .optimizers import check_optimizer as check_optimizer
+from .optimizers import is_eight_bit as is_eight_bit
 from .optimizers import optimizer_named as optimizer_named
 from .optimizers import optimizer_names as optimizer_names
 from .registry import Entry as Entry

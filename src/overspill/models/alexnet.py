@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 from .vision import classification_loss, image_batches, resized_grid
 
 
@@ -19,7 +19,7 @@ def _last_grid(image_size: int) -> int:
     return side
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=63)
     c1, c2, c3, c4, c5 = (8, 16, 16, 16, 16) if small else (64, 192, 384, 256, 256)
@@ -48,4 +48,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
         nn.ReLU(),
         nn.Linear(hidden, classes),
     )
-    return Job(name, module, image_batches(image_size, classes), classification_loss)
+    return BuiltModel(name, module, image_batches(image_size, classes), classification_loss)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 
 _POSITIONS = 512
 _MASK_TOKEN = 103  # [MASK] in the vocabulary of bert-base-uncased
@@ -43,7 +43,7 @@ def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Ten
     return make_batch
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 12 layers of 768 on 128 tokens, or the small one: 2 layers of 64 on 32 tokens."""
     seq_len = checked_size(name, "seq_len", size, default=32 if small else 128, maximum=_POSITIONS)
     try:
@@ -54,4 +54,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     config = BertConfig(**options)
     module = BertForMaskedLM(config)
     module.train()
-    return Job(name, module, _batches(config.vocab_size, seq_len), masked_loss)
+    return BuiltModel(name, module, _batches(config.vocab_size, seq_len), masked_loss)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from overspill.core.errors import RequestError
 
+from .built_model import BuiltModel
 from .fields import parsed_fields
-from .job import Job
 
 DECODER, HUGGING_FACE = "decoder", "hf"
 FORMS = {
@@ -36,7 +36,7 @@ def check_configured(name: str) -> None:
         parsed_fields(name, rest.split(",")[1:])
 
 
-def load_configured(name: str, seq_len: int | None = None) -> Job:
+def load_configured(name: str, seq_len: int | None = None) -> BuiltModel:
     """The job of a decoder or of a model of transformers, on `seq_len` tokens. Raises RequestError."""
     check_configured(name)
     if name.partition(":")[0] == HUGGING_FACE:

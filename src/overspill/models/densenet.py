@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 from .vision import classification_loss, he_init, normalised_image_batches
 
 # Growth rate k, and layers per dense block; 161 is the paper's "k = 48" network of §4.3.
@@ -59,11 +59,13 @@ def _network(growth: int, blocks: tuple[int, ...], classes: int) -> nn.Sequentia
     return nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU(), *head)
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and two layers a block."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     growth, blocks = _NETWORKS[name]
     classes = 10 if small else 1000
     module = _network(growth // 8, _SMALL_BLOCKS, classes) if small else _network(growth, blocks, classes)
     he_init(module, "fan_in")
-    return Job(name, module, normalised_image_batches(name, image_size, classes, _ONE_PIXEL), classification_loss)
+    return BuiltModel(
+        name, module, normalised_image_batches(name, image_size, classes, _ONE_PIXEL), classification_loss
+    )

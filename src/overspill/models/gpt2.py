@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from overspill.core.errors import RequestError
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 
 _POSITIONS = 1024
 _SEQ_LEN = 512
@@ -139,18 +139,18 @@ def next_token_batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[T
     return make_batch
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 12 layers of 768 on 512 tokens, or the small one: 2 layers of 64 on 32 tokens."""
     seq_len = checked_size(name, "seq_len", size, default=32 if small else _SEQ_LEN, maximum=_POSITIONS)
     shape = _SMALL if small else _FULL
-    return Job(name, Gpt2(shape), next_token_batches(shape.vocabulary, seq_len), next_token_loss)
+    return BuiltModel(name, Gpt2(shape), next_token_batches(shape.vocabulary, seq_len), next_token_loss)
 
 
-def build_decoder(name: str, sizes: Mapping[str, int], seq_len: int | None) -> Job:
+def build_decoder(name: str, sizes: Mapping[str, int], seq_len: int | None) -> BuiltModel:
     """Returns the job of a decoder of these sizes, fields of `Shape`, on `seq_len` tokens, by default 512.
 
     Raises RequestError for sizes that no decoder can have.
     """
     length = checked_size(name, "seq_len", seq_len, default=_SEQ_LEN)
     shape = Shape(**{"positions": max(_POSITIONS, length), **sizes})
-    return Job(name, Gpt2(shape), next_token_batches(shape.vocabulary, length), next_token_loss)
+    return BuiltModel(name, Gpt2(shape), next_token_batches(shape.vocabulary, length), next_token_loss)

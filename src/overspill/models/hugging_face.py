@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from overspill.core.errors import RequestError
 from overspill.core.registry import did_you_mean
 
+from .built_model import BuiltModel, checked_size
 from .fields import parsed_fields
-from .job import Job, checked_size
 
 _SEQ_LEN = 128
 _IMAGE_SIZE = 224
@@ -50,7 +50,7 @@ IMAGES = _Kind(
 )
 
 
-def load_hugging_face(name: str, seq_len: int | None) -> Job:
+def load_hugging_face(name: str, seq_len: int | None) -> BuiltModel:
     """The job of the model that `name` configures, on `seq_len` tokens if it reads text. Raises RequestError."""
     try:
         import transformers  # noqa: PLC0415  # an optional package
@@ -61,7 +61,9 @@ def load_hugging_face(name: str, seq_len: int | None) -> Job:
     if kind is IMAGES:
         if seq_len is not None:
             raise RequestError(f"seq_len= does not apply to {name}, which reads images; leave it out")
-        return Job(name, _made(name, config, "sdpa", kind, transformers), _image_batches(config), _loss_on_images)
+        return BuiltModel(
+            name, _made(name, config, "sdpa", kind, transformers), _image_batches(config), _loss_on_images
+        )
     config.use_cache = False  # of keys and values, which is for generation
     if kind is TEXT_TO_TEXT and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # a type's defaults have none
@@ -74,7 +76,7 @@ def load_hugging_face(name: str, seq_len: int | None) -> Job:
     if getattr(module, "loss_type", "") is None:
         # What transformers takes then, with a warning that Dynamo cannot trace.
         module.loss_type = "ForCausalLM"
-    return Job(name, module, _token_batches(text.vocab_size, length), _loss_on_text)
+    return BuiltModel(name, module, _token_batches(text.vocab_size, length), _loss_on_text)
 
 
 def _kind(name: str, config: Any, transformers: Any) -> _Kind:

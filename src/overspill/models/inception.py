@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 from .vision import auxiliary_loss, classification_loss, he_init, normalised_image_batches
 
 _ONE_PIXEL = 106  # the largest image whose last maps are 1x1
@@ -327,7 +327,7 @@ class Inception(nn.Module):
         return logits, self.auxiliary(middle)
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 299x299, or the small one: 10 classes at 107x107 and one block of each kind."""
     image_size = checked_size(name, "image_size", size, default=_ONE_PIXEL + 1 if small else 299, minimum=75)
     classes = 10 if small else 1000
@@ -341,4 +341,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     he_init(module, "fan_in")
     one_pixel = None if with_auxiliary else _ONE_PIXEL  # the auxiliary classifier's last maps are 1x1 at every size
     loss = auxiliary_loss(_AUXILIARY_WEIGHT) if with_auxiliary else classification_loss
-    return Job(name, module, normalised_image_batches(name, image_size, classes, one_pixel), loss)
+    return BuiltModel(name, module, normalised_image_batches(name, image_size, classes, one_pixel), loss)

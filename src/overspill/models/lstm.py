@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .built_model import BuiltModel, checked_size
 from .gpt2 import next_token_batches, next_token_loss
-from .job import Job, checked_size
 
 _DROPOUT = 0.5
 _INITIAL = 0.05  # weights are uniform in [-0.05, 0.05]
@@ -82,10 +82,10 @@ def uniform_init(module: nn.Module, bound: float) -> None:
         nn.init.uniform_(parameter, -bound, bound)
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: two layers of 650 over 35 words, or the small one: two layers of 16 over 4 words."""
     seq_len = checked_size(name, "seq_len", size, default=4 if small else 35)
     shape = _SMALL if small else _FULL
     module = LanguageModel(shape)
     uniform_init(module, _INITIAL)
-    return Job(name, module, next_token_batches(shape.vocabulary, seq_len), next_token_loss)
+    return BuiltModel(name, module, next_token_batches(shape.vocabulary, seq_len), next_token_loss)

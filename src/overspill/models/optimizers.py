@@ -10,8 +10,8 @@ from overspill.core.errors import RequestError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# Name: class in torch.optim, and its arguments; all else is torch's default.
-_NAMED: dict[str, tuple[str, dict[str, float]]] = {
+# Name: the class, in torch.optim or in `eight_bit`, and its arguments; all else is torch's default.
+_NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.01}),
     "momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
     "adam": ("Adam", {"lr": 1e-3}),
@@ -19,12 +19,23 @@ _NAMED: dict[str, tuple[str, dict[str, float]]] = {
     "adagrad": ("Adagrad", {"lr": 0.01}),
     "rmsprop": ("RMSprop", {"lr": 0.01}),
     "adafactor": ("Adafactor", {"lr": 0.01}),
+    "adam8bit": ("Blockwise8bit", {"states": 2, "paged": False}),
+    "adamw8bit": ("Blockwise8bit", {"states": 2, "paged": False}),
+    "lion8bit": ("Blockwise8bit", {"states": 1, "paged": False}),
+    "paged-adam8bit": ("Blockwise8bit", {"states": 2, "paged": True}),
+    "paged-adamw8bit": ("Blockwise8bit", {"states": 2, "paged": True}),
+    "paged-lion8bit": ("Blockwise8bit", {"states": 1, "paged": True}),
 }
 
 
 def optimizer_names() -> tuple[str, ...]:
     """The names that `optimizer_named` knows."""
     return tuple(_NAMED)
+
+
+def is_eight_bit(name: str) -> bool:
+    """Whether `name` is an optimizer of bitsandbytes, of which the bytes are known and no update is made."""
+    return name in _NAMED and "states" in _NAMED[name][1]
 
 
 def check_optimizer(name: str) -> None:
@@ -36,7 +47,10 @@ def check_optimizer(name: str) -> None:
 def optimizer_named(name: str) -> Callable[[Iterable[Any]], Optimizer]:
     """The optimizer called `name`, as a function of the parameters. Raises RequestError for an unknown name."""
     check_optimizer(name)
-    import torch  # noqa: PLC0415 - the names are listed without paying for torch
+    from torch import optim  # noqa: PLC0415 - the names are listed without paying for torch
+
+    from .eight_bit import Blockwise8bit  # noqa: PLC0415
 
     class_name, arguments = _NAMED[name]
-    return lambda parameters: getattr(torch.optim, class_name)(parameters, **arguments)
+    made = Blockwise8bit if is_eight_bit(name) else getattr(optim, class_name)
+    return lambda parameters: made(parameters, **arguments)

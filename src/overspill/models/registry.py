@@ -9,8 +9,8 @@ from pathlib import Path
 from overspill.core.errors import RequestError
 from overspill.core.registry import Registry, did_you_mean
 
+from .built_model import BuiltModel
 from .configured import check_configured, is_configured, load_configured
-from .job import Job
 
 _DEEPER = "configuration E with {more} more convolutions in each of its five groups (vDNN, section IV-C)"
 
@@ -117,7 +117,7 @@ def describe() -> list[Entry]:
     return list(MODELS.values())
 
 
-def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> Job:
+def load(name: str, *, small: bool = False, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
     """Returns the job of a built-in model, one of given sizes (`configured.FORMS`), or the user's `package.module:callable`.
 
     `small` is the same structure with few channels and small inputs, for tests.
@@ -150,7 +150,7 @@ def load(name: str, *, small: bool = False, image_size: int | None = None, seq_l
             )
     module, function = entry.builder.split(":")
     build = getattr(importlib.import_module(module if "." in module else f"{__package__}.{module}"), function)
-    job: Job = build(name, small=small, size=size)
+    job: BuiltModel = build(name, small=small, size=size)
     if Path(f"{name}.py").is_file():  # which somebody who is here may mean
         return replace(job, assumed=f"{name} is the built-in model; one of your {name}.py is {name}:FUNCTION")
     return job

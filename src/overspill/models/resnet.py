@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 from .vision import classification_loss, he_init, normalised_image_batches
 
 # Blocks per stage; the small ones of 101 and 152 are cut to at most 60 convolutions, above the 53 of ResNet-50.
@@ -103,7 +103,7 @@ def _head(channels: int, classes: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and 8 channels in stage one."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     width, classes = (8, 10) if small else (64, 1000)
@@ -112,14 +112,14 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     blocks, channels = _stages(counts, width, bottleneck=name not in _BASIC, shortcut=projection)
     module = nn.Sequential(*stem, *blocks, *_head(channels, classes))
     he_init(module, "fan_out")
-    return Job(name, module, normalised_image_batches(name, image_size, classes, 32), classification_loss)
+    return BuiltModel(name, module, normalised_image_batches(name, image_size, classes, 32), classification_loss)
 
 
-def build_cifar(name: str, *, small: bool, size: int | None) -> Job:
+def build_cifar(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the CIFAR-10 job of §4.2 with n = 5 (32 layers) at 32x32, or the small one with half the channels."""
     image_size = checked_size(name, "image_size", size, default=32, minimum=4)
     width = 8 if small else 16
     blocks, channels = _stages((5, 5, 5), width, bottleneck=False, shortcut=padding)
     module = nn.Sequential(conv_norm(3, width, 3), nn.ReLU(), *blocks, *_head(channels, 10))
     he_init(module, "fan_out")
-    return Job(name, module, normalised_image_batches(name, image_size, 10, 4), classification_loss)
+    return BuiltModel(name, module, normalised_image_batches(name, image_size, 10, 4), classification_loss)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from .built_model import BuiltModel, checked_size
 from .gpt2 import next_token_batches
-from .job import Job, checked_size
 from .lstm import LstmStack, uniform_init
 
 _DROPOUT = 0.2  # §4.1
@@ -100,22 +100,22 @@ def _batches(vocabulary: int, seq_len: int) -> Callable[[int], tuple[Tensor, Ten
     return make_batch
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: four layers of 1000 over 50 words, or the small one: two layers of 16 over 3 words."""
     seq_len = checked_size(name, "seq_len", size, default=3 if small else 50)
     shape = _SMALL if small else _FULL
     module = Translator(shape)
     uniform_init(module, _INITIAL)
-    return Job(name, module, _batches(shape.vocabulary, seq_len), translation_loss)
+    return BuiltModel(name, module, _batches(shape.vocabulary, seq_len), translation_loss)
 
 
-def build_varied(name: str, *, small: bool, size: int | None) -> Job:
+def build_varied(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the same on sentences of varied lengths, `size` words at most: of the small one 8 words."""
     longest = checked_size(name, "seq_len", size, default=8 if small else 50)
     shape = _SMALL if small else _FULL
     module = Translator(shape, masked=True)
     uniform_init(module, _INITIAL)
-    return Job(name, module, _varied_batches(shape.vocabulary, longest), translation_loss, varied=True)
+    return BuiltModel(name, module, _varied_batches(shape.vocabulary, longest), translation_loss, varied=True)
 
 
 def _varied_batches(vocabulary: int, longest: int) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:

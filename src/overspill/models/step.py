@@ -13,16 +13,13 @@ from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
 
-from .job import Job
-
-DTYPES = ("float32", "bfloat16", "float16", "amp-bfloat16")
-"""What a job can be trained in."""
+from .built_model import BuiltModel
 
 
 class TrainingStep(nn.Module):
     """The job's model (`self.model`) with its `loss`: called on a batch, returns the scalar loss."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: BuiltModel) -> None:
         super().__init__()
         self.model = job.module
         self.loss = job.loss
@@ -64,6 +61,17 @@ def loss_on(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any
     return loss(model(*inputs[:-1]), inputs[-1])
 
 
+def scalar_loss(model: nn.Module, loss: Callable[..., Any] | None, inputs: tuple[Any, ...]) -> Tensor:
+    """As `loss_on`; where the model has no loss of its own, the mean of what it returns. Raises RequestError."""
+    output = _call(model, inputs) if loss is None else loss_on(model, loss, inputs)
+    found = loss_in(output)
+    if found is None:
+        found = output[0] if isinstance(output, (list, tuple)) else output
+    if not isinstance(found, Tensor):
+        raise RequestError(f"the model returns {type(output).__name__}, which holds no loss; pass loss=")
+    return found if found.dim() == 0 else found.float().mean()
+
+
 def is_criterion(loss: Callable[..., Any]) -> bool:
     """Whether `loss` is given an output and a target, as torch's own losses are, and not the model and all inputs."""
     return isinstance(loss, nn.Module) or (getattr(loss, "__module__", "") or "").startswith("torch.")
@@ -74,6 +82,15 @@ def loss_in(output: Any) -> Any:
     # The attribute first: one set on a transformers.ModelOutput that had no loss does not become a key of it.
     found = getattr(output, "loss", None)
     return output.get("loss") if found is None and isinstance(output, Mapping) else found
+
+
+def clip(module: nn.Module, norm: float | None, value: float | None) -> None:
+    """Clip the gradients of `module` as the user of plain PyTorch does, by the norm of all and then by value."""
+    owned = list(module.parameters())
+    if norm is not None:
+        nn.utils.clip_grad_norm_(owned, norm)
+    if value is not None:
+        nn.utils.clip_grad_value_(owned, value)
 
 
 def without_memory(module: nn.Module) -> nn.Module:
@@ -109,7 +126,7 @@ def whole_dtype(dtype: str) -> torch.dtype | None:
     return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
 
 
-def job_in_dtype(job: Job, dtype: str) -> Job:
+def in_dtype(job: BuiltModel, dtype: str) -> BuiltModel:
     """`job` with model and batches in `dtype`, or for amp-bfloat16 with its model and loss under autocast."""
     whole = whole_dtype(dtype)
     if whole is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 from .vision import he_init
 
 _CLASSES = 2
@@ -65,10 +65,10 @@ def _batches(image_size: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return make_batch
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 64 to 1024 channels at 256x256, or the small one: 8 to 128 channels at 32x32."""
     default = 32 if small else 256
     image_size = checked_size(name, "image_size", size, default=default, minimum=_STRIDE, multiple=_STRIDE)
     module = UNet(8 if small else 64)
     he_init(module, "fan_in")
-    return Job(name, module, _batches(image_size), segmentation_loss)
+    return BuiltModel(name, module, _batches(image_size), segmentation_loss)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import OverspillError, RequestError, is_out_of_memory
 
-from .job import Job
+from .built_model import BuiltModel
 from .step import is_criterion, loss_in
 
 _WANTED = "a module, (module, make_batch) or (module, make_batch, loss)"
@@ -22,7 +22,7 @@ _IMAGE_SIZE = 224
 _SEQ_LEN = 128
 
 
-def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None = None) -> Job:
+def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None = None) -> BuiltModel:
     """Returns the job that the callable named by `spec` makes, called without arguments.
 
     It returns a module, `(module, make_batch)` or `(module, make_batch, loss)`. `make_batch(batch_size)` returns a
@@ -47,7 +47,7 @@ def load_user(spec: str, *, image_size: int | None = None, seq_len: int | None =
         option = "seq_len" if image_size is None else "image_size"
         raise RequestError(f"{option}= does not apply to {spec}: its own make_batch decides the sizes; leave it out")
     adapter = _Adapter(spec, module, make_batch, loss)
-    return Job(spec, module, adapter.make_batch, adapter.loss, assumed=assumed)
+    return BuiltModel(spec, module, adapter.make_batch, adapter.loss, assumed=assumed)
 
 
 def _guarded(context: str, function: Callable[..., Any], *args: object) -> Any:
@@ -146,7 +146,7 @@ def _derived_batches(
 
 
 class _Adapter:
-    """Turns a user's make_batch and loss into those of a Job, whose batches are flat tuples of tensors."""
+    """Turns a user's make_batch and loss into those of a BuiltModel, whose batches are flat tuples of tensors."""
 
     def __init__(
         self, spec: str, module: nn.Module, make_batch: Callable[[int], Any], loss: Callable[..., Any] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .job import Job, checked_size
+from .built_model import BuiltModel, checked_size
 from .vision import classification_loss, he_init, image_batches, resized_grid
 
 # Kernel sizes of the convolutions of each of the five groups; a max pool ends a group.
@@ -42,7 +42,7 @@ def _linear_std(name: str, *, small: bool) -> float:
     return 0.005 if name in _HUNDREDS else 0.01
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and 8 to 16 channels."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=_STRIDE)
     widths = (8, 8, 16, 16, 16) if small else (64, 128, 256, 512, 512)
@@ -67,4 +67,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     ]
     module = nn.Sequential(*layers, *head)
     he_init(module, "fan_out", linear_std=_linear_std(name, small=small))
-    return Job(name, module, image_batches(image_size, classes), classification_loss)
+    return BuiltModel(name, module, image_batches(image_size, classes), classification_loss)

@@ -24,7 +24,7 @@ NEXT = (
 
 def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
     """What was trained, both runs beside one another, whether they are equal, and what to try next."""
-    training, plan, reference = trained.training, trained.plan, trained.reference
+    job, plan, reference = trained.job, trained.plan, trained.reference
     assert reference is not None
     measured, plain = trained.managed.measured_peak_bytes, reference.measured_peak_bytes
     parameters = format_bytes(plan.graph.bytes_of(TensorKind.PARAMETER))
@@ -45,8 +45,8 @@ def demo_report(trained: Trained, page: Path, seconds: float) -> RenderableType:
         f"The run in pictures: {page}",
     ]
     head = (
-        f"{trained.model}: parameters of {parameters}, trained by {training.optimizer} for {training.steps} steps of "
-        f"{training.batch} sequences on this CPU"
+        f"{job.name}: parameters of {parameters}, trained by {job.optimizer} for {len(trained.managed.losses)} steps of "
+        f"{job.batch} sequences on this CPU"
     )
     return Group(
         Text(head),

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from overspill.core import TensorKind
 from overspill.core.units import format_bytes, format_seconds
+from overspill.job import Job
 from overspill.placement.place import Placed
 from overspill.plans.plan import Plan
 from overspill.runtime.live.steps import PoolReport
 from overspill.runtime.options import Options, placed
-from overspill.runtime.training import Run, Training, same_bits
+from overspill.runtime.training import Run, same_bits
 
 from .listing import count, format_flops, listing, percent
 from .plan import stored_by_kind, whole_step_notes
@@ -24,11 +25,11 @@ from .plan import stored_by_kind, whole_step_notes
 
 @dataclass(frozen=True)
 class Trained:
-    """What was trained, how, and what it gave; `reference` is the same run without Overspill, if there was one."""
+    """What was trained, how and on which device, and what it gave; `reference` is the same run without Overspill, if there was one."""
 
-    model: str
-    training: Training
+    job: Job
     options: Options
+    device: str
     managed: Run
     plan: Plan
     reference: Run | None = None
@@ -94,10 +95,10 @@ def training_report(trained: Trained, note: str | None = None) -> RenderableType
 
 def title_of(trained: Trained) -> str:
     """What was trained, and how."""
-    training, options = trained.training, trained.options
+    job, options = trained.job, trained.options
     return (
-        f"{trained.model}, batch {training.batch}, {training.optimizer}, {count(training.steps, 'step')} on {training.device}: "
-        f"policy {options.policy}, {options.store} store, {options.backend} backend{training.manner}"
+        f"{job.titled}, {count(len(trained.managed.losses), 'step')} on {trained.device}: "
+        f"policy {options.policy}, {options.store} store, {options.backend} backend{job.manner(whole_step=options.whole_step)}"
     )
 
 

@@ -3,57 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from overspill.core.errors import InfeasibleBudget, OverspillError
 from overspill.estimation.advice import Advice, Price, advice
 from overspill.estimation.estimate import Estimate
-from overspill.estimation.recipe import Recipe
-from overspill.models import Job
-from overspill.models.step import DTYPES
+from overspill.job import Job
 from overspill.plans.plan import Plan
 
 from .options import Options, store_bytes
-from .training import Training, preview
+from .training import preview
 
 _COMPILE, _TRAIN_STEP = "overspill.compile(model, budget=…)", "overspill.train_step(…)"
 
 
 def advise(
     estimate: Estimate,
-    load: Callable[[], Job],
     progress: Callable[[str], None] | None = None,
     trial: Callable[[str], None] | None = None,
 ) -> Iterator[Advice]:
-    """All that would help the job that `load` makes, whose estimate this is, each piece tried: the cheapest first.
+    """All that would help the job whose estimate this is, each piece tried: the cheapest first.
 
     `progress` is told what is being done, and `trial` each change that is tried.
     """
-    retrace = estimate.retrace
     planner = None
-    if retrace is not None and _can_plan(retrace.recipe) and estimate.batch:
-        planner = partial(
-            _planned, load, retrace.recipe, estimate.batch, Options(device=estimate.device, software=estimate.software)
-        )
+    if estimate.retrace is not None and _can_plan(job := estimate.retrace.job):
+        planner = partial(_planned, job, Options(device=estimate.device, software=estimate.software))
     return advice(estimate, planner, progress, trial=trial)
 
 
-def _can_plan(recipe: Recipe) -> bool:
-    """Whether the step is one that can be planned here: plain, and by an optimizer with a name."""
-    return isinstance(recipe.optimizer, str) and recipe.dtype in DTYPES and not recipe.ways()
+def _can_plan(job: Job) -> bool:
+    """Whether the step is one that can be planned here."""
+    try:
+        job.check_planned(whole_step=False)
+    except OverspillError:
+        return False
+    return job.batch is not None
 
 
-def _planned(load: Callable[[], Job], recipe: Recipe, batch: int, options: Options) -> Advice | None:
+def _planned(job: Job, options: Options) -> Advice | None:
     """The plan of the job within all of the device; where feature maps are not enough, with parameters and their update too.
 
     Where that is not enough either, what the smallest plan needs.
     """
-    assert isinstance(recipe.optimizer, str)
     least = None
     for whole_step, what in ((False, _COMPILE), (True, _TRAIN_STEP)):
-        training = Training(load, batch, recipe.optimizer, whole_step=whole_step, dtype=recipe.dtype)
         try:
-            return _as_advice(preview(training, options), what)
+            return _as_advice(preview(job, replace(options, whole_step=whole_step)), what)
         except InfeasibleBudget as error:
             found = Advice(what, "time; the same numbers", Price.TIME, error.floor_bytes, error.floor_bytes, fits=False)
             least = min(least or found, found, key=lambda advice: advice.minimum_capacity_bytes or 0)

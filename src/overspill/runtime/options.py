@@ -53,7 +53,8 @@ class Options:
     `profile=True` measures them (on the eager backend). `placement` names the allocator or solver within whose peak a
     plan has to stay, or is one of LIVE_PLACEMENTS; without it live bytes count. `on_unplanned` says whether a call that runs without a
     plan is an error or a warning. `partition` is the `activation_memory_budget` (0 to 1) by which Inductor's forward and
-    backward are parted; None: the best of several. `software` is that of a GPU that is not here. `limit` is the budget,
+    backward are parted; None: the best of several. `software` is that of a GPU that is not here. With
+    `whole_step` the update of a job is part of its plan, as in `overspill.train_step`. `limit` is the budget,
     parsed.
     """
 
@@ -71,6 +72,7 @@ class Options:
     on_unplanned: str = "error"
     partition: float | None = None
     software: Software | None = None
+    whole_step: bool = False
     limit: Budget = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,8 +22,8 @@ from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph, Phase
 from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
-from overspill.models import Job, check_optimizer, optimizer_named
-from overspill.models.step import DTYPES, TrainingStep, job_in_dtype
+from overspill.job import Job
+from overspill.models.step import TrainingStep, clip, in_dtype
 from overspill.plans.plan import Plan
 
 from . import accelerator, batches
@@ -38,64 +38,14 @@ from .recording.attach import recording
 from .recording.record import RunRecord
 from .recording.recorder import Recorder
 from .recording.sources import sources_of
-from .step.train_step import GradientOptions, TrainStep
+from .step.train_step import TrainStep
 from .step.updates import as_on
 from .surroundings import surroundings_of
 from .tracker import LiveBytes
 
 SEED = 0
-PLAIN = GradientOptions()
-
-
-@dataclass(frozen=True)
-class Training:
-    """What to train: `build` makes the job anew (weights and data follow from the seed), `device` is cpu or cuda.
-
-    With `whole_step` the update is part of the plan, as in `overspill.train_step`; only then may `gradients` differ
-    from the default. `dtype` is float32, bfloat16, float16, or amp-bfloat16 (autocast). `keep_state`: the run ends with a copy of weights and buffers, to compare with another's.
-    """
-
-    build: Callable[[], Job]
-    batch: int
-    optimizer: str = "sgd"
-    steps: int = 3
-    device: str = "cpu"
-    whole_step: bool = False
-    gradients: GradientOptions = PLAIN
-    keep_state: bool = True
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be trained."""
-        if self.batch < 1:
-            raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more")
-        if self.steps < 1:
-            raise RequestError(f"steps={self.steps} is not a positive number; give 1 or more")
-        check_optimizer(self.optimizer)
-        if self.dtype == "amp":
-            raise RequestError(
-                "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"
-            )
-        if self.dtype not in DTYPES:
-            raise RequestError(f"unknown dtype {self.dtype!r}; dtypes to train in: {', '.join(DTYPES)}")
-        if not self.whole_step and self.gradients != PLAIN:
-            raise RequestError("accumulation and clipping are planned with the whole step only; add whole_step=")
-        if torch.device(self.device).type == "cuda" and not accelerator.is_available():
-            raise RequestError("this machine has no CUDA device; train with device=cpu")
-
-    @property
-    def manner(self) -> str:
-        """In which dtype, what is planned where it is the whole step, and what the step does to gradients, for a title."""
-        parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
-        if self.whole_step:
-            parts.append("whole step")
-        if self.gradients.accumulate > 1:
-            parts.append(f"{self.gradients.accumulate} micro-batches")
-        if self.gradients.clip_norm is not None:
-            parts.append(f"gradients clipped to norm {self.gradients.clip_norm:g}")
-        if self.gradients.clip_value is not None:
-            parts.append(f"gradients clipped to ±{self.gradients.clip_value:g}")
-        return "".join(f", {part}" for part in parts)
+STEPS = 3
+"""How many steps are trained where nobody says it."""
 
 
 @dataclass
@@ -132,26 +82,27 @@ class Run:
         )
 
 
-def preview(training: Training, options: Options) -> Plan:
+def preview(job: Job, options: Options) -> Plan:
     """The plan of a job, made on fake tensors: no memory, no run. For a CPU it is the plan that the run would make.
 
     For a GPU convolutions have the menu of algorithms that policies may choose from, as in `graph_for`, and a budget is that of
     its card, as in training there. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
+    job.check_planned(whole_step=options.whole_step)
     device = _device_of(options)
     by_inductor = options.backend == "inductor"
-    if by_inductor or (training.whole_step and device.kind == "cpu"):
+    if by_inductor or (options.whole_step and device.kind == "cpu"):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            step, (batch, *_) = _prepare(training, "cpu")
-            optimizer = optimizer_named(training.optimizer)(step.parameters())
-            if not training.whole_step:
+            step, (batch, *_) = _prepare(job)
+            optimizer = job.make_optimizer(step.parameters())
+            if not options.whole_step:
                 from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
                 return plan_unrun(step, batch, optimizer, options)
         with _nothing_compiled() if by_inductor else nullcontext():
-            return TrainStep(step.model, step.loss, optimizer, options, training.gradients).preview(*batch)
-    graph, device = graph_for(training, options)
+            return TrainStep(step.model, step.loss, optimizer, options, job.gradients).preview(*batch)
+    graph, device = graph_for(job, options)
     return plan_graph(options, graph, device, budget_for(options, graph, device, torch.device("cpu")))
 
 
@@ -161,11 +112,11 @@ def _nothing_compiled() -> AbstractContextManager[None]:
     return nothing_compiled()
 
 
-def graph_for(training: Training, options: Options) -> tuple[Graph, Device]:
+def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
     """The Graph of one step of a job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
     device = _device_of(options)
     with captured_for(device):
-        graph = _captured(training, options.reserve, device.kind)
+        graph = _captured(job, options.reserve, device.kind, whole_step=options.whole_step)
     return with_algorithms(graph, device) if device.kind == "cuda" else graph, device
 
 
@@ -174,56 +125,63 @@ def _device_of(options: Options) -> Device:
     return elsewhere(device_for(options, torch.device("cpu")), options.software)
 
 
-def step_graph(training: Training) -> Graph:
+def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
     """The Graph of one step of a job as PyTorch runs it, captured on fake tensors.
 
     Of several micro-batches it is that of the last, which has the update.
     """
-    return _captured(training)
+    return _captured(job, whole_step=whole_step)
 
 
-def _captured(training: Training, reserve: str | float | None = None, kind: str = "cpu") -> Graph:
+def _captured(job: Job, reserve: str | float | None = None, kind: str = "cpu", *, whole_step: bool) -> Graph:
     """The Graph of a step, captured on the CPU, whose update is as on a device of `kind`."""
+    job.check_planned(whole_step=whole_step)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        step, (batch, *_) = _prepare(training, "cpu")
-        optimizer = optimizer_named(training.optimizer)(step.parameters())
+        step, (batch, *_) = _prepare(job)
+        optimizer = job.make_optimizer(step.parameters())
         for group in optimizer.param_groups:
             group.update(as_on(torch.device(kind), group))
-        if not training.whole_step:
+        if not whole_step:
             return trace(
                 step,
                 batch,
                 lambda joint, here: surroundings_of(joint, here, step.parameters(), [optimizer], reserve),
             ).graph
-    return TrainStep(step.model, step.loss, optimizer, Options(), training.gradients).graph(*batch)
+    return TrainStep(step.model, step.loss, optimizer, Options(), job.gradients).graph(*batch)
 
 
 def train(
-    training: Training,
+    job: Job,
     options: Options,
     on_step: Callable[[int, float], None] | None = None,
     recorder: Recorder | None = None,
+    *,
+    steps: int = STEPS,
+    device: str = "cpu",
+    keep_state: bool = True,
 ) -> Run:
-    """Train within the budget. Raises what planning and the store raise; nothing is left in the store directory.
+    """Train on `device`, cpu or cuda, within the budget, and with `keep_state` keep a copy of the weights and buffers in the end.
 
-    `recorder`, whose steps are marked by hand, is told what the run does.
+    Raises what planning and the store raise; nothing is left in the store directory. `recorder`, whose steps are marked by
+    hand, is told what the run does.
     """
-    where = torch.device(training.device)
+    running = _running(job, options, steps, device, on_step, recorder, keep_state=keep_state)
+    where = torch.device(device)
     has_pool = check_live(options.placement, options.backend, where)
-    if training.whole_step:
+    if options.whole_step:
         if has_pool and where.type == "cuda":  # before the model is on the GPU
             live_steps(str(options.placement), where)
-        return _train_whole(training, options, on_step, recorder)
+        return _train_whole(running, options)
     session = Session(options)
     if where.type == "cuda":
         session.place_live(where)
     try:
-        run = _train(training, session, on_step, recorder, compiled=options.backend == "inductor")
+        run = _train(running, session, compiled=options.backend == "inductor")
         run.plan = session.plans[0] if session.plans else None
         run.planned_peak_bytes = run.plan.peak_bytes if run.plan is not None else 0
         run.planned_reserved_bytes, run.planned_device_bytes = session.reserved_bytes, session.device_bytes
         run.partition = session.partitions[0] if session.plans else None
-        run.offloaded_bytes = session.engine.offloaded_bytes // training.steps if session.engine else 0
+        run.offloaded_bytes = session.engine.offloaded_bytes // steps if session.engine else 0
         run.times = session.measured_times
         run.pool = session.pool
         return run
@@ -233,34 +191,64 @@ def train(
 
 
 def train_plain(
-    training: Training,
+    job: Job,
     options: Options,
     on_step: Callable[[int, float], None] | None = None,
     partition: float | None = None,
+    *,
+    steps: int = STEPS,
+    device: str = "cpu",
+    keep_state: bool = True,
 ) -> Run:
     """The same steps without Overspill: the reference that a managed run must equal.
 
     That is eager PyTorch, or where the managed run has its kernels `torch.compile`, with that run's `partition`.
     """
+    running = _running(job, options, steps, device, on_step, None, keep_state=keep_state)
     parted = {} if partition is None else {"activation_memory_budget": partition}
     try:
         with torch._functorch.config.patch(parted):
-            return _train(training, None, on_step, None, compiled=options.backend == "inductor")
+            return _train(running, None, compiled=options.backend == "inductor")
     finally:
         torch._dynamo.reset()
 
 
-def _train(
-    training: Training,
-    session: Session | None,
+@dataclass(frozen=True)
+class _Running:
+    """A job that is trained now: how long, where, and who is told."""
+
+    job: Job
+    steps: int
+    device: str
+    on_step: Callable[[int, float], None] | None
+    recorder: Recorder | None
+    keep_state: bool
+
+
+def _running(
+    job: Job,
+    options: Options,
+    steps: int,
+    device: str,
     on_step: Callable[[int, float], None] | None,
     recorder: Recorder | None,
     *,
-    compiled: bool,
-) -> Run:
-    _leave_nothing(training.device)
-    step, given = _prepare(training, training.device)
-    optimizer = optimizer_named(training.optimizer)(step.parameters())
+    keep_state: bool,
+) -> _Running:
+    """Raises RequestError for what cannot be trained."""
+    job.check_trained(whole_step=options.whole_step)
+    if steps < 1:
+        raise RequestError(f"steps={steps} is not a positive number; give 1 or more")
+    if torch.device(device).type == "cuda" and not accelerator.is_available():
+        raise RequestError("this machine has no CUDA device; train with device=cpu")
+    return _Running(job, steps, device, on_step, recorder, keep_state)
+
+
+def _train(running: _Running, session: Session | None, *, compiled: bool) -> Run:
+    job = running.job
+    _leave_nothing(running.device)
+    step, given = _prepare(job, running.device, running.steps)
+    optimizer = job.make_optimizer(step.parameters())
     model: Callable[..., Tensor] = step
     if session is not None:
         session.watch(step, optimizer)
@@ -270,15 +258,15 @@ def _train(
     run = Run()
     there = [*step.parameters(), *step.buffers(), *given[0]]
     # What compiled kernels allocate no dispatch mode sees: it is counted in the last step, after all that compiling takes.
-    counts = compiled and torch.device(training.device).type == "cpu"
+    counts = compiled and torch.device(running.device).type == "cpu"
     with (
-        nullcontext(nullcontext) if counts else _measured(training, session, there, run) as watching,
-        _recorded(session, recorder, run),
+        nullcontext(nullcontext) if counts else _measured(running.device, session, there, run) as watching,
+        _recorded(session, running.recorder, run),
     ):
 
         def one_step(index: int) -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            total, share = None, training.gradients.accumulate
+            optimizer.zero_grad(job.set_to_none)
+            total, share = None, job.accumulate
             for part in batches.split(given[index % len(given)], share):
                 with watching() if session is None else nullcontext():
                     loss = model(*part)
@@ -287,7 +275,7 @@ def _train(
                     loss.backward()
                     total = loss.detach() if total is None else total + loss.detach()
             with watching():
-                _clip(step.parameters(), training.gradients)
+                clip(step, job.clip_norm, job.clip_value)
                 optimizer.step()
             assert total is not None
             return total
@@ -295,40 +283,29 @@ def _train(
         @contextmanager
         def counted() -> Iterator[None]:
             optimizer.zero_grad(set_to_none=True)
-            begun = LiveBytes(torch.device(training.device))
+            begun = LiveBytes(torch.device(running.device))
             begun.add([*there, *tree_leaves(list(optimizer.state.values()))])
             with allocations() as found:
                 yield
             run.measured_peak_bytes = begun.live_bytes + peak_of(found.changes)[0]
 
-        _run_steps(
-            training,
-            one_step,
-            run,
-            on_step,
-            recorder,
-            around_last=counted if counts else nullcontext,
-        )
-    run.state = _final_state(step) if training.keep_state else {}
+        _run_steps(running, one_step, run, around_last=counted if counts else nullcontext)
+    run.state = _final_state(step) if running.keep_state else {}
     return run
 
 
-def _train_whole(
-    training: Training,
-    options: Options,
-    on_step: Callable[[int, float], None] | None,
-    recorder: Recorder | None,
-) -> Run:
-    _leave_nothing(training.device)
-    step, given = _prepare(training, training.device)
-    optimizer = optimizer_named(training.optimizer)(step.parameters())
-    whole = TrainStep(step.model, step.loss, optimizer, options, training.gradients)
+def _train_whole(running: _Running, options: Options) -> Run:
+    job = running.job
+    _leave_nothing(running.device)
+    step, given = _prepare(job, running.device, running.steps)
+    optimizer = job.make_optimizer(step.parameters())
+    whole = TrainStep(step.model, step.loss, optimizer, options, job.gradients)
     run, offloaded = Run(), [0]
     try:
-        counts = options.backend == "inductor" and training.device == "cpu"
+        counts = options.backend == "inductor" and running.device == "cpu"
         with (
-            nullcontext() if counts else _measured(training, whole, [*step.buffers(), *given[0]], run),
-            _recorded(whole, recorder, run),
+            nullcontext() if counts else _measured(running.device, whole, [*step.buffers(), *given[0]], run),
+            _recorded(whole, running.recorder, run),
         ):
 
             def one_step(index: int) -> Tensor:
@@ -338,11 +315,11 @@ def _train_whole(
 
             @contextmanager
             def counted() -> Iterator[None]:
-                with whole.counted(given[(training.steps - 1) % len(given)]) as found:
+                with whole.counted(given[(running.steps - 1) % len(given)]) as found:
                     yield
                 (run.measured_peak_bytes,) = found
 
-            _run_steps(training, one_step, run, on_step, recorder, around_last=counted if counts else nullcontext)
+            _run_steps(running, one_step, run, around_last=counted if counts else nullcontext)
         run.partition = whole.partitions[0]
         run.plan = next(plan for plan in whole.plans if any(op.phase is Phase.UPDATE for op in plan.graph.ops))
         run.planned_peak_bytes = whole.peak_bytes
@@ -350,38 +327,27 @@ def _train_whole(
         run.offloaded_bytes = offloaded[-1] - offloaded[-2]
         run.times = whole.measured_times
         run.pool = whole.pool
-        run.state = _final_state(step) if training.keep_state else {}
+        run.state = _final_state(step) if running.keep_state else {}
         return run
     finally:
         whole.close(bring_back=False)
 
 
 def _run_steps(
-    training: Training,
+    running: _Running,
     one_step: Callable[[int], Tensor],
     run: Run,
-    on_step: Callable[[int, float], None] | None,
-    recorder: Recorder | None,
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     torch.manual_seed(SEED + 1)
-    for index in range(training.steps):
-        recorded = nullcontext() if recorder is None else recorder.step()
-        with recorded, around_last() if index == training.steps - 1 else nullcontext():
+    for index in range(running.steps):
+        recorded = nullcontext() if running.recorder is None else running.recorder.step()
+        with recorded, around_last() if index == running.steps - 1 else nullcontext():
             begun = time.perf_counter()
             run.losses.append(one_step(index).item())
             run.step_seconds.append(time.perf_counter() - begun)
-        if on_step is not None:
-            on_step(index, run.losses[-1])
-
-
-def _clip(parameters: Iterator[nn.Parameter], gradients: GradientOptions) -> None:
-    """Clip as the user of plain PyTorch does, by norm first."""
-    owned = list(parameters)
-    if gradients.clip_norm is not None:
-        nn.utils.clip_grad_norm_(owned, gradients.clip_norm)
-    if gradients.clip_value is not None:
-        nn.utils.clip_grad_value_(owned, gradients.clip_value)
+        if running.on_step is not None:
+            running.on_step(index, run.losses[-1])
 
 
 def _final_state(step: TrainingStep) -> dict[str, Tensor]:
@@ -398,10 +364,10 @@ def _leave_nothing(device: str) -> None:
 
 @contextmanager
 def _measured(
-    training: Training, managed: Session | TrainStep | None, persistent: list[Tensor], run: Run
+    where: str, managed: Session | TrainStep | None, persistent: list[Tensor], run: Run
 ) -> Iterator[Callable[[], Any]]:
     """Measure the peak of what runs inside: by counting storages on the CPU, by the allocator's own figures on CUDA."""
-    device = torch.device(training.device)
+    device = torch.device(where)
     if device.type == "cuda" and (ours := serving()) is not None:
         yield nullcontext
         found = ours.statistics()
@@ -431,13 +397,14 @@ def _recorded(managed: Session | TrainStep | None, recorder: Recorder | None, ru
     run.record = recorder.record
 
 
-def _prepare(training: Training, device: str) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
-    """The model with its loss, and a batch for all steps, or where they vary one for each."""
+def _prepare(job: Job, device: str = "cpu", steps: int = 1) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
+    """The model with its loss, and what a step reads: a batch for all of them, or where they vary one for each."""
     torch.manual_seed(SEED)
     try:
-        job = job_in_dtype(training.build(), training.dtype)
-        step = TrainingStep(job)
-        given = [job.make_batch(training.batch) for _ in range(training.steps if job.varied else 1)]
+        built = in_dtype(job.build(), job.dtype)
+        step = TrainingStep(built)
+        samples = (job.batch or 1) * job.accumulate
+        given = [built.make_batch(samples) for _ in range(steps if built.varied else 1)]
         if device != "cpu":
             step, given = step.to(device), [tuple(t.to(device) for t in batch) for batch in given]
     except (MemoryError, RuntimeError) as error:

@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import UnsupportedError
-from overspill.models import Job
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview, train
+from overspill.runtime.training import preview, train
 
 
 class Net(nn.Module):
@@ -30,10 +31,12 @@ class Net(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     # Built inside the fake mode of `preview`: no weights are allocated.
-    def build() -> Job:
-        return Job("net", Net(), lambda n: (torch.randn(n, 3, 16, 16),), lambda model, x: model(x).square().mean())
+    def build() -> BuiltModel:
+        return BuiltModel(
+            "net", Net(), lambda n: (torch.randn(n, 3, 16, 16),), lambda model, x: model(x).square().mean()
+        )
 
-    return preview(Training(build, 4, "adamw"), Options(budget="1TiB", policy="liveness")).graph
+    return preview(Job(build, 4, "adamw"), Options(budget="1TiB", policy="liveness")).graph
 
 
 def op(graph: Graph, name: str):
@@ -134,10 +137,10 @@ def test_tied_weights_are_one_parameter() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(F.relu(self.one(x)))
 
-    def build() -> Job:
-        return Job("tied", Tied(), lambda n: (torch.randn(n, 32),), lambda model, x: model(x).sum())
+    def build() -> BuiltModel:
+        return BuiltModel("tied", Tied(), lambda n: (torch.randn(n, 32),), lambda model, x: model(x).sum())
 
-    found = preview(Training(build, 4), Options(budget="1TiB", policy="liveness")).graph
+    found = preview(Job(build, 4), Options(budget="1TiB", policy="liveness")).graph
     assert found.bytes_of(TensorKind.PARAMETER) == 32 * 32 * 4
 
 
@@ -150,15 +153,15 @@ def test_non_contiguous_and_channels_last_tensors_are_counted_by_their_storage()
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.relu(self.conv(x))[:, ::2].transpose(1, 3).exp()
 
-    def build() -> Job:
-        return Job(
+    def build() -> BuiltModel:
+        return BuiltModel(
             "strided",
             Strided(),
             lambda n: (torch.randn(n, 3, 16, 16).to(memory_format=torch.channels_last),),
             lambda model, x: model(x).sum(),
         )
 
-    found = preview(Training(build, 4), Options(budget="1TiB", policy="liveness")).graph
+    found = preview(Job(build, 4), Options(budget="1TiB", policy="liveness")).graph
     assert found.tensors[op(found, "convolution").writes[0]].nbytes == 4 * 8 * 16 * 16 * 4
     assert op(found, "relu").writes[0] in op(found, "exp").reads
     assert found.tensors[op(found, "exp").writes[0]].nbytes == 4 * 4 * 16 * 16 * 4
@@ -202,8 +205,8 @@ class Wide(nn.Module):
 
 
 def test_a_gradient_that_lies_otherwise_than_its_parameter_is_there_twice_for_a_moment() -> None:
-    job = Job("wide", Wide(), lambda batch: (torch.randn(batch, 64, 4, 4),), lambda module, x: module(x))
-    run = train(Training(lambda: job, 2, "sgd", steps=3), Options("100%"))
+    job = BuiltModel("wide", Wide(), lambda batch: (torch.randn(batch, 64, 4, 4),), lambda module, x: module(x))
+    run = train(Job(lambda: job, 2), Options("100%"))
     assert run.plan is not None
     gradients = next(op for op in run.plan.graph.ops if op.name == "step.gradients")
     assert gradients.workspace_bytes == job.module.conv.weight.nbytes

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import overspill.capture.compiled.step_joint
 from overspill.capture.compiled.layer_calls import layers_noted
 from overspill.core import Graph, LayerType, Phase
-from overspill.models import Job
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview
+from overspill.runtime.training import preview
 
 
 class Block(nn.Module):
@@ -61,10 +62,10 @@ def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def graph_of(make: Callable[[], nn.Module], *, whole_step: bool, loss: Any = mean_square) -> Graph:
-    def build() -> Job:
-        return Job("nested", make(), lambda size: (torch.ones(size, 8), torch.ones(size, 4)), loss)
+    def build() -> BuiltModel:
+        return BuiltModel("nested", make(), lambda size: (torch.ones(size, 8), torch.ones(size, 4)), loss)
 
-    return preview(Training(build, 6, "adamw", whole_step=whole_step), Options(budget="1TiB", policy="liveness")).graph
+    return preview(Job(build, 6, "adamw"), Options(budget="1TiB", policy="liveness", whole_step=whole_step)).graph
 
 
 def layers_of(graph: Graph) -> list[tuple[Phase, str, str, LayerType]]:

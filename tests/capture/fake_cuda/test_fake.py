@@ -17,8 +17,8 @@ from overspill.capture.fake_cuda.fake import FastFakeMode, tensors_in
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core.errors import UnsupportedError
-from overspill.estimation.programs import of_job
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.programs import program_of
+from overspill.job import Job
 from overspill.models import load, optimizer_names
 
 F = torch.nn.functional
@@ -240,8 +240,8 @@ def test_random_convolutions_agree_forward_and_backward(
 
 
 def recorded(model: str, optimizer: str, dtype: str = "float32") -> Recording:
-    recipe = Recipe(None if optimizer == "none" else optimizer, dtype)
-    return record(of_job(lambda: load(model, small=True), 2, recipe))
+    job = Job(lambda: load(model, small=True), 2, None if optimizer == "none" else optimizer, dtype)
+    return record(program_of(job))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from overspill import models
 from overspill.capture.fake_cuda import fake, shapes
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
-from overspill.estimation.programs import of_job
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.programs import program_of
+from overspill.job import Job
 
 aten = torch.ops.aten
 TORCH = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,7 +105,7 @@ def test_the_plain_cases_are_answered_at_all() -> None:
 def test_a_recording_is_the_same_without_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded() -> Recording:
         fake._MEMORY.clear()
-        return record(of_job(lambda: models.load(name, small=True), 3, Recipe("sgd")))
+        return record(program_of(Job(lambda: models.load(name, small=True), 3)))
 
     with_them = recorded()
     monkeypatch.setattr(fake, "SHAPES", {})

@@ -9,15 +9,15 @@ from overspill.capture.virtual_gpu.record import record
 from overspill.core import Graph, Phase, TensorKind
 from overspill.core.errors import RequestError
 from overspill.devices import load_device
-from overspill.estimation.programs import of_job
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.programs import program_of
+from overspill.job import Job
 from overspill.plans.plan import make_plan
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, preview
+from overspill.runtime.training import preview
 
 
 def recorded(name: str, optimizer: str) -> Recording:
-    program = of_job(lambda: models.load(name, small=True), 4, Recipe(optimizer))
+    program = program_of(Job(lambda: models.load(name, small=True), 4, optimizer))
     return record(program)
 
 
@@ -26,7 +26,7 @@ def recorded(name: str, optimizer: str) -> Recording:
 )
 def test_its_persistent_tensors_and_gradients_are_those_of_the_compiled_capture(name: str) -> None:
     eager = graph_of(recorded(name, "momentum"), name)
-    training = Training(lambda: models.load(name, small=True), 4, "momentum")
+    training = Job(lambda: models.load(name, small=True), 4, "momentum")
     compiled = preview(training, Options(budget=None, policy="liveness", device=load_device("t4"))).graph
 
     def weights(graph: Graph) -> int:

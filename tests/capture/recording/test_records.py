@@ -17,13 +17,13 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.capture.recording.recording import Recording
 from overspill.capture.virtual_gpu.record import record
 from overspill.core.errors import OverspillError, RequestError, UnsupportedError
-from overspill.estimation.programs import of_job
-from overspill.estimation.recipe import Recipe
+from overspill.estimation.programs import program_of
+from overspill.job import Job
 from overspill.models import load
 
 
 def job(model: str = "resnet18", dtype: str = "float32", batch: int = 2) -> Any:
-    return of_job(lambda: load(model, small=True), batch, Recipe("adamw", dtype))
+    return program_of(Job(lambda: load(model, small=True), batch, "adamw", dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "amp"])

@@ -12,7 +12,8 @@ from tests.report.tracing.format import counted, named, of_process, read_trace
 from torch import nn
 
 from overspill.core import TensorKind, Verb
-from overspill.models import Job
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.placement.snapshot import read_snapshot, replay_snapshot
 from overspill.plans.plan import Plan
 from overspill.report.tracing.memory_viz import write_run_snapshot
@@ -21,21 +22,21 @@ from overspill.report.tracing.run_trace import MEASURED, write_run_trace
 from overspill.runtime.options import Options
 from overspill.runtime.recording.record import RunRecord
 from overspill.runtime.recording.recorder import Recorder
-from overspill.runtime.training import Run, Training, train
+from overspill.runtime.training import Run, train
 
 STEPS = 3
 Recorded = tuple[RunRecord, Run, Plan]
 CASES = {
-    "step": (True, "eager", Options(0.7, store="host")),
+    "step": (True, "eager", Options(0.7, store="host", whole_step=True)),
     "compile": (False, "eager", Options(0.9, "vdnn-all", store="host")),
-    "inductor step": (True, "inductor", Options(0.75, store="host", backend="inductor")),
+    "inductor step": (True, "inductor", Options(0.75, store="host", backend="inductor", whole_step=True)),
     "inductor": (False, "inductor", Options(0.75, store="host", backend="inductor")),
 }
 
 
-def build() -> Job:
+def build() -> BuiltModel:
     layers = [nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(4)]
-    return Job(
+    return BuiltModel(
         "layers",
         nn.Sequential(*layers),
         lambda size: (torch.randn(size, 128),),
@@ -52,14 +53,14 @@ HERE = Path(__file__).name, build.__code__.co_firstlineno + 6
     params=["step", *(pytest.param(c, marks=pytest.mark.long) for c in ("inductor step", "compile", "inductor"))],
 )
 def run(request: pytest.FixtureRequest) -> Recorded:
-    whole_step, _, options = CASES[request.param]
-    job, recorder = Training(build, 2048, steps=STEPS, whole_step=whole_step), Recorder(by_hand=True)
+    *_, options = CASES[request.param]
+    job, recorder = Job(build, 2048), Recorder(by_hand=True)
     before, threads = torch.get_num_threads(), 1 if options.backend == "inductor" else torch.get_num_threads()
     torch.set_num_threads(threads)  # with several, Inductor's kernels add up some gradients in an order that changes
-    done = train(job, options, recorder=recorder)
+    done = train(job, options, recorder=recorder, steps=STEPS)
     assert done.plan is not None
     assert done.record is recorder.record
-    plain = train(job, options)
+    plain = train(job, options, steps=STEPS)
     torch.set_num_threads(before)
     assert plain.record is None
     assert done.identical_to(plain)

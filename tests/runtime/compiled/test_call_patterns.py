@@ -484,12 +484,13 @@ def test_where_the_update_does_not_fit_train_step_is_named_and_does() -> None:
 def test_attention_that_leaves_under_inductor_comes_back_in_the_order_it_is_read_in() -> None:
     from functools import partial
 
+    from overspill.job import Job
     from overspill.models import load
     from overspill.runtime.options import Options
-    from overspill.runtime.training import Training, train, train_plain
+    from overspill.runtime.training import train, train_plain
 
-    training = Training(partial(load, "gpt2", small=True), 4, steps=2)
+    job = Job(partial(load, "gpt2", small=True), 4)
     options = Options(budget=0.8, store="host", backend="inductor")
-    run = train(training, options)
+    run = train(job, options, steps=2)
     assert run.offloaded_bytes > 0
-    assert run.losses == train_plain(training, options).losses
+    assert run.losses == train_plain(job, options, steps=2).losses

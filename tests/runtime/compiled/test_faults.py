@@ -6,18 +6,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
 
 import overspill
 from overspill.core.errors import StoreError
+from overspill.job import Job
 from overspill.models import load
 from overspill.runtime.options import Options
-from overspill.runtime.training import Training, train, train_plain
+from overspill.runtime.training import train, train_plain
 from overspill.runtime.transfer.stores import DiskStore, HostStore
 
-JOB = Training(lambda: load("resnet18", small=True), 4, "momentum", 2)
+JOB = Job(lambda: load("resnet18", small=True), 4, "momentum")
 OPTIONS = Options(budget="1GiB", policy="vdnn-all", store="disk")
 
 
@@ -86,10 +88,11 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path) -> None:
         import sys
         from overspill.models import load
         from overspill.runtime.options import Options
-        from overspill.runtime.training import Training, train
-        job = Training(lambda: load("resnet18", small=True), 4, steps=1000)
+        from overspill.job import Job
+        from overspill.runtime.training import train
+        job = Job(lambda: load("resnet18", small=True), 4)
         options = Options(budget="1GiB", policy="vdnn-all", store_dir={str(tmp_path)!r})
-        train(job, options, lambda step, loss: print(step, flush=True))
+        train(job, options, lambda step, loss: print(step, flush=True), steps=1000)
     """)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -107,7 +110,7 @@ def test_the_store_does_not_grow_after_the_first_step(tmp_path) -> None:
     module.make_store = lambda *_: store
     try:
         train(
-            Training(lambda: load("resnet18", small=True), 4, steps=4),
+            replace(JOB, optimizer="sgd"),
             OPTIONS,
             lambda *_: sizes.append((store.capacity_bytes, store.peak_bytes)),
         )

@@ -16,14 +16,16 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from overspill.core import Verb
 from overspill.core.errors import InfeasibleBudget
+from overspill.job import Job
 from overspill.models import load, names
+from overspill.runtime import training as runs
 from overspill.runtime.compiled import backend
 from overspill.runtime.compiled.compile import compile_in
 from overspill.runtime.compiled.in_force import plans_needed
 from overspill.runtime.compiled.inductor import _Compiler
 from overspill.runtime.compiled.session import Session
 from overspill.runtime.options import Options
-from overspill.runtime.training import Run, Training, train, train_plain
+from overspill.runtime.training import Run
 
 STEPS = 3
 
@@ -34,8 +36,11 @@ def forget_compiled_code() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def training(model: str, optimizer: str) -> Training:
-    return Training(partial(load, model, small=True), 4, optimizer, STEPS, "cpu")
+def training(model: str, optimizer: str) -> Job:
+    return Job(partial(load, model, small=True), 4, optimizer)
+
+
+train, train_plain = partial(runs.train, steps=STEPS), partial(runs.train_plain, steps=STEPS)
 
 
 @cache

@@ -25,6 +25,7 @@ from tests.simulate.graphs import DEVICE, Layer, network
 from overspill.core import Block, Graph, Layout, Mobility, Trace
 from overspill.core.errors import InfeasibleBudget, InvalidLayout, OutOfMemory, RequestError
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.models import load
 from overspill.placement import Events, replay
 from overspill.placement.allocators.registry import allocator_named
@@ -33,7 +34,7 @@ from overspill.placement.replay import layout_of
 from overspill.policies import POLICIES
 from overspill.runtime.live.allocator import LiveAllocator
 from overspill.runtime.live.groups import UNPLANNED
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 from overspill.simulate.trace import trace_of
 
 EXAMPLES = settings(max_examples=25, deadline=None)
@@ -80,7 +81,7 @@ def test_steps_of_every_policy_keep_their_bytes_and_get_their_places(witness: Wi
 @pytest.fixture(scope="module")
 def captured() -> Graph:
     """A training step as it was captured."""
-    return step_graph(Training(lambda: load("gpt2", small=True), 2, "momentum", 1))
+    return step_graph(Job(lambda: load("gpt2", small=True), 2, "momentum"))
 
 
 @pytest.mark.parametrize("policy", ["liveness", "vdnn-all", "checkpoint"])

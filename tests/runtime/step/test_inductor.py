@@ -29,10 +29,11 @@ from torch import Tensor, nn
 import overspill
 from overspill.core import Verb
 from overspill.core.errors import InfeasibleBudget, RequestError, StoreError, UnsupportedError
+from overspill.job import Job
 from overspill.models import load, names
 from overspill.runtime.options import Options
-from overspill.runtime.step.train_step import GradientOptions, TrainStep
-from overspill.runtime.training import Run, Training, preview, same_bits, train, train_plain
+from overspill.runtime.step.train_step import TrainStep
+from overspill.runtime.training import Run, preview, same_bits, train, train_plain
 
 
 class Pair:
@@ -218,9 +219,11 @@ def test_under_autocast() -> None:
 # --- Slow: the built-in models ----------------------------------------------------------------------------------------
 
 
-def training(model: str, optimizer: str, gradients: GradientOptions | None = None) -> Training:
-    build = partial(load, model, small=True)
-    return Training(build, 4, optimizer, 3, "cpu", whole_step=True, gradients=gradients or GradientOptions())
+def training(model: str, optimizer: str, accumulate: int = 1) -> Job:
+    return Job(partial(load, model, small=True), 4 // accumulate, optimizer, accumulate=accumulate)
+
+
+Whole = partial(Options, whole_step=True)
 
 
 VARIED = "seq2seq-varied"
@@ -230,16 +233,16 @@ VARIED = "seq2seq-varied"
 @cache
 def stock(model: str, optimizer: str) -> Run:
     with torch._dynamo.config.patch(allow_rnn=True):
-        return train_plain(training(model, optimizer), Options(backend="inductor"))
+        return train_plain(training(model, optimizer), Whole(backend="inductor"))
 
 
 def checked(model: str, optimizer: str, policy: str, store: str, budget: str) -> Run:
     """A run within `budget`, or the smallest that works; it equals stock torch.compile and keeps the budget."""
     job = training(model, optimizer)
     try:
-        run = train(job, Options(budget, policy, store, backend="inductor", partition=1))
+        run = train(job, Whole(budget, policy, store, backend="inductor", partition=1))
     except InfeasibleBudget as error:
-        run = train(job, Options(error.floor_bytes, policy, store, backend="inductor", partition=1))
+        run = train(job, Whole(error.floor_bytes, policy, store, backend="inductor", partition=1))
     assert run.plan is not None
     assert run.identical_to(stock(model, optimizer))
     assert run.measured_peak_bytes <= run.plan.budget_bytes
@@ -271,7 +274,7 @@ def test_every_model_trains_with_the_bits_of_torch_compile(model: str) -> None:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:a profiler runs")
 def test_a_model_of_varied_batches_trains_with_the_bits_of_torch_compile() -> None:
-    options = Options("1MiB", "auto", "host", backend="inductor", partition=1)
+    options = Whole("1MiB", "auto", "host", backend="inductor", partition=1)
     assert train(training(VARIED, "momentum"), options).identical_to(stock(VARIED, "momentum"))
 
 
@@ -283,20 +286,18 @@ def test_what_is_recomputed_is_identical_too() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gradients", [GradientOptions(), GradientOptions(accumulate=2)], ids=["alone", "accumulated"])
+@pytest.mark.parametrize("accumulate", [1, 2], ids=["alone", "accumulated"])
 @pytest.mark.parametrize("model", ["gpt2", "resnet18"])
-def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(
-    model: str, gradients: GradientOptions
-) -> None:
-    job = training(model, "momentum", gradients)
-    usual = train_plain(job, Options(backend="inductor"))
+def test_another_partition_gives_the_bits_of_torch_compile_with_its_setting(model: str, accumulate: int) -> None:
+    job = training(model, "momentum", accumulate)
+    usual = train_plain(job, Whole(backend="inductor"))
     budget = usual.measured_peak_bytes // 2
     try:
-        run = train(job, Options(budget, store="host", backend="inductor"))
+        run = train(job, Whole(budget, store="host", backend="inductor"))
     except InfeasibleBudget as error:
-        run = train(job, Options(error.floor_bytes, store="host", backend="inductor"))
+        run = train(job, Whole(error.floor_bytes, store="host", backend="inductor"))
     assert run.partition is not None
-    assert run.identical_to(train_plain(job, Options(backend="inductor"), partition=run.partition))
+    assert run.identical_to(train_plain(job, Whole(backend="inductor"), partition=run.partition))
     assert run.plan is not None
     assert run.measured_peak_bytes <= run.plan.budget_bytes
 
@@ -317,7 +318,7 @@ def test_micro_batches_have_one_partition() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("backend", "partition"), [("eager", None), ("inductor", 1)])
 def test_a_preview_is_the_plan_of_the_run(backend: str, partition: float | None) -> None:
-    job, options = training("gpt2", "momentum"), Options("70%", store="host", backend=backend, partition=partition)
+    job, options = training("gpt2", "momentum"), Whole("70%", store="host", backend=backend, partition=partition)
     seen, run = preview(job, options), train(job, options).plan
     assert run is not None
     assert seen.schedule.instructions == run.schedule.instructions

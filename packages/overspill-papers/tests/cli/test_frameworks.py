@@ -8,7 +8,7 @@ import pytest
 from tests.cli.commands import Overspill
 
 from overspill.core.errors import RequestError
-from overspill.estimation.source import Source, shapes_of
+from overspill.job.source import Source, shapes_of
 from overspill_papers.papers.symbols import resnet50
 
 FILE = "--mxnet net.json --input data=N,3,64,64 --input softmax_label=N"

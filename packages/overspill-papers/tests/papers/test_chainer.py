@@ -6,20 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from overspill.devices import load_device
-from overspill.models import Job
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.policies import policy_named
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 from overspill_papers.papers import Lab, claims_of, paper_named, results
 from overspill_papers.papers.chainer import WORKSPACE_BYTES, as_chainer, held_bytes, inference_trace, training_trace
 
 
-def small_job() -> Job:
+def small_job() -> BuiltModel:
     module = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
-    return Job("by hand", module, lambda batch: (torch.randn(batch, 3, 16, 16),), lambda m, x: m(x).sum())
+    return BuiltModel("by hand", module, lambda batch: (torch.randn(batch, 3, 16, 16),), lambda m, x: m(x).sum())
 
 
 def test_inference_holds_what_is_still_read_and_a_workspace_beside_each_convolution() -> None:
-    graph = as_chainer(step_graph(Training(small_job, 2)))
+    graph = as_chainer(step_graph(Job(small_job, 2)))
     trace = inference_trace(graph)
     image, map_ = 2 * 3 * 16 * 16 * 4, 2 * 8 * 16 * 16 * 4
     assert sorted(b.nbytes for b in trace.blocks) == sorted([512, image, map_, map_, WORKSPACE_BYTES])  # 512: the sum
@@ -28,7 +29,7 @@ def test_inference_holds_what_is_still_read_and_a_workspace_beside_each_convolut
 
 
 def test_training_keeps_every_map_to_the_end_of_backward() -> None:
-    graph = as_chainer(step_graph(Training(small_job, 2)))
+    graph = as_chainer(step_graph(Job(small_job, 2)))
     trace = training_trace(graph, policy_named("in-core").plan(graph, load_device("p100-nvlink")))
     end = max(block.end for block in trace.blocks)
     relu = next(block for block in trace.blocks if block.name == "relu")

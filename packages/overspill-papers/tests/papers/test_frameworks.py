@@ -13,9 +13,10 @@ from overspill.core import Graph, LayerType, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.costs import with_algorithms
 from overspill.devices import load_device
-from overspill.models import Job
+from overspill.job import Job
+from overspill.models import BuiltModel
 from overspill.policies import POLICIES, policy_named
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 from overspill.simulate import check
 from overspill_papers.papers.frameworks import as_layers
 
@@ -23,10 +24,10 @@ TITAN_X = load_device("titan-x")
 
 
 def step_of(build: Callable[[], nn.Module], *shape: int) -> Graph:
-    def job() -> Job:
-        return Job("by hand", build(), lambda batch: (torch.randn(batch, *shape),), loss)
+    def job() -> BuiltModel:
+        return BuiltModel("by hand", build(), lambda batch: (torch.randn(batch, *shape),), loss)
 
-    return step_graph(Training(job, 4))
+    return step_graph(Job(job, 4))
 
 
 def loss(module: nn.Module, x: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def test_the_numbers_of_ops_and_what_they_are_called_stay() -> None:
     "name", ["alexnet", *(pytest.param(n, marks=pytest.mark.long) for n in ("resnet18", "googlenet", "resnet32-cifar"))]
 )
 def test_every_policy_has_a_valid_schedule_of_a_networks_layers(name: str) -> None:
-    plain = step_graph(Training(lambda: models.load(name, small=True), 4))
+    plain = step_graph(Job(lambda: models.load(name, small=True), 4))
     graph = with_algorithms(as_layers(plain), TITAN_X)
     unmanaged = check(graph, policy_named("liveness").plan(graph, TITAN_X)).peak_bytes
     assert unmanaged <= check(plain, policy_named("liveness").plan(plain, TITAN_X)).peak_bytes + max(

@@ -10,8 +10,9 @@ from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
 from overspill.core.errors import InfeasibleBudget
 from overspill.devices import load_device
+from overspill.job import Job
 from overspill.placement import ChunkedConfig
-from overspill.runtime.training import Training, step_graph
+from overspill.runtime.training import step_graph
 from overspill.simulate import check
 from overspill_papers.papers.lab import (
     Lab,
@@ -29,7 +30,7 @@ MIB = 1 << 20
 
 
 def small(name: str, batch: int, *, whole_step: bool = False) -> Graph:
-    return step_graph(Training(lambda: models.load(name, small=True), batch, whole_step=whole_step))
+    return step_graph(Job(lambda: models.load(name, small=True), batch), whole_step=whole_step)
 
 
 @pytest.mark.long

@@ -6,7 +6,8 @@ import pytest
 
 from overspill import models
 from overspill.core import Graph, LayerType, Phase, TensorKind
-from overspill.runtime.training import Training, step_graph
+from overspill.job import Job
+from overspill.runtime.training import step_graph
 from overspill_papers.papers import PAPERS
 from overspill_papers.papers.figures import figures_of
 from overspill_papers.papers.lab import network_wide_bytes
@@ -15,7 +16,7 @@ from overspill_papers.papers.layers import bytes_by_kind, bytes_of, maps_by_laye
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return step_graph(Training(lambda: models.load("alexnet", small=True), 4))
+    return step_graph(Job(lambda: models.load("alexnet", small=True), 4))
 
 
 def test_layers_with_weights_have_numbers_in_the_order_of_forward(graph: Graph) -> None:

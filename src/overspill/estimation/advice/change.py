@@ -1,4 +1,4 @@
-"""What a piece of advice is, and what a change of a recipe is before it has been tried."""
+"""What a piece of advice is, and what a change of a job is before it has been tried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from overspill.capture.recording.recording import Recording
-from overspill.estimation.recipe import Recipe
+from overspill.job import Job
 
 
 class Price(IntEnum):
@@ -44,7 +44,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a recipe's `fields`.
+    """A change of a job's `fields`.
 
     `weights` and `state` are the shares of the model's and of the optimizer's bytes that certainly stay on the device.
     """
@@ -56,14 +56,14 @@ class Change:
     weights: float = 1.0
     state: float = 1.0
 
-    def edit(self, recipe: Recipe) -> Recipe:
-        """`recipe` with the change made."""
-        return replace(recipe, **self.fields)
+    def edit(self, job: Job) -> Job:
+        """`job` with the change made."""
+        return replace(job, **self.fields)
 
 
 @dataclass(frozen=True)
 class Retrace:
-    """How a job is trained, and what records it at a batch size when it is trained otherwise."""
+    """A job, and what records it when it is trained otherwise, or at another batch size."""
 
-    recipe: Recipe
-    record: Callable[[int | None, Recipe], Recording]
+    job: Job
+    record: Callable[[Job], Recording]

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from overspill.core import TensorKind
 from overspill.core.errors import OverspillError
 from overspill.core.units import format_bytes
-from overspill.estimation.parallel import MOST_GPUS, Parallel
-from overspill.estimation.recipe import Recipe
+from overspill.job import Job, Parallel
+from overspill.job.parallel import MOST_GPUS
 from overspill.placement.allocators.caching_config import CachingConfig
 
 from .change import Advice, Change, Price, Retrace
-from .recipes import averages_over_batch, changes
+from .changes import averages_over_batch, changes
 
 if TYPE_CHECKING:
     from overspill.estimation.figures import Figures
@@ -77,14 +77,14 @@ class _Trials:
         """All advice, in order."""
         yield from self._segments()
         retrace = self.estimate.retrace
-        options = [] if retrace is None else list(changes(self.estimate, retrace.recipe))
+        options = [] if retrace is None else list(changes(self.estimate, retrace.job))
         for price in Price:
             if self.fits and price > Price.TIME:
                 return
             if price is Price.TIME and not self.fits:
                 yield from self._smaller_batch()
                 yield from self._planned(planner)
-            yield from self._recipes([change for change in options if change.price is price])
+            yield from self._alone([change for change in options if change.price is price])
             if price in (Price.TIME, Price.RESULTS) and retrace is not None and not self.solved:
                 yield from self._together(price)
         yield from self._more_gpus()
@@ -102,7 +102,7 @@ class _Trials:
             self.expandable = True
             yield found
 
-    def _recipes(self, options: Sequence[Change]) -> Iterator[Advice]:
+    def _alone(self, options: Sequence[Change]) -> Iterator[Advice]:
         for change in options:
             if not self._hopeless([change]) and (found := self._tried(change)) is not None:
                 self.helpful.append(change)
@@ -114,9 +114,9 @@ class _Trials:
         return None if changed is None else self._advice(changed, change.what, change.cost, change.price)
 
     def _changed(
-        self, batch: int | None, edit: Callable[[Recipe], Recipe], what: str, *, expandable: bool = False
+        self, batch: int | None, edit: Callable[[Job], Job], what: str, *, expandable: bool = False
     ) -> Figures | None:
-        """The estimate of the job with its recipe edited; None where that is no job."""
+        """The estimate of the job edited; None where that is no job."""
         retrace = self.estimate.retrace
         assert retrace is not None
         if self.left is not None:
@@ -126,13 +126,13 @@ class _Trials:
         self.progress(f"trying {what}")
         self.trial(what)
         try:
-            recipe = edit(retrace.recipe)
-            recording = retrace.record(batch, recipe)
+            job = replace(edit(retrace.job), batch=batch)
+            recording = retrace.record(job)
         except OverspillError:  # the model has nothing of the kind, or does not bear it
             return None
         changed = replace(
-            self.estimate, recording=recording, batch=batch, parallel=recipe.parallel, scaling=None,
-            retrace=Retrace(recipe, retrace.record),
+            self.estimate, recording=recording, batch=batch, parallel=job.parallel, scaling=None,
+            retrace=Retrace(job, retrace.record),
         )  # fmt: skip
         return (_expanding(changed) or changed) if expandable else changed
 
@@ -162,7 +162,7 @@ class _Trials:
         retrace = self.estimate.retrace
         if not batch or not largest or largest >= batch:
             return
-        if retrace is None or retrace.recipe.optimizer is None:
+        if retrace is None or retrace.job.optimizer is None:
             scaling = self.estimate.scaling
             assert scaling is not None
             needed = scaling.minimum_capacity_bytes(largest, self.estimate.outside_bytes)
@@ -175,7 +175,7 @@ class _Trials:
         split = -(-batch // largest)
         for _ in range(_SPLITS_TRIED):
             micro = -(-batch // split)
-            parts = split * retrace.recipe.accumulate
+            parts = split * retrace.job.accumulate
             what = f"batch {micro} instead of {batch}, accumulating gradients over {parts} of them"
             # Two micro-batches have all that more have: the first meets no gradients, the second does.
             changed = self._changed(micro, partial(replace, accumulate=2), what)
@@ -189,8 +189,7 @@ class _Trials:
 
     def _planned(self, planner: Planner | None) -> Iterator[Advice]:
         """What Overspill itself does."""
-        recipe = None if self.estimate.retrace is None else self.estimate.retrace.recipe
-        trains = recipe is None or recipe.optimizer is not None
+        trains = self.estimate.retrace is None or self.estimate.retrace.job.optimizer is not None
         if self.estimate.framework != "pytorch" or not trains or self.estimate.parallel is not None:
             return
         if planner is not None:
@@ -243,10 +242,10 @@ class _Trials:
         if self._hopeless(chosen):
             return None
 
-        def edit(recipe: Recipe) -> Recipe:
+        def edit(job: Job) -> Job:
             for change in chosen:
-                recipe = change.edit(recipe)
-            return replace(recipe, accumulate=2) if split > 1 else recipe
+                job = change.edit(job)
+            return replace(job, accumulate=2) if split > 1 else job
 
         batch = self.estimate.batch
         micro = batch if split == 1 or not batch else -(-batch // split)
@@ -264,7 +263,7 @@ class _Trials:
     def _more_gpus(self) -> Iterator[Advice]:
         """The batch split over the fewest GPUs that do, a power of two; weights and state too where they must be."""
         retrace, batch = self.estimate.retrace, self.estimate.batch
-        if retrace is None or retrace.recipe.optimizer is None or not batch:
+        if retrace is None or retrace.job.optimizer is None or not batch:
             return
         have = self.estimate.parallel
         gpus = 2 if have is None else 2 * have.gpus

@@ -6,21 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from overspill.estimation.recipe import MakeOptimizer, Recipe
+from overspill.job import Job, MakeOptimizer
 
 from .optimizers import SMALLEST_OFFLOADED
 
 _SIDE = 64
 
 
-def host_bytes(recipe: Recipe, module: nn.Module, make: MakeOptimizer) -> int:
-    """Bytes of weights, gradients and optimizer state that `recipe` keeps on the host for one GPU; 0 where it keeps none.
+def host_bytes(job: Job, module: nn.Module) -> int:
+    """Bytes of weights, gradients and optimizer state that `job` keeps on the host for one GPU; 0 where it keeps none.
 
     torchao's CPUOffloadOptimizer has a copy of each large parameter there, FSDP's CPUOffloadPolicy the shards themselves.
     The state is as of a small matrix.
     """
-    offloads_shards = recipe.parallel is not None and recipe.parallel.cpu_offload
-    if not recipe.offload_optimizer and not offloads_shards:
+    offloads_shards = job.parallel is not None and job.parallel.cpu_offload
+    if job.optimizer is None or not (job.offload_optimizer or offloads_shards):
         return 0
     found = 0
     for parameter in module.parameters():
@@ -28,7 +28,7 @@ def host_bytes(recipe: Recipe, module: nn.Module, make: MakeOptimizer) -> int:
         if not parameter.requires_grad:
             found += nbytes * offloads_shards
         elif offloads_shards or parameter.numel() >= SMALLEST_OFFLOADED:
-            found += 2 * nbytes + int(_state_share(make) * nbytes)
+            found += 2 * nbytes + int(_state_share(job.make_optimizer) * nbytes)
     return found
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
-from overspill.estimation.parallel import Parallel
+from overspill.job import Parallel
 from overspill.models.gpt2 import Gpt2
 
 from .wrappers import repeated_blocks

@@ -18,7 +18,7 @@ from torch import nn
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.costs.nccl import horovod_fusion_bytes
-from overspill.estimation.parallel import Parallel
+from overspill.job import Parallel
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

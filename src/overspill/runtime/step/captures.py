@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ from overspill.capture.compiled.whole_step import (
 )
 from overspill.capture.programs.whole_step import capture_step_of_programs
 from overspill.core import TensorKind
-from overspill.core.errors import RequestError, UnsupportedError
+from overspill.core.errors import UnsupportedError
+from overspill.job import GradientOptions
 from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.options import Options
 from overspill.runtime.parallel import OneProcess
@@ -49,23 +50,6 @@ CAPTURES = ForkedLock()
 """One thread at a time captures: what it watches are classes of torch, which all threads share."""
 MOST_TRIES = 4
 """So often a step is captured for tensors of other models that it is found to change."""
-
-
-@dataclass(frozen=True)
-class GradientOptions:
-    """What a step does to its gradients: micro-batches to accumulate over, and how they are clipped."""
-
-    accumulate: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what no step can do."""
-        if self.accumulate < 1:
-            raise RequestError(f"accumulate={self.accumulate} is not a positive number of micro-batches")
-        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
-            if value is not None and not value > 0:
-                raise RequestError(f"{name}={value} is not a positive number")
 
 
 class Found(NamedTuple):

@@ -21,6 +21,7 @@ from overspill.capture.compiled.whole_step import (
 from overspill.core import Graph, TensorKind
 from overspill.core.errors import InfeasibleBudget, UnsupportedError
 from overspill.costs import MeasuredTimes
+from overspill.job import GradientOptions
 from overspill.plans.plan import Plan, smallest_budget
 from overspill.runtime import batches
 from overspill.runtime.compiled.partitions import Partitioned
@@ -44,7 +45,7 @@ from overspill.runtime.profile import OpTimer
 from overspill.runtime.transfer.host_memory import suit_heap
 from overspill.runtime.transfer.stores import whole_pages
 
-from .captures import Elsewhere, Found, GradientOptions, StepCaptures
+from .captures import Elsewhere, Found, StepCaptures
 from .gathered import gathered
 from .python_state import PythonState
 from .results import Results

@@ -22,6 +22,7 @@ from overspill.core import Device, Graph, TensorKind
 from overspill.core.errors import RequestError, StoreError, UnsupportedError, forgetful, is_out_of_memory
 from overspill.core.units import format_apart
 from overspill.costs import MeasuredTimes
+from overspill.job import GradientOptions
 from overspill.models.step import StepLoss
 from overspill.plans.plan import Plan
 from overspill.runtime import batches
@@ -39,7 +40,6 @@ from overspill.runtime.transfer.engine import TransferEngine
 from overspill.runtime.transfer.host_memory import give_back
 
 from .call import UNFINISHED, Call, Underway, dropped, let_go
-from .captures import GradientOptions
 from .checks import check_inputs, check_optimizer, step_post_hooks
 from .plans import LOSS_BYTES, Compiled, StepPlans
 from .residency import readable
@@ -50,7 +50,7 @@ from .updates import NormClipping, OptimizerUpdates
 if TYPE_CHECKING:
     from overspill.runtime.compiled.session import Session
 
-__all__ = ["GradientOptions", "TrainStep", "train_step"]
+__all__ = ["TrainStep", "train_step"]
 
 
 class TrainStep(PlannedPeaks):

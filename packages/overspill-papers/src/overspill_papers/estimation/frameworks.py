@@ -8,7 +8,7 @@ from pathlib import Path
 from overspill.capture.recording.recording import Recording
 from overspill.core import Device
 from overspill.core.errors import RequestError
-from overspill.estimation.source import BATCH, Source, shapes_of
+from overspill.job.source import BATCH, Source, shapes_of
 from overspill_papers.capture.mxnet import executor
 from overspill_papers.capture.mxnet.symbol import read_symbol
 from overspill_papers.capture.onnx import reader

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from overspill.models.job import Job, checked_size
+from overspill.models.built_model import BuiltModel, checked_size
 from overspill.models.resnet import bottleneck_block, conv_norm, projection
 from overspill.models.unet import segmentation_loss
 from overspill.models.vision import check_normalised_batch, he_init
@@ -115,9 +115,9 @@ def _batches(name: str, image_size: int) -> Callable[[int], tuple[Tensor, Tensor
     return make_batch
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 21 classes at 513x513, or the small one: one block a stage, 8 channels in the first, at 65x65."""
     image_size = checked_size(name, "image_size", size, default=65 if small else 513, minimum=32)
     module = DeepLab(_SMALL if small else _FULL, image_size)
     he_init(module, "fan_out")
-    return Job(name, module, _batches(name, image_size), segmentation_loss)
+    return BuiltModel(name, module, _batches(name, image_size), segmentation_loss)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from overspill.models.job import Job, checked_size
+from overspill.models.built_model import BuiltModel, checked_size
 from overspill.models.vision import auxiliary_loss, classification_loss, image_batches
 
 # Table 1: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
@@ -136,7 +136,7 @@ def _init(module: nn.Module) -> None:
             nn.init.constant_(layer.bias, 0.2 if isinstance(layer, nn.Conv2d) else 0.0)
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 224x224, or the small one: 10 classes at 64x64 and a sixteenth of the width."""
     image_size = checked_size(name, "image_size", size, default=64 if small else 224, minimum=32)
     classes = 10 if small else 1000
@@ -144,4 +144,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
     module = GoogLeNet(classes=classes, shrink=16 if small else 1, auxiliary=auxiliary)
     _init(module)
     loss = auxiliary_loss(_AUXILIARY_WEIGHT) if auxiliary else classification_loss
-    return Job(name, module, image_batches(image_size, classes), loss)
+    return BuiltModel(name, module, image_batches(image_size, classes), loss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from overspill.models.job import Job, checked_size
+from overspill.models.built_model import BuiltModel, checked_size
 from overspill.models.vision import classification_loss, he_init, image_batches, resized_grid
 
 
@@ -18,7 +18,7 @@ def _last_grid(image_size: int) -> int:
     return (side - 4) // 2 // 2
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: 1000 classes at 231x231, or the small one: 10 classes at 71x71 and 8 to 16 channels."""
     image_size = checked_size(name, "image_size", size, default=71 if small else 231, minimum=71)
     c1, c2, c3, c4 = (8, 8, 16, 16) if small else (96, 256, 512, 1024)
@@ -46,4 +46,4 @@ def build(name: str, *, small: bool, size: int | None) -> Job:
         nn.Linear(h2, classes),
     )
     he_init(module, "fan_in", linear_std=0.1 if small else 0.01)
-    return Job(name, module, image_batches(image_size, classes), classification_loss)
+    return BuiltModel(name, module, image_batches(image_size, classes), classification_loss)

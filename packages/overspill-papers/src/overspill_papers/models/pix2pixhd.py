@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from overspill.models.job import Job, checked_size
+from overspill.models.built_model import BuiltModel, checked_size
 
 _KERNEL = 4
 _STRIDES = (2, 2, 2, 1)  # C64-C128-C256-C512; the last keeps the side, which makes the patches 70x70
@@ -176,11 +176,11 @@ def _batches(classes: int, height: int) -> Callable[[int], tuple[Tensor, Tensor]
     return make_batch
 
 
-def build(name: str, *, small: bool, size: int | None) -> Job:
+def build(name: str, *, small: bool, size: int | None) -> BuiltModel:
     """Returns the job: Cityscapes' 35 labels at 512x1024, or the small one: 5 labels at 32x64 and 8 channels.
 
     `size` is the height; images are twice as wide.
     """
     height = checked_size(name, "image_size", size, default=32 if small else 512, minimum=32, multiple=16)
     shape = _SMALL if small else _FULL
-    return Job(name, Pix2PixHd(shape), _batches(shape.classes, height), adversarial_loss)
+    return BuiltModel(name, Pix2PixHd(shape), _batches(shape.classes, height), adversarial_loss)

@@ -65,7 +65,7 @@ def googlenet() -> Parts:
     return job.module, job.make_batch, _whole_loss(job)
 
 
-def _whole_loss(job: models.Job) -> Callable[..., Tensor]:
+def _whole_loss(job: models.BuiltModel) -> Callable[..., Tensor]:
     """The loss of outputs that are there already."""
 
     def loss(outputs: object, _images: Tensor, labels: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from .frameworks import as_layers
 from .run import Pool, Run
 
 if TYPE_CHECKING:
-    from overspill.models import Job
+    from overspill.models import BuiltModel
 
 MIB = 1 << 20
 HALVINGS = 5
@@ -247,13 +247,14 @@ def _made_in(graph: Graph, tensor: Tensor) -> Phase | None:
 
 
 def _captured(setting: Setting) -> Graph:
-    from overspill.runtime.training import Training, step_graph  # noqa: PLC0415  # imports torch
+    from overspill.job import Job  # noqa: PLC0415  # imports torch with what it runs
+    from overspill.runtime.training import step_graph  # noqa: PLC0415
 
-    training = Training(lambda: _job(setting), setting.batch, setting.optimizer, whole_step=setting.whole_step)
-    return step_graph(training)
+    job = Job(lambda: _job(setting), setting.batch, setting.optimizer)
+    return step_graph(job, whole_step=setting.whole_step)
 
 
-def _job(setting: Setting) -> Job:
+def _job(setting: Setting) -> BuiltModel:
     from torch import nn  # noqa: PLC0415  # what only lists claims does without
 
     from overspill import models  # noqa: PLC0415

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from overspill.core.errors import RequestError
 
@@ -19,6 +20,19 @@ class Source:
     framework: str
     target: str
     inputs: tuple[str, ...] = ()
+
+    fields: ClassVar[frozenset[str]] = frozenset({"batch", "optimizer"})
+    """The fields of a job that it does not say by itself."""
+
+    @property
+    def name(self) -> str:
+        """The file or callable."""
+        return self.target
+
+    @property
+    def refusal(self) -> str:
+        """Why no other field is of it."""
+        return f"for a model of PyTorch's, and --{self.framework} is trained as its framework does, in float32; leave that out"
 
     @property
     def allocator(self) -> str:

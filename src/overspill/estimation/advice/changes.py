@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from overspill.estimation.recipe import EIGHT_BIT, MakeOptimizer, Recipe
-from overspill.models import optimizer_named, optimizer_names
+from overspill.job import Job, MakeOptimizer
+from overspill.models import is_eight_bit, optimizer_named
 
 from .change import Change, Price
 
-if TYPE_CHECKING:  # the command line knows recipes before it pays for torch
+if TYPE_CHECKING:  # the command line knows jobs before it pays for torch
     from torch.optim import Optimizer
 
     from overspill.estimation.figures import Figures
@@ -22,50 +22,50 @@ _CONVOLUTIONS = frozenset({"convolution", "cudnn_convolution"})
 _NORMS_OF_BATCH = frozenset({"native_batch_norm", "cudnn_batch_norm", "_batch_norm_with_update"})
 
 
-def changes(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
-    """The changes of `recipe` that there are for the job and its GPU, those that cost least first."""
-    yield from _for_nothing(estimate, recipe)
-    yield from _precision(estimate, recipe)
-    if recipe.optimizer is None:
-        if recipe.quantize is None:
+def changes(estimate: Figures, job: Job) -> Iterator[Change]:
+    """The changes of `job` that there are for the job and its GPU, those that cost least first."""
+    yield from _for_nothing(estimate, job)
+    yield from _precision(estimate, job)
+    if job.optimizer is None:
+        if job.quantize is None:
             yield Change(
                 "linear layers with weights of 4 bits, as bitsandbytes has them", "rounded weights: other results",
                 Price.RESULTS, {"quantize": "4bit"}, 0.12,
             )  # fmt: skip
         return
-    if not recipe.checkpointing:
+    if not job.checkpointing:
         yield Change(
             "activation checkpointing of the repeated blocks",
             "their forward runs twice: up to a third more time, the same numbers", Price.TIME, {"checkpointing": True},
         )  # fmt: skip
-    yield from _another_method(recipe)
+    yield from _another_method(job)
 
 
-def _for_nothing(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
+def _for_nothing(estimate: Figures, job: Job) -> Iterator[Change]:
     """What costs neither time nor, but for last bits, results."""
-    if not recipe.set_to_none:
+    if not job.set_to_none:
         yield Change(
             "optimizer.zero_grad(set_to_none=True)", "nothing: the same numbers", Price.NOTHING, {"set_to_none": True}
         )
-    if (named := _fused(recipe)) is not None:
+    if (named := _fused(job)) is not None:
         what, fused = named
         yield Change(what, "nothing: a faster update", Price.NOTHING, {"optimizer": fused})
-    if recipe.attention == "math":
+    if job.attention == "math":
         yield Change("the attention kernel that PyTorch chooses", "nothing: faster", Price.NOTHING, {"attention": None})
     names = {op.name for op in estimate.recording.ops}
-    if not recipe.channels_last and names & _CONVOLUTIONS:
+    if not job.channels_last and names & _CONVOLUTIONS:
         yield Change(
             "model and images in channels_last", "nothing: on tensor cores faster", Price.NOTHING,
             {"channels_last": True},
         )  # fmt: skip
 
 
-def _precision(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
+def _precision(estimate: Figures, job: Job) -> Iterator[Change]:
     """Fewer bits, where all is in float32 and the GPU computes with fewer."""
     major = int(estimate.device.compute_capability.split(".")[0] or 0)
-    if recipe.dtype != "float32" or major < 7:
+    if job.dtype != "float32" or major < 7:
         return
-    parallel = recipe.parallel
+    parallel = job.parallel
     if parallel is not None and parallel.kind == "fsdp":
         if parallel.param_dtype is None and major >= 8:
             policy = replace(parallel, param_dtype="bfloat16", reduce_dtype="float32")
@@ -90,32 +90,32 @@ def _precision(estimate: Figures, recipe: Recipe) -> Iterator[Change]:
         )  # fmt: skip
 
 
-def _another_method(recipe: Recipe) -> Iterator[Change]:
+def _another_method(job: Job) -> Iterator[Change]:
     """Optimizers of fewer bytes, state on the host, and training a few weights only."""
-    parallel = recipe.parallel
+    parallel = job.parallel
     if parallel is not None and parallel.kind == "fsdp":
         if not parallel.cpu_offload:
             yield Change(
                 "CPUOffloadPolicy: shards and their update on the host", "gradients and weights cross the link at each step",
                 Price.TIME, {"parallel": replace(parallel, cpu_offload=True)}, 0.0, 0.0,
             )  # fmt: skip
-    elif not recipe.offload_optimizer:
+    elif not job.offload_optimizer:
         yield Change(
             "optimizer state and update on the host", "gradients and weights cross the link at each step", Price.TIME,
             {"offload_optimizer": True}, state=0.0,
         )  # fmt: skip
-    eight = f"{recipe.optimizer}8bit"
-    if eight in EIGHT_BIT:
+    eight = f"{job.optimizer}8bit"
+    if is_eight_bit(eight):
         yield Change(
             f"{eight} of bitsandbytes", "state of 8 bits: nearly the same results", Price.RESULTS, {"optimizer": eight},
             state=0.2,
         )  # fmt: skip
-    if recipe.lora is None:
+    if job.lora is None:
         yield Change(
             f"LoRA: adapters of rank {RANK} alone are trained", "another training: the rest stays as it is",
             Price.RESULTS, {"lora": RANK}, state=0.0,
         )  # fmt: skip
-        if recipe.quantize is None:
+        if job.quantize is None:
             yield Change(
                 f"QLoRA: adapters of rank {RANK} on weights of 4 bits", "another training, on rounded weights",
                 Price.RESULTS, {"lora": RANK, "quantize": "4bit"}, 0.12, 0.0,
@@ -127,13 +127,13 @@ def averages_over_batch(estimate: Figures) -> bool:
     return any(op.name in _NORMS_OF_BATCH for op in estimate.recording.ops)
 
 
-def _fused(recipe: Recipe) -> tuple[str, MakeOptimizer] | None:
-    """The recipe's optimizer with one kernel for the whole update, and how it is written; None where it has none."""
+def _fused(job: Job) -> tuple[str, MakeOptimizer] | None:
+    """The job's optimizer with one kernel for the whole update, and how it is written; None where it has none."""
     from torch import nn, zeros  # noqa: PLC0415
 
-    make = recipe.optimizer
+    make = job.optimizer
     if isinstance(make, str):
-        make = optimizer_named(make) if make in optimizer_names() else None
+        make = None if is_eight_bit(make) else optimizer_named(make)
     if make is None:
         return None
     try:

@@ -11,10 +11,13 @@ from overspill.core.errors import RequestError
 if TYPE_CHECKING:  # `overspill models` lists the names without paying for torch
     from torch import Tensor, nn
 
+DTYPES = ("float32", "bfloat16", "float16", "amp", "amp-bfloat16")
+"""What a model can be trained in: amp is autocast in float16 with a GradScaler, amp-bfloat16 autocast in bfloat16."""
+
 
 @dataclass(frozen=True)
-class Job:
-    """One training job: `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
+class BuiltModel:
+    """A model to be trained: `loss(module, *make_batch(batch_size))` is the scalar that a step minimises.
 
     `make_batch` draws CPU tensors from torch's global generator, so a seed fixes the data. `varied`: of other sizes each time.
     `assumed` says in words what nobody gave and was invented.

@@ -1,0 +1,323 @@
+"""Options that say what is trained and how, the same for every command, and the Job that they make; torch is not imported for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from overspill import models
+from overspill.core.errors import RequestError
+from overspill.job import ATTENTION, QUANTIZED, Job, NamedModel, Script
+from overspill.job.parallel import KINDS, Parallel, parallel_of
+from overspill.job.source import Source
+from overspill.models import DTYPES
+
+from . import complete
+from .common import Outcome
+from .narrator import tell_once
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `overspill models` lists, decoder:width=…,depth=…, hf:config.json, or package.module:callable; with "
+        "--script, the script's arguments.",
+        show_default=False,
+        autocompletion=complete.model,
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Samples in a step; with --accumulate in a micro-batch of it, on several GPUs on each.",
+        show_default=False,
+    ),
+]
+ScriptFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="An unmodified training script, run with `cuda` redirected; its arguments after `--`.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Iterations = Annotated[int, typer.Option(min=1, metavar="N", help="Steps of the script to run.")]
+TimeLimit = Annotated[
+    float, typer.Option(metavar="SECONDS", help="When the script is ended, with an answer if it has trained by then.")
+]
+AllowWrites = Annotated[
+    bool,
+    typer.Option("--allow-writes", help="Let the script change real files; otherwise its changes are thrown away."),
+]
+Small = Annotated[bool, typer.Option("--small", help="The model's small configuration: few channels, small inputs.")]
+ImageSize = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Height and width of the images.", show_default=False)
+]
+SeqLen = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens in a sequence.", show_default=False)]
+MxnetFile = Annotated[
+    Path | None,
+    typer.Option("--mxnet", metavar="FILE", help="A symbol file of MXNet, as MXNet trains it.", show_default=False),
+]
+TensorflowCallable = Annotated[
+    str | None,
+    typer.Option(
+        "--tensorflow",
+        metavar="MODULE:CALLABLE",
+        help="A function of yours that returns a Keras model, or a step and the tf.TensorSpecs of its arguments.",
+        show_default=False,
+    ),
+]
+OnnxFile = Annotated[
+    Path | None,
+    typer.Option("--onnx", metavar="FILE", help="A model of ONNX, run and trained as MXNet would.", show_default=False),
+]
+InputShapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="NAME=SHAPE",
+        help="The shape of an input of --mxnet or --onnx, N being the batch, as data=N,3,224,224. Can be given again.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="float32, bfloat16, float16, amp (autocast in float16) or amp-bfloat16.",
+        autocompletion=complete.constants(*DTYPES),
+    ),
+]
+Inference = Annotated[bool, typer.Option("--inference", help="Run the model without gradients instead of training it.")]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="GPUs that train together; --batch is of each, but of pp of all.", show_default=False
+    ),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel",
+        metavar="NAME",
+        help="ddp, fsdp, horovod, tp (layers are cut), pp (stages of a pipeline), or zero1 to zero3 by torch's means.  [default: ddp with --gpus]",
+        show_default=False,
+        autocompletion=complete.constants(*KINDS, "zero1", "zero2", "zero3"),
+    ),
+]
+Accumulate = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Micro-batches, of --batch samples each, that make a step.")
+]
+SetToNone = Annotated[
+    bool,
+    typer.Option("--set-to-none/--no-set-to-none", help="zero_grad gives gradients back, or fills them with zeros."),
+]
+Checkpointing = Annotated[
+    bool, typer.Option("--checkpointing", help="Compute the blocks that the model repeats again in backward.")
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The only kernel of scaled_dot_product_attention: flash, efficient, math or cudnn.  [default: as CUDA chooses]",
+        show_default=False,
+        autocompletion=complete.constants(*ATTENTION),
+    ),
+]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="Model and images in the memory format of that name.")
+]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="sgd, momentum, adam, adamw, adagrad, rmsprop, adafactor; of bitsandbytes adam8bit, adamw8bit and lion8bit, each "
+        "also as paged-adam8bit.",
+        autocompletion=complete.constants(*models.optimizer_names()),
+    ),
+]
+ParamDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of fsdp: the dtype of gathered parameters, as bfloat16.", show_default=False),
+]
+ReduceDtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of fsdp: the dtype in which gradients are reduced.", show_default=False),
+]
+CpuOffload = Annotated[
+    bool, typer.Option("--cpu-offload", help="Of fsdp: shards, their gradients and the optimizer are on the host.")
+]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="M", help="Of pp: how many --batch is read in.  [default: as many as GPUs]", show_default=False
+    ),
+]
+OffloadOptimizer = Annotated[
+    bool, typer.Option("--offload-optimizer", help="The optimizer and its states are on the host.")
+]
+Lora = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="RANK", help="Train adapters beside linear layers, as peft has them; all else is frozen.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BITS",
+        help="4bit or 8bit: weights of linear layers as bitsandbytes has them.",
+        show_default=False,
+        autocompletion=complete.constants(*QUANTIZED),
+    ),
+]
+CudnnBenchmark = Annotated[
+    bool, typer.Option("--cudnn-benchmark", help="cuDNN tries its engines, as with torch.backends.cudnn.benchmark.")
+]
+Generate = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="With --inference: make N tokens, with a cache of keys and values.", show_default=False
+    ),
+]
+ClipNorm = Annotated[
+    float | None, typer.Option(metavar="X", help="Clip gradients to this norm of all.", show_default=False)
+]
+ClipValue = Annotated[
+    float | None, typer.Option(metavar="X", help="Clip each number of gradients to ±X.", show_default=False)
+]
+
+
+def job_of(
+    *,
+    words: Words = None,
+    batch: Batch = None,
+    optimizer: Optimizer = "sgd",
+    dtype: Dtype = "float32",
+    small: Small = False,
+    image_size: ImageSize = None,
+    seq_len: SeqLen = None,
+    script: ScriptFile = None,
+    iterations: Iterations = 3,
+    time_limit: TimeLimit = 600.0,
+    allow_writes: AllowWrites = False,
+    mxnet: MxnetFile = None,
+    tensorflow: TensorflowCallable = None,
+    onnx: OnnxFile = None,
+    shapes: InputShapes = None,
+    inference: Inference = False,
+    gpus: Gpus = None,
+    parallel: Kind = None,
+    accumulate: Accumulate = 1,
+    clip_norm: ClipNorm = None,
+    clip_value: ClipValue = None,
+    set_to_none: SetToNone = True,
+    checkpointing: Checkpointing = False,
+    attention: Attention = None,
+    channels_last: ChannelsLast = False,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    offload_optimizer: OffloadOptimizer = False,
+    cudnn_benchmark: CudnnBenchmark = False,
+    generate: Generate = None,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
+    micro_batches: MicroBatches = None,
+) -> Job:
+    """What the options ask for. Raises RequestError."""
+    models.check_optimizer(optimizer)  # also where --inference leaves it out
+    fields: dict[str, Any] = {
+        "optimizer": None if inference else optimizer, "dtype": dtype, "accumulate": accumulate, "clip_norm": clip_norm,
+        "clip_value": clip_value, "set_to_none": set_to_none, "checkpointing": checkpointing, "attention": attention,
+        "channels_last": channels_last, "lora": lora, "quantize": quantize, "offload_optimizer": offload_optimizer,
+        "cudnn_benchmark": cudnn_benchmark, "generate": generate or 0,
+        "parallel": _parallel(
+            parallel, gpus, param_dtype=param_dtype, reduce_dtype=reduce_dtype, cpu_offload=cpu_offload,
+            micro_batches=micro_batches,
+        ),
+    }  # fmt: skip
+    if generate and not inference:
+        raise RequestError("--generate is for --inference; add that")
+    source = Source.of({"mxnet": mxnet, "tensorflow": tensorflow, "onnx": onnx}, shapes or ())
+    if script is not None:
+        if source is not None:
+            raise RequestError(f"one job at a time, not --script and --{source.framework}; leave one out")
+        if inference or small or image_size is not None or seq_len is not None:
+            raise RequestError(
+                "--inference, --small, --image-size and --seq-len are a model's, and a script has its own; leave them out"
+            )
+        return Job(Script(str(script), tuple(words or ()), iterations, time_limit, allow_writes), batch, **fields)
+    if (iterations, time_limit, allow_writes) != (3, 600.0, False):
+        raise RequestError("--iterations, --time-limit and --allow-writes are for --script; leave them out")
+    if source is not None:
+        if words or small or image_size is not None or seq_len is not None:
+            raise RequestError(
+                f"--{source.framework} is a job of its own: leave out MODEL, --small, --image-size and --seq-len"
+            )
+        return Job(source, _batch(batch), **fields)
+    name = _one_model(words)
+    models.check_name(name)
+    return Job(NamedModel(name, small, image_size, seq_len, tell_once), _batch(batch), **fields)
+
+
+def _batch(batch: int | None) -> int:
+    if batch is None:
+        raise RequestError("say how many samples make a step; for instance --batch 32")
+    return batch
+
+
+def _one_model(words: list[str] | None) -> str:
+    if not words:
+        raise RequestError("name a model, as `overspill models` lists them; or a script with --script")
+    if len(words) > 1:
+        raise RequestError(f"one model at a time, not {' '.join(words)}; name one, and options with -- before them")
+    return words[0]
+
+
+def _parallel(kind: str | None, gpus: int | None, **options: Any) -> Parallel | None:
+    """How several GPUs share the work."""
+    given = {name: value for name, value in options.items() if value}
+    together = parallel_of(kind, gpus, **given)
+    if together is None and given:
+        first = next(iter(given))
+        of = "pp" if first == "micro_batches" else "fsdp"
+        raise RequestError(f"--{first.replace('_', '-')} is for {of} on several GPUs; pass --parallel {of} --gpus N")
+    return together
+
+
+def with_job(*without: str, **defaults: Any) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
+    """Give a command the options of `job_of`, those `without` aside, in the place of its argument `job`.
+
+    `defaults` are of options that have another one here.
+    """
+
+    def decorate(command: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        options = {
+            name: option.replace(default=defaults.get(name, option.default))
+            for name, option in inspect.signature(job_of, eval_str=True).parameters.items()
+            if name not in without
+        }
+
+        @wraps(command)
+        def run(**given: Any) -> Outcome:
+            return command(job=job_of(**{name: given.pop(name) for name in options}), **given)
+
+        # Typer reads the options off the signature.
+        own = inspect.signature(command, eval_str=True)
+        parameters = [
+            each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in own.parameters.values()
+            for each in (options.values() if parameter.name == "job" else [parameter])
+        ]
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate

@@ -1,0 +1,317 @@
+"""The Job: what is trained and how, said once for every command and public function. torch is not imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from overspill import models
+from overspill.core.errors import RequestError
+from overspill.models import DTYPES, BuiltModel, is_eight_bit
+
+from .model import GivenModel, NamedModel, Script
+from .parallel import Parallel
+from .source import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+QUANTIZED = ("4bit", "8bit")
+ATTENTION = ("flash", "efficient", "math", "cudnn")
+
+MakeOptimizer = Callable[[Iterable["Tensor"]], "Optimizer"]
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What a step does to its gradients: micro-batches to accumulate over, and how they are clipped."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no step can do."""
+        if self.accumulate < 1:
+            raise RequestError(f"accumulate={self.accumulate} is not a positive number; give 1 or more micro-batches")
+        for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
+            if value is not None and not value > 0:
+                raise RequestError(f"{name}={value} is not a positive number")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained and how; without an `optimizer` (a name, or a function of the parameters), how a model is run.
+
+    `model` builds it anew, weights and data following from the seed; or it is a Script or
+    a Source, another framework's file, which say by themselves what is not in their `fields`. `batch` samples are read at once, `accumulate` such
+    micro-batches make a step; of a pipeline `batch` is all that its stages read in a step. `dtype` is float32, bfloat16,
+    float16, amp (autocast in float16 with a GradScaler) or amp-bfloat16. `clip_norm` and `clip_value` clip gradients.
+    `set_to_none` is `zero_grad`'s. `parallel` says how several GPUs share the work. `checkpointing`: the repeated blocks
+    of the model, or the modules of the classes named, are computed again in backward. `attention`: the only kernel that
+    scaled_dot_product_attention may choose, one of ATTENTION. `channels_last`: model and images are in that memory
+    format. `lora`: the rank of adapters beside linear layers, all else being frozen. `quantize`: linear layers have
+    weights of 4bit or 8bit, as in bitsandbytes. `offload_optimizer`: its states are on the host. `cudnn_benchmark`:
+    cuDNN tries its engines. `generate`: how many tokens a causal language model makes, with a cache of keys and values.
+    """
+
+    model: Callable[[], BuiltModel] | NamedModel | GivenModel | Script | Source
+    batch: int | None = None
+    optimizer: str | MakeOptimizer | None = "sgd"
+    dtype: str = "float32"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    set_to_none: bool = True
+    parallel: Parallel | None = None
+    checkpointing: bool | tuple[str, ...] = False
+    attention: str | None = None
+    channels_last: bool = False
+    lora: int | None = None
+    quantize: str | None = None
+    offload_optimizer: bool = False
+    cudnn_benchmark: bool = False
+    generate: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse, in one line each, what does not exist or contradicts itself."""
+        if self.batch is not None and self.batch < 1:
+            raise RequestError(f"batch={self.batch} is not a positive number; give 1 or more")
+        if isinstance(self.optimizer, str):
+            models.check_optimizer(self.optimizer)
+        if self.dtype not in DTYPES:
+            raise RequestError(f"unknown dtype {self.dtype!r}; dtypes: {', '.join(DTYPES)}")
+        assert self.gradients
+        if self.attention is not None and self.attention not in ATTENTION:
+            raise RequestError(f"unknown attention {self.attention!r}; kernels: {', '.join(ATTENTION)}")
+        if self.lora is not None and self.lora < 1:
+            raise RequestError(f"lora={self.lora} is not a positive rank; give one as 8 or 16")
+        if self.quantize is not None and self.quantize not in QUANTIZED:
+            raise RequestError(f"unknown bits quantize={self.quantize}; choices: {', '.join(QUANTIZED)}")
+        if self.generate < 0:
+            raise RequestError(f"generate={self.generate} is not a number of tokens; give 1 or more")
+        self._check_together()
+        if isinstance(self.model, (Script, Source)):
+            others = (f.name for f in fields(self) if f.name not in self.model.fields | {"model"})
+            refuse(self.model.refusal, self.changed(*others))
+
+    @property
+    def name(self) -> str:
+        """What the user calls its model."""
+        return getattr(self.model, "name", "model")
+
+    @property
+    def titled(self) -> str:
+        """Model, batch and optimizer, for a title."""
+        return f"{self.name}, batch {self.batch}, {self.optimizer}"
+
+    def request(self) -> dict[str, Any]:
+        """What was asked for, as answers say it."""
+        return {"model": self.name, "batch": self.batch, "optimizer": self.optimizer, "dtype": self.dtype}
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward: with an optimizer, or with a loss that the user gave."""
+        return self.optimizer is not None or getattr(self.model, "loss", None) is not None
+
+    @property
+    def gradients(self) -> GradientOptions:
+        """What a step does to its gradients."""
+        return GradientOptions(self.accumulate, self.clip_norm, self.clip_value)
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether the optimizer is one of bitsandbytes."""
+        return isinstance(self.optimizer, str) and is_eight_bit(self.optimizer)
+
+    def build(self) -> BuiltModel:
+        """The model with its batches and its loss, made anew."""
+        assert not isinstance(self.model, (Script, Source))
+        return self.model()
+
+    def make_optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
+        """The optimizer of `parameters`; a job that is only run has none."""
+        make = self.optimizer
+        assert make is not None
+        return (models.optimizer_named(make) if isinstance(make, str) else make)(parameters)
+
+    def _check_together(self) -> None:
+        """Refuse what no program does at once."""
+        parallel = self.parallel
+        kind = None if parallel is None else parallel.kind
+        sharded = parallel is not None and (kind == "fsdp" or parallel.shard_optimizer)
+        if self.trains and self.quantize and self.lora is None:
+            raise RequestError(
+                f"weights of {self.quantize} are not trained themselves; add lora=, or leave quantize= out"
+            )
+        if self.trains and self.generate:
+            raise RequestError("generate= is for inference; leave the optimizer out")
+        if self.eight_bit and sharded:
+            raise RequestError(
+                f"{self.optimizer} keeps whole parameters' states, not those of shards; take adamw, or parameters that are not sharded"
+            )
+        if self.quantize and kind == "fsdp":
+            raise RequestError(f"weights of {self.quantize} are not sharded by fsdp here; take ddp, or leave one out")
+        if kind == "tp" and (self.quantize or self.lora):
+            raise RequestError(
+                "tp does not cut adapters and quantised weights here; leave lora= and quantize= out, or take ddp"
+            )
+        if kind == "pp":
+            self._check_pipeline()
+        if self.offload_optimizer and sharded:
+            raise RequestError("offload_optimizer= is for whole parameters; fsdp has cpu_offload= for sharded ones")
+        if self.offload_optimizer and self.eight_bit:
+            raise RequestError(f"{self.optimizer} runs on the GPU alone; take adamw, or leave offload_optimizer= out")
+        if self.offload_optimizer and self.dtype == "amp":
+            raise RequestError("offload_optimizer= has no GradScaler; take amp-bfloat16, or leave one out")
+
+    def _check_pipeline(self) -> None:
+        changed = self.changed(
+            "accumulate", "clip_norm", "clip_value", "channels_last", "lora", "quantize", "offload_optimizer",
+            "cudnn_benchmark",
+        )  # fmt: skip
+        refuse("not with pp here; leave that or pp out", changed)
+        if self.eight_bit:
+            raise RequestError(f"{self.optimizer} does not go with pp here; take adamw, or leave pp out")
+
+    def micro_batch(self, batch: int | None) -> int | None:
+        """How many samples the model reads at once of `batch`; what does not come out even is rounded up."""
+        return batch if batch is None or self.parallel is None else -(-batch // self.parallel.pieces)
+
+    def check_batch(self) -> None:
+        """Raise RequestError for a batch that is not to be read in equal micro-batches."""
+        pieces = 1 if self.parallel is None else self.parallel.pieces
+        if pieces == 1:
+            return
+        if self.batch is None:
+            raise RequestError(f"pass batch=: it is what {pieces} micro-batches have together")
+        if self.batch % pieces:
+            even = pieces * -(-self.batch // pieces)
+            raise RequestError(
+                f"a batch of {self.batch} is no multiple of {pieces} micro-batches, as many as there are GPUs unless said; take "
+                f"{even}, or another micro_batches="
+            )
+
+    def stages(self) -> list[Job]:
+        """This job for each GPU that may need most: of a pipeline the first two stages and the last, else this alone.
+
+        Between them is no stage that needs more than the second, which has more micro-batches under way.
+        """
+        parallel = self.parallel
+        if parallel is None or parallel.kind != "pp":
+            return [self]
+        asked = sorted({0, min(1, parallel.gpus - 1), parallel.gpus - 1})
+        return [replace(self, parallel=replace(parallel, stage=stage)) for stage in asked]
+
+    def check_inference(self) -> None:
+        """Raise RequestError where the model is only run, and the job has what only training has."""
+        if self.parallel is not None and self.parallel.kind != "tp":
+            raise RequestError(
+                f"{self.parallel.kind} is for training; pass an optimizer, or estimate inference on one GPU"
+            )
+        changed = self.changed(
+            "accumulate", "clip_norm", "clip_value", "set_to_none", "checkpointing", "lora", "offload_optimizer"
+        )
+        refuse("only for training, and this is inference; leave one of the two out", changed)
+
+    def check_compiled(self) -> None:
+        """Raise RequestError for what is only estimated of eager PyTorch."""
+        if self.parallel is not None:
+            raise RequestError(
+                f"a compiled step is estimated on one GPU, not with {self.parallel.kind}; leave one of the two out"
+            )
+        if self.dtype.startswith("amp"):
+            raise RequestError(
+                f"a compiled step is estimated in float32, bfloat16 or float16, not with autocast ({self.dtype}); take one of these"
+            )
+        changed = self.changed(
+            "checkpointing", "attention", "channels_last", "lora", "quantize", "cudnn_benchmark", "generate"
+        )
+        refuse("estimated of eager PyTorch alone; leave out that or the compiled step", changed)
+
+    def check_planned(self, *, whole_step: bool) -> None:
+        """Raise RequestError for what has no plan of Overspill's."""
+        if isinstance(self.model, (Script, Source)):
+            raise RequestError(
+                f"{self.name}: a script or another framework's job is estimated and not planned; name a model"
+            )
+        if not self.trains or self.optimizer is None:
+            raise RequestError("optimizer=: a plan is of a training step, and this is inference; name an optimizer")
+        if self.dtype == "amp":
+            raise RequestError(
+                "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"
+            )
+        if not whole_step:
+            changed = self.changed("accumulate", "clip_norm", "clip_value")
+            refuse("accumulation and clipping are planned with the whole step only; add whole_step=", changed)
+        changed = self.changed(
+            "set_to_none", "parallel", "checkpointing", "attention", "channels_last", "lora", "quantize",
+            "offload_optimizer", "cudnn_benchmark",
+        )  # fmt: skip
+        refuse("not planned; leave that out", changed)
+        if self.eight_bit:
+            raise RequestError(f"optimizer={self.optimizer}: not planned; take one of torch.optim, as adamw")
+
+    def check_trained(self, *, whole_step: bool) -> None:
+        """Raise RequestError for what is not trained here."""
+        self.check_planned(whole_step=whole_step)
+
+    def manner(self, *, whole_step: bool) -> str:
+        """In which dtype, what is planned where it is the whole step, and what else is not as in the plain loop, for a title."""
+        parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
+        if whole_step:
+            parts.append("whole step")
+        if self.accumulate > 1:
+            parts.append(f"{self.accumulate} micro-batches")
+        if self.clip_norm is not None:
+            parts.append(f"gradients clipped to norm {self.clip_norm:g}")
+        if self.clip_value is not None:
+            parts.append(f"gradients clipped to ±{self.clip_value:g}")
+        return "".join(f", {part}" for part in parts)
+
+    def ways(self) -> list[str]:
+        """The fields in which training differs from the plain loop, optimizer, dtype and number of GPUs left aside."""
+        plain = {"model", "batch", "optimizer", "dtype", "parallel"}
+        return self.changed(*(f.name for f in fields(self) if f.name not in plain))
+
+    def said(self) -> str:
+        """All of it in words, and what batch and bytes are of where several GPUs take part."""
+        by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "an optimizer")
+        parts = ["run without gradients" if self.optimizer is None else f"trained by {by}", f"in {self.dtype}"]
+        for name in self.ways():
+            value = getattr(self, name)
+            word = name.replace("_", " ")
+            parts.append(f"no {word}" if value is False else word if value is True else f"{word} {value}")
+        if self.parallel is not None:
+            kind, of = self.parallel.kind, "batch and bytes are of each GPU"
+            if kind == "pp":
+                of = "the batch is of all, bytes are of the GPU that needs most"
+            parts.append(f"{kind} over {self.parallel.gpus} GPUs: {of}")
+        return ", ".join(parts)
+
+    def changed(self, *names: str) -> list[str]:
+        """Those of `names` that are not as they are by default."""
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
+
+
+def refuse(why: str, names: list[str]) -> None:
+    """Raise RequestError, `why`, where there are `names` of fields."""
+    if names:
+        raise RequestError(f"{', '.join(f'{name}=' for name in names)}: {why}")
+
+
+def job_of(
+    build: str | nn.Module | Callable[[], nn.Module], inputs: Any, loss: Callable[..., Tensor] | None, batch: int | None,
+    optimizer: str | MakeOptimizer | None, **how: Any,
+) -> Job:  # fmt: skip
+    """The job of a built-in model by its name, or of a module in hand; `batch` None: what its inputs have. Raises RequestError."""
+    if not isinstance(build, str):
+        given = GivenModel(build, inputs, loss)
+        return Job(given, batch or given.batch, optimizer, **how)
+    if inputs is not None or loss is not None:
+        raise RequestError(f"{build} has its own inputs and loss; pass a module or a function to choose them")
+    models.check_name(build)
+    return Job(NamedModel(build), batch, optimizer, **how)
