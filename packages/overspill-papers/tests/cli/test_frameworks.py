@@ -44,9 +44,9 @@ def test_what_does_not_fit_is_not_told_to_use_pytorch(symbol: None, overspill: O
     [
         ("--mxnet net.json --batch 4", "its variables: data, conv0_weight"),
         ("--mxnet net.json --input data=N,3,64,64", "say how many samples"),
-        (f"{FILE} --batch 4 --dtype float16", "is read as float32"),
+        (f"{FILE} --batch 4 --dtype float16", "--dtype: for a model of PyTorch's"),
         (f"resnet18 {FILE} --batch 4", "is a job of its own"),
-        (f"{FILE} --batch 4 --gpus 2", "is a job of its own"),
+        (f"{FILE} --batch 4 --gpus 2", "--parallel: for a model of PyTorch's"),
         (f"{FILE} --batch 4 --onnx net.json", "one job at a time, not --mxnet and --onnx"),
         (f"{FILE} --batch 4 --optimizer adafactor", "MXNet's adafactor is not known"),
         ("resnet18 --batch 4 --input data=N,3", "--input is for --mxnet and --onnx"),
