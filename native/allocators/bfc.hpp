@@ -1,5 +1,5 @@
 // TensorFlow's best-fit allocator with coalescing (BFC): a few growing regions, loose splits, no streams.
-// In Python: src/overspill/placement/allocators/bfc.py, which cites the rules.
+// In Python: packages/overspill-papers/src/overspill_papers/placement/allocators/bfc.py, which cites the rules.
 #pragma once
 
 #include <algorithm>

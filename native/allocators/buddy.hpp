@@ -1,5 +1,5 @@
 // The binary buddy system: blocks of powers of two, halved and joined with the half they came from.
-// In Python: src/overspill/placement/allocators/buddy.py.
+// In Python: packages/overspill-papers/src/overspill_papers/placement/allocators/buddy.py.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Chainer's memory pool, today CuPy's: bins of 512 bytes a stream, always split, joined when freed.
-// In Python: src/overspill/placement/allocators/chainer.py, which cites the rules.
+// In Python: packages/overspill-papers/src/overspill_papers/placement/allocators/chainer.py, which cites the rules.
 #pragma once
 
 #include <cstdint>

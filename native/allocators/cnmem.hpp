@@ -1,5 +1,5 @@
 // NVIDIA's CNMeM, the pool of vDNN: best fit in one pool reserved at the start, growing if allowed.
-// In Python: src/overspill/placement/allocators/cnmem.py, which cites the rules.
+// In Python: packages/overspill-papers/src/overspill_papers/placement/allocators/cnmem.py, which cites the rules.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // MXNet's pools: cudaMalloc for every size, freed blocks kept for requests of the same rounded size.
-// In Python: src/overspill/placement/allocators/mxnet.py, which cites the rules.
+// In Python: packages/overspill-papers/src/overspill_papers/placement/allocators/mxnet.py, which cites the rules.
 #pragma once
 
 #include <algorithm>

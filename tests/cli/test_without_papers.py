@@ -30,6 +30,7 @@ def alone(command: str) -> tuple[int, str, str]:
         ("reproduce vdnn --table fig1", "the command 'reproduce'"),
         ("reproduce", "the command 'reproduce'"),
         ("plan alexnet --batch 4 --small --policy vdnn-all:m", "the policy 'vdnn-all'"),
+        ("estimate alexnet --batch 4 --small --allocator tensorflow", "the allocator 'tensorflow'"),
         ("plan googlenet --batch 4", "the model 'googlenet'"),
         ("estimate --mxnet net.json --batch 4 --input data=N,3", "the framework 'mxnet'"),
         ("estimate --onnx net.onnx --batch 4", "the framework 'onnx'"),
@@ -42,7 +43,9 @@ def test_what_it_has_is_one_line_that_says_what_to_install(command: str, what: s
     assert (code, out, err.splitlines()[-1]) == (2, "", said)
 
 
-@pytest.mark.parametrize("command", ["--help", "models", "policies", "compare alexnet --small --batch 2 --gpu t4"])
+@pytest.mark.parametrize(
+    "command", ["--help", "models", "policies", "compare alexnet --small --batch 2 --gpu t4 --placement"]
+)
 def test_what_it_has_not_works(command: str) -> None:
     code, out, err = alone(command)
     assert (code, "reproduce" in out, "Traceback" in err) == (0, False, False)

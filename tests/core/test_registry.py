@@ -66,6 +66,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_installed_packages_add_names_through_entry_points() -> None:
     registry = colours()
     assert list(registry) == ["red", "green", "teal", "bad"]
+    assert list(Registry("colour", "colours", {"red": 1}, by_name=True)) == ["bad", "red", "teal"]
     assert registry.named("teal") == 9
     with pytest.raises(RequestError, match="colour 'bad' of the package more-colours cannot be loaded: AttributeError"):
         registry.named("bad")

@@ -10,18 +10,14 @@ from overspill.core import Mobility
 from overspill.placement import (
     ALLOCATORS,
     BestFitConfig,
-    BfcConfig,
-    BuddyConfig,
     CachingConfig,
-    ChainerConfig,
     ChunkedConfig,
-    CnmemConfig,
     Events,
-    MxnetConfig,
     TwoEndedConfig,
     allocator_named,
 )
 from overspill.placement.allocators.base import Allocator
+from overspill_papers.placement import BfcConfig, BuddyConfig, ChainerConfig, CnmemConfig, MxnetConfig
 
 MIB = 1 << 20
 TWINS = {"python": False, "native": True}

@@ -14,7 +14,6 @@ from overspill.placement import (
     ALLOCATE,
     FREE,
     TRY,
-    BfcConfig,
     CachingConfig,
     Events,
     layout_of,
@@ -22,6 +21,7 @@ from overspill.placement import (
     replay,
 )
 from overspill.placement.simulated_device import PAGE_BYTES
+from overspill_papers.placement import BfcConfig
 
 MIB = 1 << 20
 Case = Callable[[str, int], tuple[Events, Any, int | None]]

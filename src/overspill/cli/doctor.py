@@ -35,7 +35,10 @@ EXTRAS = {
     "cp-sat": (("ortools",), "one more solver of placements: cp-sat"),
     "onnx": (("onnx", "overspill_papers"), "estimate --onnx"),
     "tensorflow": (("overspill_papers", "tensorflow"), "estimate --tensorflow"),
-    "papers": (("overspill_papers",), "reproduce, estimate --mxnet, policies such as window, models such as googlenet"),
+    "papers": (
+        ("overspill_papers",),
+        "reproduce, estimate --mxnet, policies such as window, allocators such as tensorflow, models such as googlenet",
+    ),
     "recipes": (
         ("accelerate", "lightning", "peft", "transformers"),
         "Trainer, Lightning, accelerate, LoRA and QLoRA of peft",

@@ -107,8 +107,11 @@ def estimate(
     with narrate() as narrator:
         quiet_torch()
         from overspill.estimation.api import DEFAULT_DEVICE, Setting
+        from overspill.estimation.frameworks import FRAMEWORKS
         from overspill.report.estimate import estimate_answer, estimate_report
 
+        if isinstance(job.model, Source):
+            FRAMEWORKS.check_installed(job.model.framework)
         own = job.model.allocator if isinstance(job.model, Source) else "pytorch"
         setting = Setting.of(gpu or DEFAULT_DEVICE, allocator or own, allocator_config, torch, cuda)
         made, request = _estimated(job, setting, narrator, compiled=compiled, quiet=json)

@@ -41,11 +41,14 @@ class Registry(Mapping[str, T], Generic[T]):
 
     A package that has, say, `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
     pyproject.toml adds a policy `mine`; `register` adds one to the running process. Names of ours cannot be replaced.
-    `papers` are the names that the package overspill-papers adds so, and that it is needed for.
+    `papers` are the names that the package overspill-papers adds so, and that it is needed for. Names come `by_name`, or
+    ours in their order and then the others.
     """
 
-    def __init__(self, kind: str, plural: str, own: Mapping[str, T], papers: Iterable[str] = ()) -> None:
-        self.kind, self.plural, self.papers = kind, plural, frozenset(papers)
+    def __init__(
+        self, kind: str, plural: str, own: Mapping[str, T], papers: Iterable[str] = (), *, by_name: bool = False
+    ) -> None:
+        self.kind, self.plural, self.papers, self._by_name = kind, plural, frozenset(papers), by_name
         self._known: dict[str, T] = dict(own)
 
     def register(self, name: str, thing: T) -> None:
@@ -86,7 +89,8 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys((*self._known, *self._entry_points))
+        names = dict.fromkeys((*self._known, *self._entry_points))
+        yield from sorted(names) if self._by_name else names
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

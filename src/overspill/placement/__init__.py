@@ -6,13 +6,8 @@
 from .allocators.base import Allocator as Allocator
 from .allocators.base import SegmentEvent as SegmentEvent
 from .allocators.best_fit import BestFitConfig as BestFitConfig
-from .allocators.bfc import BfcConfig as BfcConfig
-from .allocators.buddy import BuddyConfig as BuddyConfig
 from .allocators.caching_config import CachingConfig as CachingConfig
-from .allocators.chainer import ChainerConfig as ChainerConfig
 from .allocators.chunked import ChunkedConfig as ChunkedConfig
-from .allocators.cnmem import CnmemConfig as CnmemConfig
-from .allocators.mxnet import MxnetConfig as MxnetConfig
 from .allocators.registry import ALLOCATORS as ALLOCATORS
 from .allocators.registry import allocator_named as allocator_named
 from .allocators.result import Replay as Replay

@@ -11,7 +11,13 @@ _PAPERS = (
     "dymem", "lms", "sequential", "superneurons", "superneurons-offload", "vdnn-all", "vdnn-conv", "vdnn-dynamic", "vdnn-fastest",
     "window",
 )  # fmt: skip
-POLICIES: Registry[type[Policy]] = Registry("policy", "policies", classes_in(__name__, Policy), _PAPERS)  # type: ignore[type-abstract]
+POLICIES: Registry[type[Policy]] = Registry(
+    "policy",
+    "policies",
+    classes_in(__name__, Policy),  # type: ignore[type-abstract]
+    _PAPERS,
+    by_name=True,
+)
 
 
 def policy_named(name: str) -> Policy:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import BestFitConfig, BuddyConfig, CnmemConfig, allocator_named, layout_of
+from overspill.placement import BestFitConfig, allocator_named, layout_of
 from overspill.placement.allocators.base import Allocator
+from overspill_papers.placement import BuddyConfig, CnmemConfig
 
 MIB = 1 << 20
 Make = Callable[..., Allocator]

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
-from overspill.placement import ALLOCATORS, CachingConfig, CnmemConfig, Events, allocator_named
+from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
 from overspill.placement.allocators import native
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.caching import CachingAllocator
+from overspill_papers.placement import CnmemConfig
 
 MIB = 1 << 20
 Make = Callable[..., Allocator]

@@ -13,7 +13,6 @@ from overspill.core.errors import OutOfMemory, RequestError
 from overspill.placement import (
     ALLOCATE,
     FREE,
-    CnmemConfig,
     Events,
     TwoEndedConfig,
     allocator_named,
@@ -24,6 +23,7 @@ from overspill.placement import (
 )
 from overspill.placement.allocators.base import Allocator
 from overspill.placement.allocators.two_ended import needed_pool_bytes
+from overspill_papers.placement import CnmemConfig
 
 MIB = 1 << 20
 MOVABLE, TEMPORARY, RECLAIMED = Mobility

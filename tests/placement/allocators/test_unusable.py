@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import ALLOCATE, FREE, CnmemConfig, Events, allocator_named, replay
+from overspill.placement import (
+    ALLOCATE,
+    FREE,
+    Events,
+    allocator_named,
+    replay,
+)
 from overspill.placement.allocators.base import Allocator
+from overspill_papers.placement import CnmemConfig
 
 MIB = 1 << 20
 Case = Callable[[str, int], tuple[Events, Any, int | None]]

@@ -1,4 +1,4 @@
-"""The allocators by name: an allocator is one file here, and one header of the native core."""
+"""The allocators by name: an allocator is one file here, or of another package, and one header of the native core."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ ALLOCATORS: Registry[type[PythonAllocator]] = Registry(
     "allocator",
     "allocators",
     classes_in(__name__.rpartition(".")[0], PythonAllocator),  # type: ignore[type-abstract]
+    papers=("buddy", "chainer", "cnmem", "mxnet", "tensorflow"),
+    by_name=True,
 )
 
 

@@ -17,12 +17,13 @@ from overspill.core.errors import RequestError
 from overspill.placement.simulated_device import PAGE_BYTES, round_up
 
 from .blocks import FreeBlocks, Key, PoolBlock
-from .cnmem import STEP_BYTES
 from .python_allocator import PythonAllocator
 from .result import Replay
 
 LOW, GAP, HIGH, OUTSIDE = range(4)
 """Where a block lies: at an end of the main space, between the ends, or in the incremental space."""
+STEP_BYTES = 512
+"""CNMEM_GRANULARITY of src/cnmem.cpp (NVIDIA/cnmem 09c27531)."""
 BETA_BYTES = 300 << 20
 """β of Table 2 at which training failed in 0.9 % of the cases, "the optimal configuration"."""
 FIRST_POOL_BYTES = 10 << 30

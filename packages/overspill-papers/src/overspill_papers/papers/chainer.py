@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from overspill.core import Block, Graph, LayerType, Op, Phase, Schedule, TensorKind, Trace
-from overspill.placement.allocators.chainer import STEP_BYTES
 from overspill.placement.simulated_device import round_up
 from overspill.simulate import trace_of
+from overspill_papers.placement.allocators.chainer import STEP_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import PAGE_BYTES
-
-from .blocks import FreeBlocks, PoolBlock
-from .python_allocator import PythonAllocator
 
 
 @dataclass(frozen=True)

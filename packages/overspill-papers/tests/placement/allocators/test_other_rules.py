@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from overspill.core.errors import OutOfMemory, RequestError
-from overspill.placement import BfcConfig, ChainerConfig, CnmemConfig, MxnetConfig, allocator_named
+from overspill.placement import allocator_named
 from overspill.placement.allocators.base import Allocator
+from overspill_papers.placement import BfcConfig, ChainerConfig, CnmemConfig, MxnetConfig
 
 MIB = 1 << 20
 Make = Callable[..., Allocator]

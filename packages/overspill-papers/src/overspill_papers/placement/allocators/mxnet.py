@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import round_up
-
-from .blocks import FreeBlocks, PoolBlock
-from .python_allocator import PythonAllocator
 
 # Constants of src/storage/pooled_storage_manager.h, MXNet 1.5.
 LEAST_PAGE_BYTES = 32

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.python_allocator import PythonAllocator
+from overspill.placement.allocators.two_ended import STEP_BYTES
 from overspill.placement.simulated_device import round_up
-
-from .blocks import FreeBlocks, PoolBlock
-from .python_allocator import PythonAllocator
-
-STEP_BYTES = 512
-"""CNMEM_GRANULARITY of src/cnmem.cpp (NVIDIA/cnmem 09c27531)."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.blocks import FreeBlocks, PoolBlock
+from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import ADDRESS_SPACE_BYTES, round_up
-
-from .blocks import FreeBlocks, PoolBlock
-from .python_allocator import PythonAllocator
 
 # Constants of xla/tsl/framework/bfc_allocator.{h,cc}, openxla 00df9eef.
 STEP_BYTES = 256

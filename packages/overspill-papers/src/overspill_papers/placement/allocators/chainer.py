@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from overspill.core.errors import RequestError
+from overspill.placement.allocators.blocks import FreeBlocks, Key, PoolBlock
+from overspill.placement.allocators.python_allocator import PythonAllocator
 from overspill.placement.simulated_device import round_up
-
-from .blocks import FreeBlocks, Key, PoolBlock
-from .python_allocator import PythonAllocator
 
 STEP_BYTES = 512
 """ALLOCATION_UNIT_SIZE of cupy/cuda/memory.pyx (cupy 005d7598)."""
