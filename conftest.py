@@ -5,6 +5,7 @@ Where it does not matter how good plans are, `auto` searches with a tenth of its
 """
 
 import gc
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Loggers that do not propagate get a handler of pytest's, and this one renders all that is compiled for who has one.
+logging.getLogger("torch.__trace").propagate = True
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

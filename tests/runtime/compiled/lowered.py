@@ -6,31 +6,41 @@ back, and what forward saved goes to backward with the tangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
+import pytest
 import torch
+from tests.runtime.schedules import draw
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.fx.graph import _BoxedCodeGen
 
-from overspill.capture.compiled.graph import Captured, InputInfo, Surroundings, capture
+from overspill.capture.compiled.graph import HANDLE_BYTES, Captured, InputInfo, Surroundings
 from overspill.capture.compiled.joint import JointGraph
+from overspill.capture.programs.allocations import allocations, peak_of
+from overspill.capture.programs.joint import JointOfPrograms
 from overspill.core import Device, Graph, Phase, Schedule, Verb
 from overspill.core.errors import InfeasibleBudget
+from overspill.models import load
+from overspill.models.step import TrainingStep
 from overspill.plans.plan import unmanaged_peak
 from overspill.policies import POLICIES
 from overspill.runtime.compiled.compile import compile_in
+from overspill.runtime.compiled.partitions import Partitioned
 from overspill.runtime.compiled.planned import Frame
 from overspill.runtime.compiled.session import Session
+from overspill.runtime.driver import LoweredProgram
 from overspill.runtime.lower import lower
 from overspill.runtime.options import Options
+from overspill.runtime.recording.told import run as run_program
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
 from overspill.runtime.transfer.engine import make_engine
 from overspill.runtime.transfer.ops import register_engine
 from overspill.runtime.transfer.stores import Store
+from overspill.simulate import check
 
 CPU = torch.device("cpu")
 SEED = 1
@@ -75,9 +85,10 @@ class _CaptureOnly(Session):
     """Stops torch.compile once the step is captured."""
 
     def plan(
-        self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame, *_how: Any
+        self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any], frame: Frame, how: Any, *_make: Any
     ) -> Any:
-        raise _Caught(capture(joint, inputs, Surroundings()), list(examples))
+        found = how(joint, inputs, Surroundings())
+        raise _Caught(found.of(found.graph) if isinstance(found, Partitioned) else found, list(examples))
 
 
 @dataclass(frozen=True)
@@ -93,9 +104,10 @@ class Step:
         return self.captured.graph
 
 
-def captured_step(module: nn.Module, batch: tuple[Tensor, ...]) -> Step:
-    """`module`, which returns a loss, captured by one torch.compile; and one step of it in eager mode."""
-    compiled = compile_in(_CaptureOnly(Options()), module, fullgraph=True)
+def captured_step(module: nn.Module, batch: tuple[Tensor, ...], backend: str = "eager") -> Step:
+    """`module`, which returns a loss, captured by one torch.compile; and one step of it by eager or stock torch.compile."""
+    options = Options(backend=backend, partition=1.0 if backend == "inductor" else None)
+    compiled = compile_in(_CaptureOnly(options), module, fullgraph=True)
     try:
         compiled(*batch)
     except (_Caught, BackendCompilerFailed) as failure:
@@ -106,8 +118,14 @@ def captured_step(module: nn.Module, batch: tuple[Tensor, ...]) -> Step:
     finally:
         torch._dynamo.reset()
     before = {i: v.detach().clone() for i, v in enumerate(inputs) if isinstance(v, Tensor) and not v.requires_grad}
+    stock = torch.compile(module, fullgraph=True, dynamic=False) if backend == "inductor" else module
+    if stock is not module:  # compiling draws random numbers
+        stock(*batch).backward()
+        module.zero_grad()
+        for position, old in before.items():
+            inputs[position].copy_(old)
     torch.manual_seed(SEED)
-    loss = module(*batch)
+    loss = stock(*batch)
     loss.backward()
     gradients = {i: v.grad for i, v in enumerate(inputs) if isinstance(v, Tensor) and v.grad is not None}
     updated = {i: inputs[i].clone() for i, old in before.items() if not same_bits(old, inputs[i])}
@@ -116,38 +134,43 @@ def captured_step(module: nn.Module, batch: tuple[Tensor, ...]) -> Step:
     return Step(captured, inputs, Numbers(loss.detach(), gradients, updated))
 
 
+def built_in(model: str) -> tuple[TrainingStep, tuple[Tensor, ...]]:
+    """A small built-in model with its loss, and a batch of two."""
+    if model == "bert-base":
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    job = load(model, small=True)
+    return TrainingStep(job), job.make_batch(2)
+
+
 def run(step: Step, schedule: Schedule, store: Store) -> Ran:
     """One step of `schedule`, with an engine of its own over `store`."""
     joint = step.captured.joint
     engine = make_engine(store, CPU)
     try:
-        forward, backward = (_boxed(m) for m in lower(step.captured, schedule, register_engine(engine)))
+        forward, backward = map(LoweredProgram, lower(step.captured, schedule, register_engine(engine)))
         tracker = LiveBytes(CPU)
         inputs = [v.detach().clone() if isinstance(v, Tensor) and not v.requires_grad else v for v in step.inputs]
         primals = [inputs[_position(node, i)] for i, node in enumerate(joint.primals)]
         torch.manual_seed(SEED)
         tracker.add(primals)
-        with torch.no_grad(), tracker:
-            results = forward([*primals])
+        begun = tracker.live_bytes
+        with torch.no_grad(), tracker, allocations() as allocated:
+            results = run_program(forward, step.graph, None, [*primals])
             outputs, saved = results[: len(joint.forward_outputs)], list(results[len(joint.forward_outputs) :])
             del results
             loss = _write_back(joint, primals, outputs)
             del outputs
             saved += [torch.ones_like(loss) for _ in joint.tangents]
-            gradients = backward(saved)
+            gradients = run_program(backward, step.graph, None, saved)
             tracker.add(gradients)
         slots = engine.stored_count
         numbers = Numbers(loss, _gradients(joint, gradients), _updated(step, inputs))
-        return Ran(numbers, engine.offloaded_bytes, engine.prefetched_bytes, tracker.peak_bytes, slots)
+        by_calls = isinstance(joint, JointOfPrograms)  # no dispatch mode sees what compiled kernels are given
+        peak = begun + peak_of(allocated.changes)[0] if by_calls else tracker.peak_bytes
+        return Ran(numbers, engine.offloaded_bytes, engine.prefetched_bytes, peak, slots)
     finally:
         engine.close()
-
-
-def _boxed(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """`module` as what takes its arguments in a list and empties it, as the runtime calls it."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    return module.forward
 
 
 def _position(node: fx.Node, otherwise: int) -> int:
@@ -200,11 +223,27 @@ def plan(graph: Graph, device: Device, policy: str, share: float | None = 0.5) -
 
 
 def moved_bytes(graph: Graph, schedule: Schedule, verb: Verb) -> int:
-    """Bytes that `schedule` moves by `verb` in its forward and backward."""
+    """Bytes that `schedule` moves by `verb` in its forward and backward, or in its whole step."""
     total = 0
     for instruction in schedule.instructions:
-        if instruction.verb is Verb.RUN and graph.ops[instruction.target].phase is Phase.UPDATE:
+        is_update = instruction.verb is Verb.RUN and graph.ops[instruction.target].phase is Phase.UPDATE
+        if is_update and not graph.whole_step:
             break
         if instruction.verb is verb:
             total += graph.tensors[instruction.target].nbytes
     return total
+
+
+def check_schedule(step: Step, random: Random, store: Store) -> float:
+    """One step by another schedule has the numbers of plain PyTorch, moves what it says, and takes no more; the share that it takes."""
+    schedule = draw(step.graph, random)
+    planned = check(step.graph, schedule)
+    ran = run(step, schedule, store)
+    assert step.plain.differences(ran.numbers) == []
+    assert ran.offloaded_bytes == moved_bytes(step.graph, schedule, Verb.OFFLOAD)
+    assert ran.prefetched_bytes == moved_bytes(step.graph, schedule, Verb.PREFETCH)
+    assert ran.slots_left == 0
+    assert ran.peak_bytes <= planned.peak_bytes
+    # A step of many small tensors has room for more handles than it uses.
+    handles = HANDLE_BYTES * sum(t.movable for t in step.graph.tensors)
+    return (ran.peak_bytes + handles) / planned.peak_bytes

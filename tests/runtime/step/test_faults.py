@@ -320,7 +320,7 @@ def test_no_room_at_planning_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(StoreError, match="bytes are missing on the file system mounted at"):
-            pair.first_step(*pair.inputs)
+            pair.step(*pair.inputs)
     assert not pair.step.is_unfinished
     pair.train(2)
     pair.assert_same()

@@ -98,7 +98,7 @@ def test_an_unfinished_step_that_is_dropped_leaves_what_it_had_updated() -> None
     del pair.step
     assert all(p.isfinite().all() for p in pair.model.parameters())
     pair.make_step()
-    pair.first_step(*pair.inputs)
+    pair.step(*pair.inputs)
 
 
 # -- hooks behind the optimizer's step

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import overspill
-from overspill.core.errors import InfeasibleBudget
 from overspill.runtime.step.train_step import TrainStep
 from overspill.runtime.tracker import LiveBytes
 from overspill.runtime.training import same_bits
@@ -130,48 +130,69 @@ class Plain:
 
 @dataclass
 class Pair:
-    """One model trained by the plain loop, and a copy of it by a whole step within a budget."""
+    """One model trained by the plain loop, and a copy of it by a whole step within a budget.
+
+    With `backend="inductor"` among the options the plain loop's loss function is compiled by stock torch.compile.
+    """
 
     make_model: Callable[[], nn.Module] = Mlp
     make_optimizer: MakeOptimizer = OPTIMIZERS["adamw"]
     gradients: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[..., Any] = cross_entropy
+    size: int = 8
 
     def __post_init__(self) -> None:
-        self.plain = Plain(made(self.make_model), None, **self.gradients)
+        self.plain = Plain(made(self.make_model), None, loss_fn=self.loss_fn, **self.gradients)
         self.model = copy.deepcopy(self.plain.model)
         self.plain.optimizer = self.make_optimizer(self.plain.model.parameters())
         self.optimizer = self.make_optimizer(self.model.parameters())
-        self.inputs = batch_for(self.model)
+        self.inputs = batch_for(self.model, self.size)
         self.given = {"policy": "window", "budget": SMALLEST, "store": "host"} | self.options | self.gradients
+        self.by_inductor = self.given.get("backend") == "inductor"
         self.make_step()
         self.seed = 0
+        if self.by_inductor:
+            self.compile()
 
     def make_step(self) -> None:
-        given = self.given | ({"budget": 1} if self.given["budget"] == SMALLEST else {})
-        self.step: TrainStep = overspill.train_step(self.model, cross_entropy, self.optimizer, **given)
-        self.step.tracker = LiveBytes(CPU)
+        self.step: TrainStep = overspill.train_step(self.model, self.loss_fn, self.optimizer, **self.given)
+        self.step.tracker = None if self.by_inductor else LiveBytes(CPU)
 
-    def first_step(self, *inputs: Tensor) -> Tensor:
-        """A step; if its budget is to be the smallest that works, that is found by being refused."""
-        budget = 1
-        while True:
-            try:
-                return self.step(*inputs)
-            except InfeasibleBudget as refusal:
-                if self.given["budget"] != SMALLEST or refusal.floor_bytes <= budget:
-                    raise
-                budget = refusal.floor_bytes
-                self.step._plans.options = replace(self.step.options, budget=budget)
+    def compile(self) -> None:
+        """What stock torch.compile makes of the plain model as it is now."""
+        torch._dynamo.reset()
+        self.plain.loss_fn = torch.compile(self.loss_fn, dynamic=False, fullgraph=True)
 
-    def train(self, steps: int = 1, inputs: tuple[Tensor, ...] | None = None) -> None:
-        """Both take `steps`, which must have the same losses."""
+    def train(
+        self, steps: int = 1, inputs: tuple[Tensor, ...] | None = None, around: Callable[[], Any] = nullcontext
+    ) -> None:
+        """Both take `steps`, which must have the same losses; the managed one within `around()`."""
         for _ in range(steps):
             self.seed += 1
             torch.manual_seed(self.seed)
             expected = self.plain(*(inputs or self.inputs))
             torch.manual_seed(self.seed)
-            assert same_bits(self.first_step(*(inputs or self.inputs)), expected)
+            with around():
+                loss = self.step(*(inputs or self.inputs))
+            assert same_bits(loss, expected)
+
+    def measured_peak(self) -> int:
+        """The peak of one more step, in which no dispatch mode sees what compiled kernels are given."""
+        if not self.by_inductor:
+            self.step.tracker = LiveBytes(CPU)
+            self.train()
+            return self.step.tracker.peak_bytes
+        counted: list[list[int]] = []
+
+        @contextmanager
+        def counting() -> Iterator[None]:
+            with self.step.counted(self.inputs) as found:
+                counted.append(found)
+                yield
+
+        self.train(around=counting)
+        return counted[0][0]
 
     def differences(self) -> list[str]:
         """The names of weights, buffers and state that are not the same to the last bit."""

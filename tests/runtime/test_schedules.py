@@ -1,0 +1,100 @@
+"""Any schedule that the reference machine accepts gives PyTorch's bits: by `compile` and by `train_step`, with both kinds of kernels.
+
+What is captured once runs by many schedules drawn at random. Each moves the bytes that it says, leaves nothing in the
+store, and stays within its peak. `test_exactness.py` of both folders have the policies, through all that users call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from tests.models.variants import MODELS, OTHERS_AND_DEEP_LONG
+from tests.runtime.compiled.lowered import built_in, captured_step, check_schedule, moved_bytes
+from tests.runtime.schedules import drawn
+from tests.runtime.step.whole_steps import Cnn, Lm, Mlp, Pair, batch_for, cross_entropy, made, planned_peak
+from torch import Tensor, nn
+
+from overspill.core import Verb
+from overspill.runtime.transfer.stores import DiskStore, HostStore
+
+MLP_AND_MORE = [Mlp, *(pytest.param(model, marks=pytest.mark.long) for model in (Cnn, Lm))]
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+class Loss(nn.Module):
+    """A small model with its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.model, x, y)
+
+
+@pytest.mark.parametrize("model", OTHERS_AND_DEEP_LONG)
+def test_a_model_by_compile(model: str, tmp_path: Path) -> None:
+    step, random = captured_step(*built_in(model)), Random(MODELS.index(model))
+    for store in (HostStore(), HostStore(), DiskStore(tmp_path)):
+        assert check_schedule(step, random, store) >= 0.98
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_by_compile_with_inductor(model: str) -> None:
+    step, random = captured_step(*built_in(model), "inductor"), Random(MODELS.index(model))
+    for _ in range(20):
+        assert check_schedule(step, random, HostStore()) >= 0.95
+
+
+@pytest.mark.parametrize("model", MLP_AND_MORE)
+def test_a_small_model_by_compile_with_inductor(model: type[nn.Module]) -> None:
+    module = made(model)
+    step, random = captured_step(Loss(module), batch_for(module, 32), "inductor"), Random(0)
+    for _ in range(20):
+        assert check_schedule(step, random, HostStore()) >= 0.95
+
+
+def check_steps(pair: Pair, schedules: int) -> None:
+    """Two steps by each of some schedules, of a step that is captured once."""
+    pair.step._plans._captures.capture = cache(pair.step._plans._captures.capture)
+    for _ in range(schedules):
+        pair.step._plans.clear()
+        pair.train()  # it begins where the schedule before has left the weights
+        engine = pair.step.engine
+        before = engine.offloaded_bytes, engine.prefetched_bytes
+        assert pair.measured_peak() <= planned_peak(pair.step)
+        if len(pair.step.plans) == 1:
+            (plan,) = pair.step.plans
+            out, back = (moved_bytes(plan.graph, plan.schedule, verb) for verb in (Verb.OFFLOAD, Verb.PREFETCH))
+            assert (engine.offloaded_bytes, engine.prefetched_bytes) == (before[0] + out, before[1] + back)
+            assert engine.stored_count == len(plan.schedule.stored)
+    pair.assert_same()
+    pair.step.close()
+
+
+@pytest.mark.parametrize("model", [Mlp, Cnn, Lm])
+def test_a_small_model_by_train_step(model: type[nn.Module]) -> None:
+    with drawn(0) as policy:
+        check_steps(Pair(model, options={"policy": policy}), 12)
+
+
+def test_micro_batches_by_train_step() -> None:
+    with drawn(0) as policy:
+        check_steps(Pair(gradients={"accumulate": 2, "clip_norm": 0.5}, options={"policy": policy}), 4)
+
+
+@pytest.mark.parametrize("model", MLP_AND_MORE)
+def test_a_small_model_by_train_step_with_inductor(model: type[nn.Module]) -> None:
+    with drawn(0) as policy:
+        check_steps(Pair(model, size=32, options={"policy": policy, "backend": "inductor", "partition": 1.0}), 12)
