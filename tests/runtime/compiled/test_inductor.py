@@ -74,7 +74,9 @@ def pair(
 
 
 def planned(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
-    return overspill.compile(model, budget="smallest", optimizer=optimizer, backend="inductor", store="host")
+    return overspill.compile(
+        model, budget="smallest", optimizer=optimizer, backend="inductor", store="host", partition=1.0
+    )
 
 
 @pytest.mark.long
@@ -333,7 +335,13 @@ def test_a_hook_that_comes_later_and_the_smallest_budget() -> None:
 
 def in_arena(model: nn.Module, optimizer: Optimizer, budget: str = "smallest") -> Callable[[Tensor], Tensor]:
     return overspill.compile(
-        model, budget=budget, optimizer=optimizer, backend="inductor", store="host", placement="planned"
+        model,
+        budget=budget,
+        optimizer=optimizer,
+        backend="inductor",
+        store="host",
+        placement="planned",
+        partition=1.0,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tests.turns import by_turns
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -94,12 +96,13 @@ LOSSES = {
 CASES = [(Pixels, name) for name in LOSSES] + [(Words, "transposed"), (Words, "of some"), (Unread, "as it is in eager")]
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("case", "how"), by_turns(CASES, product([torch.contiguous_format, torch.channels_last], [False, True]))
+)
 def test_a_gradient_in_another_order_in_memory_is_read_as_in_plain_pytorch(
-    model: type[Pixels], name: str, layout: torch.memory_format, autocast: bool
+    case: tuple[type[Pixels], str], how: tuple[torch.memory_format, bool]
 ) -> None:
+    (model, name), (layout, autocast) = case, how
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain, ours = model(), model()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from tests.runtime.step.whole_steps import differences
+from tests.turns import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,9 +112,9 @@ def reads(plan: Plan) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["auto", "window"])
 @pytest.mark.parametrize(
-    ("kind", "budget"), [(Adapted, 0.85), (Adapted, 0.5), (Adapted, "smallest"), (Quantised, "smallest")]
+    ("kind", "budget", "policy"),
+    by_turns([Adapted, Adapted, Adapted, Quantised], [0.85, 0.5, "smallest", "smallest"], ["auto", "window"]),
 )
 def test_a_frozen_weight_is_written_once_and_then_only_read(
     kind: type[nn.Module], budget: float | str, policy: str

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.step.whole_steps import Lm, Mlp, Plain, batch_for, cross_entropy, differences, made
+from tests.turns import by_turns
 from torch import Tensor, nn
 
 import overspill
@@ -80,9 +81,9 @@ def of_modules(model: nn.Module) -> None:
 OPTIONS = [{}, {"accumulate": 2}, {"clip_norm": 0.1}, {"budget": "smallest", "policy": "window"}]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("make", [Mlp, Lm])
-@pytest.mark.parametrize("hooked", [noisy, in_place, several, with_weights])
+@pytest.mark.parametrize(
+    ("hooked", "make", "options"), by_turns([noisy, in_place, several, with_weights], [Lm, Mlp], OPTIONS)
+)
 def test_hooks_on_weights_are_called(
     hooked: Callable[[nn.Module], None], make: Callable[[], nn.Module], options: dict[str, Any]
 ) -> None:

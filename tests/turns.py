@@ -1,0 +1,21 @@
+"""Which of many combinations the short suite tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def by_turns(*axes: Iterable[Any]) -> list[Any]:
+    """All combinations of one of each of the `axes`: in the short suite each value by turns, the others in the long suite."""
+    values = [list(axis) for axis in axes]
+    turns = {tuple(turn % len(axis) for axis in values) for turn in range(max(map(len, values)))}
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(values, at, strict=True)), marks=() if at in turns else pytest.mark.long
+        )
+        for at in product(*(range(len(axis)) for axis in values))
+    ]
