@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.placement.conftest import IN_BOTH
 
 from overspill.core import Block, Trace
 from overspill.core.errors import OutOfMemory, RequestError
@@ -22,6 +23,8 @@ Make = Callable[..., Allocator]
 def make(native: bool) -> Make:
     def build(name: str, config: Any = None, capacity_mib: float | None = None) -> Allocator:
         capacity = None if capacity_mib is None else int(capacity_mib * MIB)
+        if native and name not in IN_BOTH:
+            pytest.skip("it has no native counterpart")
         return allocator_named(name, config, capacity_bytes=capacity, native=native)
 
     return build

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.placement.conftest import IN_BOTH
 
 from overspill.core.errors import InvalidLayout, OutOfMemory, RequestError
 from overspill.placement import ALLOCATORS, CachingConfig, Events, allocator_named
@@ -26,8 +27,8 @@ capacities = st.sampled_from([None, 0, 1, 2 * MIB, 30 * MIB, 100 * MIB + 7])
 relaxed = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.parametrize("name", ALLOCATORS)
-def test_every_allocator_of_ours_has_its_counterpart_in_the_native_core(name: str) -> None:
+@pytest.mark.parametrize("name", IN_BOTH)
+def test_allocators_of_jobs_and_live_pools_have_their_counterpart_in_the_native_core(name: str) -> None:
     assert native.has(name)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.placement.conftest import IN_BOTH
 
 from overspill.core.errors import OutOfMemory, RequestError
 from overspill.placement import allocator_named
@@ -18,6 +19,8 @@ Make = Callable[..., Allocator]
 def make(native: bool) -> Make:
     def build(name: str, capacity_mib: float | None = None, config: Any = None) -> Allocator:
         capacity = None if capacity_mib is None else int(capacity_mib * MIB)
+        if native and name not in IN_BOTH:
+            pytest.skip("it has no native counterpart")
         return allocator_named(name, config, capacity_bytes=capacity, native=native)
 
     return build

@@ -1,1 +1,1 @@
-"""Allocators of other frameworks and of papers, one file each; their native counterparts are in native/allocators/."""
+"""Allocators of other frameworks and of papers, one file each; two have counterparts in native/allocators/."""
