@@ -1,1 +1,1 @@
-"""Capture: from AOTAutograd's joint graph to the Graph."""
+"""Capture: turn PyTorch's traced forward and backward into a Graph."""

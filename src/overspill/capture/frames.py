@@ -1,10 +1,11 @@
-"""Which lines of the user's Python an op comes from: those that run it now, or those of a stack that a tracer wrote down.
+"""Find the user's Python lines behind an op, from running frames or a recorded stack.
 
-The user's is what he wrote and the packages that he uses. Frames of torch, of Overspill but for its networks, and of
-Python's own library are left out, and all that lies outside of what is captured.
+The user's lines are those of his program and of the packages that it uses. Left out are frames of torch, of Overspill
+(but for its networks), of Python's standard library, and everything outside of what is captured.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd.graph._engine_run_backward`, from which
-Python goes into autograd's engine; and that a module's hooks and its forward are called from the file of `nn.Module`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd.graph._engine_run_backward`, from
+which Python goes into autograd's engine; and that a module's hooks and its forward are called from the file of
+`nn.Module`.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ _OUTERMOST = tuple(
     OURS + name.replace("/", os.sep)
     for name in ("capture/virtual_gpu/record.py", "capture/compiled/step_joint.py", "estimation/script_process/run.py")
 )
-"""Files of ours from which the user's program is called; what called them is no part of it."""
+"""Our files that call the user's program; frames outside of them are not part of it."""
 _ENGINE = _engine_run_backward.__code__
 _CALLS_MODULES = nn.Module.__call__.__code__.co_filename
 _MOST_UPWARDS = 2
 """A path relative to the working directory that climbs further is no shorter than the absolute one."""
 Stack = tuple[tuple[str, int, str], ...]
-"""File, line and function of each frame, the outermost first."""
+"""File, line and function of each frame, outermost first."""
 NOBODYS = -2
-"""In place of a line's number: autograd's engine runs, and no line of Python in it."""
+"""In place of a line number: autograd's engine runs, without a line of Python in it."""
 _LEFT_OUT, _USERS, _OUTSIDE, _AUTOGRAD, _MODULE = range(5)
-"""What a frame's file is."""
+"""Kinds of a frame's file."""
 
 
 class _Files(dict[str, int]):
-    """What the files of frames are."""
+    """Kind of each file, cached."""
 
     def __missing__(self, file: str) -> int:
         self[file] = found = _what(file)
@@ -70,7 +71,7 @@ _FILES = _Files()
 
 
 class Frames:
-    """Lines of the user's Python by number, each once for each stack that led to it."""
+    """Numbers the user's lines, one number for each stack that leads to a line."""
 
     def __init__(self) -> None:
         self._table = FrameTable()
@@ -82,11 +83,11 @@ class Frames:
         self._modules: list[tuple[int, int]] = [(0, -1)]
 
     def found(self) -> tuple[Frame, ...]:
-        """All of them, by number."""
+        """All frames, by number."""
         return self._table.found()
 
     def enter(self, frame: FrameType | None) -> None:
-        """`frame` is of a hook that a module calls before its forward: until `leave` no stack is followed beyond that call."""
+        """Note that a module's forward begins; `frame` is in its hook. Until `leave`, stacks end at that call."""
         while frame is not None and _FILES[frame.f_code.co_filename] != _MODULE:
             frame = frame.f_back
         if frame is None:
@@ -95,16 +96,17 @@ class Frames:
             self._modules.append((id(frame), self.running(frame)))
 
     def leave(self) -> None:
-        """The forward of the module that was entered last ends."""
+        """The forward of the module entered last ends."""
         if len(self._modules) > 1:
             self._modules.pop()
 
     def running(self, frame: FrameType | None, *, in_backward: bool = False) -> int:
-        """The number of the innermost line that runs, from `frame` on outwards; -1 for none.
+        """The number of the innermost running line, from `frame` outwards; -1 for none.
 
-        `in_backward`: NOBODYS where autograd's engine is reached before any line.
+        `in_backward`: NOBODYS if autograd's engine is reached before any line.
         """
         stack: list[int] = []
+        # Collect the user's frames outwards, up to the module's call, the engine or the edge of the program.
         files, start, (module, caller) = _FILES, frame, self._modules[-1]
         while frame is not None:
             code = frame.f_code
@@ -121,6 +123,7 @@ class Frames:
                 elif in_backward and code is _ENGINE and not stack:
                     return NOBODYS
             frame = frame.f_back
+        # Equal stacks are looked up by code and instruction, without reading line numbers.
         key = tuple(stack)
         found = self._of_stack.get(key)
         if found is None:
@@ -128,7 +131,7 @@ class Frames:
         return found
 
     def of_stack(self, stack: Stack) -> int:
-        """The number of the innermost line of a stack that was written down; -1 for none."""
+        """The number of the innermost line of a recorded stack; -1 for none."""
         found = self._of_lines.get(stack)
         if found is None:
             found = -1
@@ -139,7 +142,7 @@ class Frames:
         return found
 
     def backward_of(self, number: int) -> int:
-        """The number of the line whose backward runs; -1 for none."""
+        """The number for the backward of a line; -1 for none."""
         found = self._of_backward.get(number)
         if found is None:
             found = self._table.number(replace(self._table[number], backward=True))
@@ -147,7 +150,7 @@ class Frames:
         return found
 
     def _new(self, frame: FrameType | None, end: FrameType | None, number: int) -> int:
-        """The number of the innermost line from `frame` to before `end`, of which the line with this number called the outermost."""
+        """The number of the innermost line from `frame` to before `end`; line `number` called the outermost."""
         users: list[FrameType] = []
         while frame is not None and frame is not end:
             if _FILES[frame.f_code.co_filename] == _USERS:
@@ -166,7 +169,7 @@ class Frames:
 
 
 def stack_within(frame: FrameType | None) -> Stack:
-    """The user's lines that run, from `frame` outwards to autograd's engine or the end of what is captured."""
+    """The user's running lines, from `frame` outwards to autograd's engine or the edge of the program."""
     found = []
     while frame is not None and frame.f_code is not _ENGINE and (what := _FILES[frame.f_code.co_filename]) != _OUTSIDE:
         if what == _USERS:
@@ -178,7 +181,7 @@ def stack_within(frame: FrameType | None) -> Stack:
 
 
 def _what(file: str) -> int:
-    """What a frame of `file` is."""
+    """The kind of `file`."""
     if file == _ENGINE.co_filename:
         return _AUTOGRAD
     if file == _CALLS_MODULES:
@@ -195,13 +198,13 @@ def _what(file: str) -> int:
 
 
 def is_of_the_script(file: str) -> bool:
-    """Whether `file` is the user's own, and neither torch's nor Overspill's nor of Python's library or a package."""
+    """Whether `file` is the user's own: not torch's, Overspill's, Python's library or a package."""
     of_a_package = any(f"{os.sep}{name}{os.sep}" in file for name in _PACKAGES)
     return not of_a_package and not file.startswith((*TORCH, OURS, STANDARD, "<"))
 
 
 def shown_path(file: str) -> str:
-    """`file` within the folder of packages that it is in, or from the working directory where that is short, or as it is."""
+    """A short form of the path: within its package folder, or relative to the working directory if near."""
     if not file.startswith(os.sep) and not Path(file).is_absolute():
         return file
     if file.startswith(OURS):

@@ -1,4 +1,4 @@
-"""Which layer an FX node belongs to, and of which type, from the node metadata that Dynamo leaves."""
+"""Find the layer and layer type of an FX node from Dynamo's metadata."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MODULE_TYPES: tuple[tuple[str, LayerType], ...] = (
 
 
 class LayerNames:
-    """Names the layer of each node: the path of its module, or module path and op for calls outside leaf modules.
+    """Names the layer of each node by its module's path, with the op's name outside of leaf modules.
 
     Backward nodes get the layer of the forward node with the same autograd sequence number.
     """
@@ -69,14 +69,14 @@ class LayerNames:
 
 
 def op_name(node: fx.Node) -> str:
-    """The aten name of a node's op without namespace and overload: `convolution`."""
+    """The name of a node's op without namespace and overload: `convolution`."""
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return str(packet).rsplit(".", 1)[-1] if packet is not None else getattr(target, "__name__", str(target))
 
 
 def readable_path(source: str) -> str:
-    """A module or parameter path from Dynamo's source expression: `L['self']._modules['a']._parameters['w']` → `a.w`."""
+    """A readable path from Dynamo's source: `L['self']._modules['a']._parameters['w']` → `a.w`."""
     path = re.sub(r"^L\['\w+'\](\.__self__)?", "", source)  # the latter where a bound method is compiled
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
     path = re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path)
@@ -86,7 +86,7 @@ def readable_path(source: str) -> str:
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
-    """Path of the innermost module that called `node`, and its class name if it is one of torch's own leaf modules."""
+    """Path of the innermost module that called `node`, and its class if it is a leaf of torch's own."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return "", ""
@@ -98,7 +98,7 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
 
 
 def layer_type_of(op: str) -> LayerType:
-    """The layer type that an aten op's name tells of, OTHER where it tells of none."""
+    """The layer type that an aten op's name suggests; OTHER if none."""
     return _match(_OP_TYPES, op) or LayerType.OTHER
 
 

@@ -1,1 +1,1 @@
-"""What torch.compile captures: AOTAutograd's joint graph, read as a Graph."""
+"""Read the joint forward-backward graph of torch.compile as a Graph."""

@@ -1,18 +1,19 @@
-"""What `loss.backward()` gives gradients to, followed and checked in the trace of a whole step.
+"""Check which parameters `loss.backward()` gives gradients to while a step is traced.
 
-AOTAutograd asks by `torch.autograd.grad`, which runs only what leads to a parameter, and looks at no `.grad`. A backward
-that calls `backward()` itself, as a reentrant checkpoint's does, or adds to `.grad` in Python, would give nothing there. So
-the graph that autograd has built is walked in the trace: what it reaches has to get a gradient, and nothing else may have
-a `.grad` behind it. Where that is not so, or Python runs in a part of backward that the trace would leave out, a plain
-`loss.backward()` on fake tensors says who gets gradients and how often (`ask`), the trace is made with `backward()` too,
-and if it gives gradients to others all the same, the step is refused.
+AOTAutograd calls `torch.autograd.grad`, which runs only what leads to a parameter, and ignores `.grad`. A backward that
+calls `backward()` itself, as a reentrant checkpoint's does, or adds to `.grad` in Python, would give nothing there. So
+autograd's graph is walked while the step is traced: each parameter that it reaches has to get a gradient, and no other
+may have a `.grad` afterwards. Otherwise, or if Python runs in a part of backward that the trace would leave out, a
+plain `loss.backward()` on fake tensors shows who gets gradients and how often (`ask`), and the step is traced with
+`backward()` too. If it still gives gradients to others, the step is refused.
 
-A reentrant checkpoint keeps in a trace what it would compute again, for a plan decides about that: it stays one
-node of autograd, whose backward accumulates into `.grad`. With Inductor it is a plain call, as under `torch.compile`.
+A trace keeps the activations that a reentrant checkpoint would recompute, for the plan decides about recomputation: it
+stays one autograd node, whose backward accumulates into `.grad`. With Inductor it is a plain call, as under
+`torch.compile`.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): that AOTAutograd calls `torch.autograd.grad` behind the
-step, `CheckpointFunction` and `detach_variable` of torch.utils.checkpoint, `BackwardCFunction`, a node's `variable`, and
-`torch._guards.active_fake_mode` and `_disable_current_modes`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): that AOTAutograd calls `torch.autograd.grad` behind
+the step, `CheckpointFunction` and `detach_variable` of torch.utils.checkpoint, `BackwardCFunction`, a node's
+`variable`, and `torch._guards.active_fake_mode` and `_disable_current_modes`.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ _FAKE = (FakeTensor, FunctionalTensor)
 
 
 class Gradients(NamedTuple):
-    """Positions of the values that `loss.backward()` gives gradients to, and of those to which it adds more than once."""
+    """Which inputs `loss.backward()` gives a gradient to, and to which more than once, by position."""
 
     given: frozenset[int]
     several: frozenset[int]
 
 
 class Unheard(UnsupportedError):
-    """Only a plain backward says what gets gradients."""
+    """Raised where only a plain backward can show what gets gradients."""
 
 
 class Backward:
-    """Follows the backward of one step, of whose values `names` says what they are.
+    """Follows the backward of one step; `names` has a name for each of its inputs.
 
-    `inlined` says that checkpoints are plain calls; a step that is one of `several` micro-batches adds to what is there.
+    `inlined`: checkpoints are plain calls. `several`: the step is one of several micro-batches, whose gradients add up.
     """
 
     def __init__(self, names: Sequence[str], *, inlined: bool = False, several: bool = False) -> None:
@@ -81,9 +82,9 @@ class Backward:
 
     @contextmanager
     def followed(self, casts: Casts | None = None) -> Iterator[None]:
-        """While this lasts, AOTAutograd's joint graph of what `traced` gives has the gradients of `loss.backward()`.
+        """Give AOTAutograd's joint graph the gradients of `loss.backward()`, inside the block.
 
-        `casts` are told of its parameters.
+        `casts` is given the traced parameters.
         """
         self._awaited, self._casts = False, casts
         with ExitStack() as stack:
@@ -97,17 +98,19 @@ class Backward:
             yield
 
     def traced(self, step: Step) -> Step:
-        """`step` as it is to be given to AOTAutograd."""
+        """`step`, wrapped for AOTAutograd to trace."""
 
         def run(*values: Tensor) -> Any:
             self._awaited = False
             self._kept.clear()
+            # Make leaves of the inputs that need gradients.
             if self._plain is not None:  # what AOTAutograd gives are no leaves
                 values = tuple(v.detach().requires_grad_() if v.requires_grad else v for v in values)
             self._positions = [i for i, v in enumerate(values) if v.requires_grad]
             self._leaves = [values[i] for i in self._positions]
             if self._casts is not None:
                 self._casts.begin(self._leaves)
+            # Run the step, and note whether it sets random state or changes a checkpoint's result in place.
             with _random_state_kept() as moved:
                 found = step(*values)
             self._moved = moved()
@@ -121,7 +124,7 @@ class Backward:
         return run
 
     def ask(self, step: Step, values: Sequence[FakeTensor]) -> None:
-        """Let plain autograd say what gets gradients. Raises UnsupportedError where it cannot."""
+        """Find out by plain autograd what gets gradients. Raises UnsupportedError where it cannot."""
         try:
             with _strangers_kept(lambda: None), self._checkpoints() if self._inlined else ExitStack():
                 self._plain = plain_gradients(step, values)
@@ -137,7 +140,7 @@ class Backward:
             )
 
     def check(self, joint: JointGraph) -> None:
-        """Raises UnsupportedError where the captured step `joint` is not the step that plain PyTorch would run."""
+        """Check that the captured step gives the same gradients as PyTorch. Raises UnsupportedError."""
         if self._moved or (self._seeded and any(map(is_random, joint.module.graph.nodes))):
             raise UnsupportedError(
                 "the step sets the state of torch's random generator, which a planned step would do once, and leaves it so or draws from "
@@ -158,7 +161,10 @@ class Backward:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
     def _gradients(self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
-        """In place of `torch.autograd.grad`: AOTAutograd's call, which comes first behind the step, gets what `backward()` gives."""
+        """Replaces `torch.autograd.grad`, so that AOTAutograd gets the gradients of `backward()`.
+
+        Its call is the first after the step.
+        """
         if not self._awaited or active_fake_mode() is None:
             return self._grad(outputs, inputs, grad_outputs, *args, **options)
         self._awaited = False
@@ -169,6 +175,7 @@ class Backward:
         if self._plain is not None:
             torch.autograd.backward(outputs, grad_outputs)
             return tuple(leaf.grad for leaf in self._leaves)
+        # Compare what autograd's graph reaches with what got a gradient.
         reached, left_out = _reached(outputs, inputs)
         found = self._grad(outputs, inputs, grad_outputs, *args, **options)
         given = {i for i, gradient in enumerate(found) if gradient is not None}
@@ -190,7 +197,7 @@ class Backward:
 
     @contextmanager
     def _checkpoints(self) -> Iterator[None]:
-        """While this lasts, reentrant checkpoints on fake tensors compute nothing twice."""
+        """Let reentrant checkpoints on fake tensors compute nothing twice, inside the block."""
         plain = checkpoint.CheckpointFunction
 
         class Checkpoint:
@@ -214,7 +221,7 @@ _UNHEARD = "what gets gradients only plain autograd can tell, for the step's bac
 
 
 class _Kept(torch.autograd.Function):
-    """A reentrant checkpoint whose backward goes through what its forward has computed."""
+    """A reentrant checkpoint whose backward uses what its forward computed, without recomputation."""
 
     @staticmethod
     def forward(ctx: Any, function: Step, copies: bool, *args: Any) -> Any:
@@ -240,7 +247,7 @@ def _tuple(found: Any) -> tuple[Any, ...]:
 
 
 def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> Gradients:
-    """What a plain `backward()` of `step(*values)` gives gradients to; nothing is computed."""
+    """The inputs to which `step(*values)[0].backward()` gives gradients; on fake tensors, nothing is computed."""
     mode = next(v.fake_mode for v in values)
     with mode:
         leaves = [
@@ -258,7 +265,7 @@ def plain_gradients(step: Step, values: Sequence[FakeTensor]) -> Gradients:
 
 
 class _Accumulations:
-    """What is added to the gradient of one leaf."""
+    """Counts additions to the gradient of one leaf."""
 
     def __init__(self, leaf: Tensor) -> None:
         self._leaf = leaf.requires_grad_()
@@ -276,7 +283,7 @@ class _Accumulations:
         self._behind = _state(leaf.grad)
 
     def are_several(self) -> bool:
-        """Whether it is more than one, or one of Python's."""
+        """Whether there was more than one addition, or one made in Python."""
         gradient, version = _state(self._leaf.grad)
         if gradient is None:
             return False
@@ -289,11 +296,12 @@ def _state(gradient: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[int], bool]:
-    """Which of `inputs` lie behind `outputs`, and whether Python runs in a node that leads to none of them."""
+    """Which `inputs` backward of `outputs` reaches, and whether Python runs in a node that reaches none."""
     position = {get_gradient_edge(leaf).node: i for i, leaf in enumerate(inputs)}
     pending = [get_gradient_edge(o).node for o in outputs]
     leads: dict[Any, bool] = {}
     reached: set[int] = set()
+    # Depth-first; a node is visited again once all nodes behind it are done.
     while pending:
         node = pending[-1]
         behind = [n for n, _ in node.next_functions if n is not None]
@@ -311,7 +319,7 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[set[i
 
 @contextmanager
 def _random_state_kept() -> Iterator[Callable[[], bool]]:
-    """While this lasts a step is traced, which draws nothing. Tells behind it whether the generator's state was set, and puts it back."""
+    """Restore the CPU's random state after a traced step; yields a function that says whether the step set it."""
     moved = False
     with _disable_current_modes():
         before = torch.get_rng_state()
@@ -323,7 +331,7 @@ def _random_state_kept() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _strangers_kept(begin: Callable[[], None]) -> Iterator[None]:
-    """While this lasts, a `backward()` on fake tensors calls `begin`, and leaves no gradient on tensors that were there before."""
+    """Call `begin` for each `backward()` on fake tensors, and restore `.grad` of real tensors afterwards."""
     plain = torch.autograd.backward
     before: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -345,7 +353,7 @@ def _strangers_kept(begin: Callable[[], None]) -> Iterator[None]:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves behind `outputs` that are no fake tensors."""
+    """The leaves behind `outputs` that are real tensors."""
     pending: list[Any] = [get_gradient_edge(o).node for o in outputs if o.requires_grad]
     seen = set(pending)
     while pending:

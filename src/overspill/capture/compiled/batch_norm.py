@@ -1,4 +1,4 @@
-"""Training batch norm is run again from its batch alone: its running statistics are updated once a step."""
+"""Recompute training batch norm from its batch alone, without updating running statistics twice."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor, fx
 
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 CUDNN_BATCH_NORM = torch.ops.aten._batch_norm_with_update_functional.default
-"""What cuDNN's batch norm is captured as (`kernels.py`)."""
+"""The op as which cuDNN's batch norm is captured (`kernels.py`)."""
 
 
 def recomputes_without_statistics(node: fx.Node) -> bool:
-    """Whether `node` is a training batch norm: its outputs follow from the batch alone, not from the running statistics."""
+    """Whether `node` is a training batch norm, whose outputs do not depend on running statistics."""
     if node.target is CUDNN_BATCH_NORM:
         return bool(node.args[0].meta["val"].device.type == "cuda")
     return node.target is BATCH_NORM and node.args[5] is True
 
 
 def results_without_statistics(node: fx.Node) -> tuple[Tensor, ...]:
-    """Its results but for the new running statistics, which are the last two."""
+    """Fake results of the batch norm without the new running statistics, its last two."""
     return tuple(node.meta["val"][:-2])
 
 
 def call_without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The op that gives those results with the same kernel, and its arguments."""
+    """The op that computes those results with the same kernel, and its arguments."""
     x, weight, bias, _, _, *rest = node.args
     if node.target is CUDNN_BATCH_NORM:
         return torch.ops.aten.cudnn_batch_norm.default, (x, weight, bias, None, None, True, *rest)

@@ -1,7 +1,8 @@
-"""What autocast casts while a step is traced is cast once, as in eager.
+"""Let autocast cast each parameter once while a step is traced, as in eager.
 
-In eager a parameter that several ops of one autocast region read is cast at the first of them; its gradients add up
-behind the cast, in the lower precision. A trace has no leaves, by which PyTorch's cache goes, and would cast it for each op.
+In eager, a parameter that several ops of one autocast region read is cast at the first of them; its gradients add up
+behind the cast, in the lower precision. PyTorch's cast cache works on leaf tensors, of which a trace has none: without
+this each op would cast anew.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `_op_dk`. While a step is traced,
 `torch.set_autocast_enabled` and `torch.clear_autocast_cache` are replaced, to learn where regions begin and end.
@@ -22,7 +23,7 @@ CAST = torch.ops.aten.to.dtype
 
 
 class Casts:
-    """The casts of one trace."""
+    """The autocast cache of one trace: which parameters have been cast already."""
 
     def __init__(self) -> None:
         self._leaves: dict[int, Tensor] = {}
@@ -32,7 +33,7 @@ class Casts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While this lasts, regions of autocast are followed."""
+        """Follow where autocast regions begin and end, inside the block."""
         enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
         self._in_region = {d: torch.is_autocast_enabled(d) for d in ("cpu", "cuda")}
 
@@ -56,13 +57,13 @@ class Casts:
             self._cast.clear()
 
     def begin(self, leaves: Iterable[Tensor]) -> None:
-        """A trace of the step begins; `leaves` are what stands for its parameters."""
+        """Start a trace of the step; `leaves` are the traced tensors of its parameters."""
         self._leaves = {id(leaf): leaf for leaf in leaves}
         self._cast = {}
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While this lasts, parameters are cast anew, as where a checkpoint is computed again."""
+        """Cast parameters anew inside the block, as in the recomputation of a checkpoint."""
         before, self._cast = self._cast, {}
         try:
             yield
@@ -70,7 +71,7 @@ class Casts:
             self._cast = before
 
     def cast(self, x: Tensor, dtype: torch.dtype, *options: Any, **named: Any) -> Tensor:
-        """`x.to(dtype)`: the cast there is already, if autocast asks for it and `x` is a leaf."""
+        """`x.to(dtype)`, or the cast made before where autocast casts a leaf again."""
         asked = self._is_leaf(x) and self._asks(x, dtype)
         if asked and id(x) in self._cast:
             return self._cast[id(x)][1]
@@ -80,11 +81,11 @@ class Casts:
         return result
 
     def _is_leaf(self, x: Tensor) -> bool:
-        """Whether eager would keep the cast of `x`: a parameter, or what the step itself has made a leaf."""
+        """Whether eager caches the cast of `x`: a parameter, or a leaf that the step itself made."""
         return id(x) in self._leaves or (isinstance(x, Tensor) and x.requires_grad and x.is_leaf and not x._is_view())
 
     def _asks(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether it is autocast that wants `x` in `dtype`, within an op whose arguments it casts."""
+        """Whether autocast asks for `x` in `dtype`, inside an op whose arguments it casts."""
         device = x.device.type
         return (
             self._wanted

@@ -1,8 +1,9 @@
-"""Checks that a step makes of values which are not known before it runs, as of a distribution's arguments.
+"""Keep checks of unknown values in the graph, such as `if not valid.all(): raise`.
 
-`if not valid.all(): raise ValueError(…)` asks for a value that follows from parameters. Whatever it is, there is one way only on
-which the step goes on, and so the graph of a whole step can have that way, with the check in it: an op that raises what the
-other way raises. That it is a check is found out by trying both ways on fake tensors. A branch of which both ways go on is none.
+`if not valid.all(): raise ValueError(…)` reads a value that follows from parameters, as for a distribution's arguments.
+The step can go on with one answer only, so the graph of a whole step takes that branch and has the check in it: an op
+that raises what the other branch raises. Both branches are tried on fake tensors to see whether a read is such a check.
+If the step goes on in both, it is none.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _MARK = "overspill check "
 
 
 class Check(NamedTuple):
-    """The answer with which a step goes on, and what is raised for the other."""
+    """The answer with which a step continues, and the error raised for the other."""
 
     passes: bool
     error: Exception
 
 
 class Checks:
-    """The checks of one step. `followed` is the step with them."""
+    """The checks of one step; `followed` runs the step with them."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -44,15 +45,20 @@ class Checks:
         self._made: list[Check] = []
 
     def followed(self, *values: Tensor) -> Any:
-        """The step, in which a value that is asked for by a check has the answer that passes. Raises UnknownValue for any other."""
+        """Run the step, answering each check so that it passes.
+
+        Raises UnknownValue for any other read.
+        """
         self._made.clear()
         with _Reads(self._answer):
             return self._step(*values)
 
     def decide(self, asked: UnknownValue, values: Sequence[FakeTensor]) -> None:
-        """Find out whether the read that was `asked` is of a check, by trying both ways. Raises `asked` where it is none."""
-        if asked.lines in self._known:  # what was read there is no truth value
+        """Try both answers to find out whether a read is a check. Raises `asked` if it is none."""
+        # It was answered before and raised again, so it does not read a truth value.
+        if asked.lines in self._known:
             raise asked
+        # A check raises for exactly one of the two answers.
         errors = {answer: self._error(asked.lines, answer, values) for answer in (True, False)}
         passes = errors[True] is None
         if (error := errors[not passes]) is None:
@@ -62,7 +68,7 @@ class Checks:
         self._known[asked.lines] = Check(passes, error)
 
     def put_into(self, graph: fx.Graph) -> None:
-        """Let the traced `graph` make the checks."""
+        """Turn the assertions in the traced `graph` into nodes that raise the user's errors."""
         for node in graph.find_nodes(op="call_function", target=_ASSERT):
             value, message = node.args
             node.meta[EFFECT] = True
@@ -81,7 +87,7 @@ class Checks:
         return check.passes
 
     def _error(self, lines: Stack, answer: bool, values: Sequence[FakeTensor]) -> Exception | None:
-        """What the step raises where that answer is given; None where it goes on."""
+        """The error that the step raises with that answer; None if it goes on."""
         self._tried = {lines: answer}
         try:
             with values[0].fake_mode:
@@ -100,7 +106,7 @@ class Checks:
 
 
 class _Reads(TorchFunctionMode):
-    """While this lasts, `answer` is asked for truth values that are not known."""
+    """Answers reads of unknown truth values by `answer`, while it is active."""
 
     def __init__(self, answer: Callable[[Tensor, UnknownValue], bool]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What code is told that asks whether it is compiled, while a step is captured.
+"""Fix what `torch.compiler.is_compiling()` returns while a step is captured.
 
-A capture promises the numbers of a reference, plain eager PyTorch or stock `torch.compile`, and models take other ways where they
-are compiled. So they are told what the reference tells them.
+A capture promises the numbers of a reference, plain eager PyTorch or stock `torch.compile`, and models may branch on
+whether they are compiled. So they get the answer that they would get from the reference.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): that `torch._utils` and `torch._dynamo` ask
 `torch.compiler.is_compiling`, and `torch.fx._symbolic_trace.is_fx_tracing`, which Dynamo answers with no.
@@ -20,7 +20,7 @@ import torch.fx._symbolic_trace
 
 @contextmanager
 def told(*, compiles: bool) -> Iterator[None]:
-    """While this lasts code of this thread is told that it is compiled, or that it is not; that of others gets its own answer."""
+    """Make `is_compiling()` return `compiles` inside the block, for code of this thread only."""
     me = get_ident()
 
     def answering(plain: Callable[[], bool], answer: bool) -> Callable[[], bool]:

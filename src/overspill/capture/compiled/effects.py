@@ -1,6 +1,7 @@
-"""Ops that AOTAutograd orders by tokens, such as the check of a matrix that was to be inverted, as plain nodes.
+"""Turn ops that AOTAutograd orders by effect tokens into plain nodes.
 
-In the graph of a whole step the order of nodes is kept anyway, and nobody hands it tokens.
+An example is the check that a matrix can be inverted. In the graph of a whole step the order of nodes is kept anyway,
+and no caller passes tokens.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.ops.higher_order.with_effects`, which calls an
 op as `with_effects(token, op, *args)` and returns the next token before the results, and the descriptors' class names.
@@ -15,11 +16,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 EFFECT = "overspill_effect"
-"""Key in a node's meta: it is run though nothing may read what it makes."""
+"""Key in a node's meta: it has a side effect, and runs though nothing may read its results."""
 
 
 def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
-    """How many of the first `outputs` are left when the tokens have been taken out of the joint `graph`."""
+    """Remove effect tokens from the joint `graph` in place; returns how many of the first `outputs` remain."""
     from torch._higher_order_ops.effects import with_effects  # noqa: PLC0415 - registers itself
 
     found = graph.find_nodes(op="call_function", target=with_effects)
@@ -27,6 +28,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
         return outputs
     outputs -= sum(map(is_token, _output_descs(graph)[:outputs]))
     _drop_outputs(graph)
+    # Replace each call by the plain op, whose results no longer have a token in front.
     for node in reversed(found):
         _, op, *args = node.args
         picks = [user for user in node.users if user.target is operator.getitem]
@@ -43,6 +45,7 @@ def without_tokens(graph: fx.Graph, outputs: int = 0) -> int:
                     pick.replace_all_uses_with(plain)
                 graph.erase_node(pick)
         graph.erase_node(node)
+    # No token is passed in any more.
     for node in graph.find_nodes(op="placeholder"):
         if is_token(node.meta.get("desc")):
             graph.erase_node(node)
@@ -63,5 +66,5 @@ def _drop_outputs(graph: fx.Graph) -> None:
 
 
 def is_token(desc: Any) -> bool:
-    """Whether that is what AOTAutograd says of a token."""
+    """Whether a descriptor of AOTAutograd is that of a token."""
     return "Token" in type(desc).__name__

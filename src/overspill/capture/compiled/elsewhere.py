@@ -1,4 +1,7 @@
-"""A step that is captured here for a GPU that is not here: with the ops that CUDA runs, and what these take there."""
+"""Capture a step on the CPU as it would run on a given CUDA GPU.
+
+It gets the ops that CUDA runs, with the workspaces that these need there.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from overspill.core import Device
 from overspill.costs import capability_of
 
 CAPABILITY: ContextVar[str | None] = ContextVar("capability", default=None)
-"""The compute capability of the GPU that a step on the CPU is captured for; None: it runs where it is captured."""
+"""The compute capability of the GPU for which a CPU step is captured; None: it runs where it is captured."""
 
 
 @contextmanager
 def captured_for(device: Device) -> Iterator[None]:
-    """Inside, steps are captured as they run on `device`, where that is a GPU whose compute capability is known."""
+    """Capture steps inside the block as they run on `device`.
+
+    Changes nothing unless that is a CUDA GPU whose compute capability is known.
+    """
     capability = device.compute_capability
     if device.kind != "cuda" or not capability:
         yield

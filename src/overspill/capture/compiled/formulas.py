@@ -1,8 +1,9 @@
-"""Derivatives that autograd writes in another way for a tensor that is traced than for a plain one, put right.
+"""Restore autograd's eager derivatives where tracing would use other formulas.
 
-Its formulas ask whether a tensor is of a subclass, as all that are traced are, and then avoid updates in place and looks at
-values. Most of these ways round as the other does. One does not: what `max()` of all elements hands back is zero
-outside of the maximum for a plain tensor, and the mask times the gradient for a traced one, which may be minus zero.
+Autograd's formulas test whether a tensor is of a subclass, as all traced tensors are, and then avoid in-place updates
+and reads of values. Most of these alternatives round the same. One does not: outside of the maximum, the gradient of
+`max()` over all elements is zero for a plain tensor, and the mask times the gradient for a traced one, which may be
+minus zero.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def put_right(graph: fx.Graph) -> None:
-    """Let `graph` compute the derivatives as for plain tensors."""
+    """Change `graph` in place so that it computes derivatives as for plain tensors."""
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if _spreads_evenly(node):
             node.target = aten.where.ScalarOther
@@ -24,9 +25,10 @@ def put_right(graph: fx.Graph) -> None:
 
 
 def _spreads_evenly(node: fx.Node) -> bool:
-    """Whether `node` shares a gradient among the elements that equal a value, as after `max()`, `min()` and `median()`."""
+    """Whether `node` divides a gradient evenly among equal elements, as after `max()`, `min()` and `median()`."""
     if node.meta["val"].device.type != "cpu":  # elsewhere a plain tensor goes that way too
         return False
+    # The pattern: mul(logical_or(eq, isnan and isnan), gradient / sum(mask)).
     mask, share = node.args
     either = _args(mask, aten.logical_or.default)
     divided = _args(share, aten.div.Tensor)

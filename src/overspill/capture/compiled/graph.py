@@ -1,4 +1,4 @@
-"""From AOTAutograd's joint graph to the Graph of one whole step: forward, backward, gradients and update."""
+"""Turn AOTAutograd's joint graph into the Graph of one training step."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
 GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
     "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
 )  # fmt: skip
-"""Ops of the step that happen outside the captured graph: what autograd brings and takes, and the optimizer."""
+"""Ops of the step outside of the captured graph: autograd's, the caller's and the optimizer's."""
 
 RANDOM_STATE = "random state"
-"""The generator that random ops draw from, a tensor of no bytes that each of them updates."""
+"""The random generator, as a tensor of no bytes that each random op updates."""
 
 CLONES_STORAGE = frozenset({"copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"})
-"""Ops that, when they run, clone all of the storage behind their first argument, whatever view of it that is."""
+"""Ops that clone all of the storage behind their first argument, whatever view of it that is."""
 
 TANGENTS_ARE_GIVEN = hasattr(torch.autograd.Function, "boxed_grads_call")
-"""Whether backward may free the gradients that it is given; else autograd (of 2.11, say) holds them until it has run."""
+"""Whether backward may free its incoming gradients; older releases (2.11, say) hold them until it ends."""
 
 HANDLE_BYTES = 8
-"""What the runtime leaves in place of an offloaded tensor: the id of its place in the store, one int64."""
+"""Bytes that the runtime leaves in place of an offloaded tensor: its slot in the store, one int64."""
 
 
 @dataclass(frozen=True)
 class InputInfo:
-    """What the caller passes at one position: its kind and readable name, and whether it may leave the device between uses."""
+    """One input of the step: its kind, its readable name, and whether it may be offloaded (`movable`)."""
 
     kind: TensorKind
     name: str
@@ -49,14 +49,14 @@ class InputInfo:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What else the step has on the device, besides what one captured graph holds, in bytes.
+    """Bytes on the device during a step, outside of one captured graph.
 
-    `accumulates`: gradients of earlier backward passes are still there when the step begins.
-    `elsewhere`: persistent bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries.
-    `reserved_bytes`: what runs between this graph's forward and backward (a loss outside the model, later graphs) needs.
-    `pending_bytes`: what other calls of the model keep for their backward, which comes before the update, as this one's.
-    `sums`: their gradients, of the same parameters, are there in backward. `previous_bytes`: outputs of the step before,
-    until forward returns its own. `guard_bytes`: what is taken before forward to ask what the capture has asked of values.
+    `accumulates`: gradients of earlier backward passes are still there when the step begins. `elsewhere`: persistent
+    bytes of other parts of the model, by kind. `update_bytes`: the optimizer's temporaries. `reserved_bytes`: needs of
+    what runs between this graph's forward and backward (a loss outside the model, later graphs). `pending_bytes`:
+    activations that other calls of the model keep for a backward before the update. `sums`: gradients of these calls,
+    of the same parameters, are there in backward. `previous_bytes`: outputs of the step before, until forward returns
+    its own. `guard_bytes`: taken before forward by the guard program.
     """
 
     optimizer_state_bytes: int = 0
@@ -72,9 +72,9 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Captured:
-    """A Graph and the FX nodes behind it: `nodes` by op id, `tensor_of` by storage.
+    """A Graph and its FX nodes: `nodes` by op id, `tensor_of` by storage.
 
-    `partition` is the `activation_memory_budget` by which Inductor's forward and backward were parted.
+    `partition` is the `activation_memory_budget` with which Inductor split forward and backward.
     """
 
     graph: Graph
@@ -84,7 +84,7 @@ class Captured:
     partition: float | None = field(default=None, kw_only=True)
 
     def handed_out(self) -> set[int]:
-        """The tensors that the caller gets, outputs and gradients: it says how long they live."""
+        """Ids of outputs and gradients, which the caller gets and may keep."""
         return self._tensors_of((*self.joint.forward_outputs, *self.joint.backward_outputs))
 
     def _tensors_of(self, nodes: Iterable[Any]) -> set[int]:
@@ -93,12 +93,12 @@ class Captured:
 
 
 def capture(joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str = "step") -> Captured:
-    """The Graph of the step around `joint`; `inputs` describes its primals by position."""
+    """The Graph of the step around `joint`; `inputs` describes its inputs by position."""
     return CaptureOfStep(joint, inputs, surroundings, name).build()
 
 
 class CaptureOfStep:
-    """Makes the Graph around one joint graph."""
+    """Builds the Graph around one joint graph."""
 
     def __init__(self, joint: JointGraph, inputs: list[InputInfo], surroundings: Surroundings, name: str) -> None:
         self.joint = joint
@@ -119,18 +119,21 @@ class CaptureOfStep:
         self.previous: tuple[int, ...] = ()
 
     def build(self) -> Captured:
-        """The Graph, and how its ops and tensors belong to the FX graph."""
+        """The Graph, with its ops and tensors mapped to the FX graph."""
+        # Inputs, and what is on the device before forward.
         self._add_inputs()
         self._add_guards()
         self._add_pending()
         if self._is_random():
             self.random_state = (self._add_tensor(0, TensorKind.BUFFER, RANDOM_STATE, persistent=True),)
+        # Forward and backward, each with what autograd and the caller do around it.
         self._add_ops(Phase.FORWARD)
         self._add_write_back()
         self._add_tangents()
         self._add_ops(Phase.BACKWARD)
         self._add_gradients_and_update()
         self._add_handles()
+        # Outputs that live on after the step.
         outputs = tuple(
             sorted(
                 {self.tensor_of[key] for key in self.returned}
@@ -145,11 +148,11 @@ class CaptureOfStep:
 
     @property
     def whole_step(self) -> bool:
-        """Whether the captured graph holds all of the step."""
+        """Whether the captured graph has the optimizer's update too."""
         return False
 
     def _add_handles(self) -> None:
-        """Room for the handles that stand in for offloaded tensors where these live on the same device."""
+        """Add bytes for the handles of offloaded tensors, if they are on the device as well (the CPU)."""
         on_cpu = any(
             n.meta["val"].device.type == "cpu"
             for n in self.joint.primals
@@ -223,6 +226,7 @@ class CaptureOfStep:
         frames = (self.lines.forward if in_forward else self.lines.backward)(node)
         if not self.joint.is_op(node):
             return
+        # Tensors that it reads, and new storages that it makes.
         reads = self._ids({key for source in node.all_input_nodes for key in storages(source)})
         keys = [key for key in storages(node) if key not in self.tensor_of]
         sizes = storage_bytes(node)
@@ -238,6 +242,7 @@ class CaptureOfStep:
             self.tensor_of[key] = self._add_tensor(
                 sizes[key], self._kind(key, phase), node.name, values[key], movable=movable
             )
+        # What it updates in place, and whether it can be recomputed.
         updated = self._ids({key for arg in mutated_args(node) for key in storages(arg)})
         if is_random(node):  # each draw updates the generator, so random ops keep their order
             reads, updated = reads + self.random_state, updated + self.random_state
@@ -269,10 +274,10 @@ class CaptureOfStep:
     def _recomputation(
         self, node: fx.Node, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What a recomputation of `node` reads and makes; makes nothing when it may not be recomputed.
+        """Tensors that a recomputation of `node` reads and writes; none if it may not be recomputed.
 
-        Never what draws random numbers, mutates, or reads an input that the step updates; only aten ops, whose tags
-        can be trusted. Training batch norm is made again from its input alone (see `runtime/lower.py`).
+        Not recomputed: ops that draw random numbers, mutate, or read an input that the step updates. Only aten ops are,
+        whose tags can be trusted. Training batch norm is recomputed from its input alone (see `runtime/lower.py`).
         """
         target = node.target
         aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
@@ -280,6 +285,7 @@ class CaptureOfStep:
             return (), ()
         if torch.Tag.nondeterministic_bitwise in target.tags:
             return (), ()
+        # Batch norm without its running statistics.
         if recomputes_without_statistics(node):
             reads = self._ids({k for a in node.args[:3] if isinstance(a, fx.Node) for k in storages(a)})
             made_again = {v.untyped_storage()._cdata for v in results_without_statistics(node)}
@@ -314,7 +320,7 @@ class CaptureOfStep:
             self._add_op(RETURN, "", LayerType.OTHER, Phase.FORWARD, self.previous, ())
 
     def _returned_as(self, output: fx.Node) -> Iterable[StorageKey]:
-        """The storages in which an output of forward is returned."""
+        """Storages in which an output of forward is returned."""
         return storages(output)
 
     def _add_tangents(self) -> None:
@@ -336,14 +342,14 @@ class CaptureOfStep:
         return sum(sizes.values())
 
     def _relaid_bytes(self) -> int:
-        """Of the largest gradient that lies otherwise than its parameter: autograd copies it, and then lets it go."""
+        """Bytes of the largest gradient that autograd copies because its layout is not the parameter's."""
         values = dict(zip(self.joint.backward_outputs, self._gradient_values(), strict=True))
         pairs = ((values[made], primal.meta["val"]) for primal, made in self.joint.gradients.items())
         found = (value for value, of in pairs if isinstance(value, torch.Tensor) and not _lies_as(value, of))
         return max((value.numel() * value.element_size() for value in found), default=0)
 
     def _gradient_values(self) -> Sequence[Any]:
-        """What backward returns, as fake tensors, by position."""
+        """The fake tensors that backward returns, by position."""
         return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in self.joint.backward_outputs]
 
     def _add_gradients_and_update(self) -> None:
@@ -367,7 +373,10 @@ class CaptureOfStep:
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether autograd keeps a gradient as it is (`obeys_layout_contract`, torch/csrc/autograd/utils/grad_layout_contract.h)."""
+    """Whether autograd keeps a gradient of this layout.
+
+    (`obeys_layout_contract`, torch/csrc/autograd/utils/grad_layout_contract.h)
+    """
     if not is_non_overlapping_and_dense_or_false(parameter):
         return gradient.is_contiguous()
     places = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
@@ -375,7 +384,7 @@ def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _flops(node: fx.Node) -> int:
-    """FLOPs of a node by torch's own formulas; 0 for ops that they leave out as bound by memory."""
+    """FLOPs of a node by torch's formulas; 0 for ops without one, which memory bounds."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -384,7 +393,7 @@ def _flops(node: fx.Node) -> int:
 
 
 def _moved_bytes(node: fx.Node) -> int:
-    """Bytes that a node reads and writes: each tensor as far as its view reaches, at most its storage."""
+    """Bytes that a node reads and writes: each tensor's view, at most its storage."""
     total = 0
     for value in tree_leaves([n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]):
         if isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
-"""What a captured step has asked of values, and whether a later step would be answered alike.
+"""Guards: the values that a captured step read, and a test whether they changed.
 
-The ops that lead to what was asked are a small *guard program*, an FX graph on the tensors that a step is given. It runs before
-each later step: alike answers, the same plan.
+The ops that lead to these values are a small *guard program*, an FX graph on the step's input tensors. It runs before
+each later step: equal values mean that the plan still holds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 DRAWS = "overspill_draws"
-"""Key in the meta of a node that draws random numbers: behind it, in this order, stand those that are drawn later."""
+"""Key in the meta of a node that draws random numbers; the graph has draws in their order."""
 Answer = tuple[Any, ...]
-"""The `word` of each value of an answer."""
+"""The values that one read gave, each by its `word`."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The value of `node` was read at a line of the user's, `place`, and had this answer; some read `makes_shape`s follow."""
+    """One read of a value: its `node`, the `answer` that it had, and the user's line (`place`).
+
+    `makes_shape`: a tensor's shape follows from it.
+    """
 
     node: fx.Node
     answer: Answer
@@ -33,9 +36,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Guards:
-    """The guard program of a captured step, with the answers that it was captured by.
+    """The guard program of a captured step, with the answers it was captured with.
 
-    `takes` are the positions of its inputs among the tensors that a step is given; `nbytes` the most that it takes beside them.
+    `takes` are positions of its inputs among the step's input tensors; `nbytes` is the most memory that it takes
+    besides them.
     """
 
     program: fx.GraphModule | None = None
@@ -48,13 +52,14 @@ class Guards:
 
     @classmethod
     def of(cls, graph: fx.Graph, constants: Mapping[str, Tensor], questions: Sequence[Question]) -> Guards:
-        """Those of `questions`, about nodes of `graph`; what follows from no tensor of the step's can have no other answer."""
+        """Guards for those `questions` about `graph` whose answers can change from step to step."""
         needed = needed_for(graph, (question.node for question in questions))
         open_ = _followers(graph, needed)
         asked = list({q.node: q for q in questions if q.node in open_}.values())
         if not asked:
             return cls()
         needed = needed_for(graph, (question.node for question in asked))
+        # Copy the needed nodes into a program of their own, with its constants as buffers.
         program = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
@@ -70,7 +75,7 @@ class Guards:
         return cls(module, takes, answers, places, _peak_bytes(program), any(DRAWS in n.meta for n in needed))
 
     def difference(self, given: Sequence[Tensor]) -> str | None:
-        """The place of a read that another answer is given to, where a step is given these tensors; None if all are alike."""
+        """The line of the first read that has another answer for the tensors `given`; None if all agree."""
         if self.program is None:
             return None
         generator = drawing(torch.get_rng_state()) if self.draws else nullcontext()
@@ -78,14 +83,14 @@ class Guards:
             try:
                 values = self.program.forward(*(given[position] for position in self.takes))
             except (RuntimeError, IndexError):
-                # Behind another answer a step goes another way; its own capture says what is wrong, if anything is.
+                # Another answer may have led the step elsewhere; a capture of its own then reports any error.
                 return self.places[0]
             found = _answers(values)
         return next((place for place, a, b in zip(self.places, self.answers, found, strict=True) if a != b), None)
 
 
 def word(value: Any) -> Any:
-    """What stands for a value that was read: for a scalar what no other bits have, for any other tensor its shape."""
+    """A comparable form of a value that was read: exact bits of a scalar, shape of a larger tensor."""
     if isinstance(value, Tensor):
         if value.dim():
             return tuple(value.shape)
@@ -96,7 +101,7 @@ def word(value: Any) -> Any:
 
 
 def _answers(values: Iterable[Any]) -> list[Answer]:
-    """The answers, all scalars of another device in one transfer from it."""
+    """The answers, as words; scalars on another device are fetched in one transfer."""
     answers = [tree_leaves(value) for value in values]
     scalars = [leaf for answer in answers for leaf in answer if isinstance(leaf, Tensor) and not leaf.dim()]
     if any(not scalar.is_cpu for scalar in scalars):
@@ -106,7 +111,7 @@ def _answers(values: Iterable[Any]) -> list[Answer]:
 
 
 def _transferred(scalars: Sequence[Tensor]) -> list[Tensor]:
-    """The scalars on the CPU."""
+    """The scalars, copied to the CPU at once."""
     packed = torch.cat([scalar.reshape(1).view(torch.uint8) for scalar in scalars]).cpu()
     parts = packed.split([scalar.element_size() for scalar in scalars])
     return [part.clone().view(scalar.dtype)[0] for part, scalar in zip(parts, scalars, strict=True)]
@@ -114,7 +119,10 @@ def _transferred(scalars: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def drawing(state: Tensor) -> Iterator[Tensor]:
-    """While this lasts the CPU's generator is at `state`, which is where it has come to at the end; then it is where it was."""
+    """Set the CPU generator to `state` inside the block; afterwards `state` is where it came to.
+
+    The generator itself is restored.
+    """
     before = torch.get_rng_state()
     torch.set_rng_state(state)
     try:
@@ -125,7 +133,7 @@ def drawing(state: Tensor) -> Iterator[Tensor]:
 
 
 def needed_for(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What has to run of `graph` for these: what they follow from, and of what draws all that draws before."""
+    """All nodes that must run to compute `nodes`, including every earlier draw of random numbers."""
     found = _ancestors(nodes)
     draws = [node for node in graph.nodes if DRAWS in node.meta]
     last = max((i for i, node in enumerate(draws) if node in found), default=-1)
@@ -143,7 +151,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _followers(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
-    """Those `among` the nodes that follow from a tensor which may be another in the next step."""
+    """Those of `among` whose value may differ in the next step."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node in among and (
@@ -154,7 +162,7 @@ def _followers(graph: fx.Graph, among: set[fx.Node]) -> set[fx.Node]:
 
 
 def _peak_bytes(graph: fx.Graph) -> int:
-    """The most bytes that are live while `graph` runs, beside its inputs; a view keeps what it is of."""
+    """Peak live bytes while `graph` runs, besides its inputs; a view keeps its base alive."""
     last = {source: position for position, node in enumerate(graph.nodes) for source in node.all_input_nodes}
     live: dict[fx.Node, int] = {}
     most = 0

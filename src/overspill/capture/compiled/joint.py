@@ -1,4 +1,4 @@
-"""The joint forward-backward graph of AOTAutograd, read as storages: what each node makes, reads, aliases and mutates.
+"""Read AOTAutograd's joint forward-backward graph: storages, views, mutations and phases.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `val`, `desc` and
 `partitioner_tag`, the descriptors' class names, and `SOURCES`.
@@ -21,17 +21,17 @@ from .effects import EFFECT
 from .formulas import put_right
 
 SOURCES = ("_param_name_to_source", "_dynamo_source")
-"""What Dynamo keeps on a module and on its inputs: where they come from."""
+"""Attributes in which Dynamo keeps where a module's parameters and inputs come from."""
 NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"
-"""AOTAutograd's key in a node's meta: if it is saved for backward, autograd does not check that nobody has changed it."""
+"""AOTAutograd's key in a node's meta: saved for backward without autograd's check for in-place changes."""
 StorageKey = int
 """The identity of a fake tensor's storage; equal for all views and aliases of it."""
 
 
 class JointGraph:
-    """The nodes of `module`'s graph, split into forward and backward, with their storages.
+    """The joint graph of `module`, split into forward and backward, with its storages.
 
-    A *view* node makes no storage of its own. A *root* is the first node of a storage: what views are made from. Nodes
+    A *view* node makes no storage of its own. A *root* is the first node of a storage, of which views are made. Nodes
     that no output depends on are left out unless they draw random numbers or mutate.
     """
 
@@ -60,7 +60,7 @@ class JointGraph:
 
     @cached_property
     def write_backs(self) -> dict[fx.Node, fx.Node]:
-        """Inputs that AOTAutograd updates after the forward graph has run, and the forward output with the new value."""
+        """Inputs that AOTAutograd updates after forward, with the output that has the new value."""
         by_desc = {repr(p.meta.get("desc")): p for p in self.primals}
         return {
             by_desc[repr(desc.mutated_input)]: value
@@ -70,7 +70,7 @@ class JointGraph:
 
     @cached_property
     def gradients(self) -> dict[fx.Node, fx.Node]:
-        """Primals that get a gradient, and the backward output that is it."""
+        """Inputs that get a gradient, with the backward output that is it."""
         by_desc = {repr(p.meta.get("desc")): p for p in self.primals}
         return {
             by_desc[repr(desc.grad_of)]: value
@@ -80,16 +80,17 @@ class JointGraph:
 
     @cached_property
     def mutated_storages(self) -> frozenset[StorageKey]:
-        """Storages of inputs that the step updates, after forward or by a mutating node of the graph."""
+        """Storages of inputs that the step updates, after forward or by a mutating node."""
         nodes = set(self.write_backs)
         for node in self.module.graph.nodes:
             nodes.update(mutated_args(node))
         return frozenset(key for node in nodes for key in storages(node))
 
     def _snapshot_mutated_inputs(self) -> bool:
-        """Let backward read a clone, made before forward runs, of every input that forward updates; whether any was.
+        """Let backward read a clone of each input that forward updates; returns whether there is one.
 
-        Backward means the value that forward saw. (Stock AOTAutograd reads the updated one in 2.11 to 2.13.)
+        The clone is made before forward runs, for backward needs the value that forward saw. (Stock AOTAutograd reads
+        the updated one in 2.11 to 2.13.)
         """
         found = False
         for primal in self.primals:
@@ -105,12 +106,14 @@ class JointGraph:
 
     def _snapshot(self, primal: fx.Node, readers: dict[fx.Node, list[fx.Node]]) -> None:
         graph = self.module.graph
+        # The clone comes first of all, right behind the inputs.
         mode = primal.meta["val"].fake_mode
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             snapshot = graph.call_function(torch.ops.aten.clone.default, (primal,))
         with mode:
             snapshot.meta = {"val": primal.meta["val"].clone(), "partitioner_tag": "must_be_in_forward"}
         self.snapshots.append(snapshot)
+        # Views that backward reads are made again, of the clone.
         copies = {primal: snapshot}
 
         def copy_of(node: fx.Node) -> fx.Node:
@@ -130,7 +133,7 @@ class JointGraph:
                 user.replace_input_with(alias, copy_of(alias))
 
     def _split(self) -> None:
-        """Forward is what the forward outputs need, and what draws random numbers or mutates in forward's part."""
+        """Split nodes: forward has what its outputs need, and its draws and mutations; backward the rest."""
         nodes = list(self.module.graph.nodes)
         kept = [n for n in nodes if n.op == "call_function" and (mutated_args(n) or is_random(n) or EFFECT in n.meta)]
         in_forward = [n for n in kept if n.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")]
@@ -140,6 +143,7 @@ class JointGraph:
                 "a forward output depends on a gradient, as where forward and backward of a Function both update a buffer (an amax "
                 "history); give each a buffer of its own, or use overspill.train_step"
             )
+        # Only nodes that something depends on, in the order of the graph.
         needed = _ancestors([*_nodes(self.backward_outputs), *kept]) | forward
         body = [n for n in nodes if n.op in ("call_function", "get_attr") and n in needed]
         self.forward = [n for n in body if n in forward]
@@ -154,7 +158,7 @@ class JointGraph:
                 self.roots.setdefault(key, []).append(node)
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether `node` only gives another view of a storage that one of its inputs has, and changes nothing."""
+        """Whether `node` only makes a view of one of its inputs, and changes nothing."""
         if node.op != "call_function" or node.target is operator.getitem or mutated_args(node):
             return self._is_view_item(node)
         made = storages(node)
@@ -162,16 +166,16 @@ class JointGraph:
         return bool(made) and set(made) <= read
 
     def _is_view_item(self, node: fx.Node) -> bool:
-        """Whether `node` picks one result of a node that itself only views (`split`, `unbind`)."""
+        """Whether `node` picks one result of a node that only makes views (`split`, `unbind`)."""
         return node.op == "call_function" and node.target is operator.getitem and self.is_view(node.args[0])
 
     def is_op(self, node: fx.Node) -> bool:
-        """Whether `node` computes something: neither a placeholder, nor a view, nor the pick of one result."""
+        """Whether `node` computes something: not an input, a view or the pick of one result."""
         return node.op == "call_function" and node.target is not operator.getitem and not self.is_view(node)
 
 
 def storages(node: fx.Node) -> list[StorageKey]:
-    """The distinct storages of all tensors in a node's value. Raises UnsupportedError for tensors without one."""
+    """Keys of the distinct storages in a node's value. Raises UnsupportedError for sparse and other layouts."""
     keys: dict[StorageKey, None] = {}
     for value in tree_leaves(node.meta.get("val")):
         if isinstance(value, torch.Tensor):
@@ -180,7 +184,7 @@ def storages(node: fx.Node) -> list[StorageKey]:
 
 
 def storage_bytes(node: fx.Node) -> dict[StorageKey, int]:
-    """Bytes of each storage in a node's value."""
+    """Bytes of each storage in a node's value, by key."""
     values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     return {s._cdata: int(s.nbytes()) for s in (_storage(node, v) for v in values)}
 
@@ -194,7 +198,7 @@ def _storage(node: fx.Node, value: torch.Tensor) -> torch.UntypedStorage:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether `node` draws from a random number generator, itself or in a graph that it calls."""
+    """Whether `node` draws random numbers, itself or in a graph that it calls."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         called = (
             getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
@@ -204,7 +208,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether `node` really draws; attention is random by its tags, also without dropout."""
+    """Whether `node` really draws random numbers: attention is tagged random even without dropout."""
     if not is_random(node):
         return False
     arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -214,14 +218,14 @@ def draws(node: fx.Node) -> bool:
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The arguments that `node` updates in place."""
+    """Arguments that `node` updates in place."""
     if (positions := getattr(node.target, "updates", None)) is not None:  # a call of a compiled program
         return [node.args[i] for i in positions]
     return _nodes(written_by(node.target, node.args, node.kwargs))
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What `op` is given for the arguments that it changes in place, by its schema; nothing for what has none."""
+    """Arguments that `op` changes in place by its schema; empty for callables without one."""
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -245,7 +249,7 @@ def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _aliases(root: fx.Node) -> Iterator[fx.Node]:
-    """`root` and the views made from it."""
+    """`root` and all views made from it."""
     keys = set(storages(root))
     pending, seen = [root], {root}
     while pending:
@@ -277,7 +281,7 @@ def _refuse_dynamic_shapes(graph: fx.Graph) -> None:
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph for another compilation, which changes what it is given; with what Dynamo says of where inputs come from."""
+    """A copy of the graph for another compilation, with Dynamo's sources of its inputs."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(module.graph, {}))
     output.meta = dict(module.graph.find_nodes(op="output")[0].meta)

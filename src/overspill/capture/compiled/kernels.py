@@ -1,16 +1,17 @@
-"""While a step is traced, its ops stay those that eager PyTorch runs.
+"""Trace the same kernels that eager PyTorch runs, instead of Python decompositions.
 
 AOTAutograd traces under the Python dispatcher, where an op may have a Python kernel for the keys Autograd and
-CompositeImplicitAutograd. Such a kernel stands in for the op's own C++ kernel *and* its derivative: `F.interpolate`
-becomes indexing and multiplications, an LSTM a loop over time steps. The sums come in another order then, and the last
-bits are others. Here these kernels are taken away while a step is traced, so that the C++ ones are traced, which eager runs
-too, and autograd's own formulas behind them.
+CompositeImplicitAutograd. Such a kernel replaces the op's own C++ kernel *and* its derivative: `F.interpolate` becomes
+indexing and multiplications, an LSTM a loop over time steps. Sums are then taken in another order, and the last bits
+differ. Here these kernels are removed while a step is traced, so that the trace has the C++ ones, which eager runs too,
+and autograd's own formulas behind them.
 
-Autocast is followed as in eager too: what it casts is cast once (`casts.py`), and backward is traced without it, as when
+Autocast too is followed as in eager: each cast is made once (`casts.py`), and backward is traced without it, as when
 the user calls `loss.backward()` outside of its region.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): an op's `py_kernels`, `_dispatch_cache` and `_op_dk`,
-`torch._functorch.config.backward_pass_autocast`, the fake implementations of `torch._subclasses.fake_impls`, and `torch._C._AutoDispatchBelowAutograd`.
+`torch._functorch.config.backward_pass_autocast`, the fake implementations of `torch._subclasses.fake_impls`, and
+`torch._C._AutoDispatchBelowAutograd`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .strides import strides_kept
 aten = torch.ops.aten
 
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-"""Where a Python kernel stands in for an op and its derivative."""
+"""Dispatch keys under which a Python kernel replaces an op and its derivative."""
 KEPT = frozenset({
     # The C++ kernel updates its running statistics behind the schema's back, where no tracer would see it.
     "aten::native_batch_norm",
@@ -56,9 +57,10 @@ _under_way: list[Casts] = []
 
 @contextmanager
 def eager_kernels() -> Iterator[Casts]:
-    """While this lasts, what is traced are the kernels that eager runs.
+    """Trace the kernels that eager runs, inside the block; yields the casts of the trace.
 
-    Whoever traces says when a trace begins and which tensors are parameters: `begin` of what is yielded.
+    Whoever traces calls `begin` of them when a trace begins, with the parameters. Not re-entered: an inner call joins
+    the outer.
     """
     with _lock:
         if _under_way:
@@ -66,6 +68,7 @@ def eager_kernels() -> Iterator[Casts]:
             return
         casts = Casts()
         _under_way.append(casts)
+        # Kernels of our own go in, PyTorch's Python kernels out; both are undone below.
         taken = _take({CAST: {DispatchKey.CompositeImplicitAutograd: casts.cast}})
         try:
             with (
@@ -84,7 +87,7 @@ def eager_kernels() -> Iterator[Casts]:
 
 
 def _take(instead: dict[Any, dict[Any, Callable[..., Any]]]) -> dict[Any, dict[Any, Any]]:
-    """Take the Python kernels away, and put `instead` and REPLACED in; what each op had."""
+    """Remove PyTorch's Python kernels and install `instead` and REPLACED; returns each op's former ones."""
     taken = {}
     for op in dict.fromkeys((*_ops_with_python_kernels(), *REPLACED, *instead)):
         taken[op] = dict(op.py_kernels)
@@ -120,7 +123,7 @@ def _cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """CuDNN's batch norm as the op that says that it updates its statistics; it selects cuDNN again, forward and backward."""
+    """CuDNN's batch norm as the op whose schema shows its statistics updates; it selects cuDNN again."""
     if training and running_mean is not None and running_var is not None:
         return aten._batch_norm_with_update(x, weight, bias, running_mean, running_var, momentum, eps)
     # By the key that the derivative is registered for: under AutogradCUDA there is only the fallback that has none.
@@ -130,9 +133,9 @@ def _cudnn_batch_norm(
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Any:
-    """Dropout with a mask of one byte an element where that gives the same numbers, and as eager computes it elsewhere.
+    """Dropout with a one-byte mask where that gives the same numbers as eager, else eager's own.
 
-    On the CPU eager multiplies by the mask after it has divided it by the share of what is kept, in the precision of `x`.
+    On the CPU eager divides the mask by the share that is kept, then multiplies by it, in the precision of `x`.
     """
     kept = 1.0 - p
     if (
@@ -147,14 +150,14 @@ def _dropout(x: Tensor, p: float, train: bool) -> Any:
 
 
 NO_REST = 64
-"""Elements of which the CPU's kernels leave no rest that is too short for their vectors, in any precision."""
+"""Row lengths that are a multiple of this fill the CPU's vectors without a rest, in any precision."""
 
 
 def _sigmoid_in_rows(x: Tensor) -> Tensor:
-    """The sigmoid in place, of rows that lie apart as in eager, where the CPU's kernel takes each row by itself.
+    """In-place sigmoid of rows that are not adjacent, one row at a time as in eager.
 
-    What does not fill vectors at the end of a row is rounded otherwise. The gates of a GRU are such rows, parts of longer
-    ones; once an update of theirs in place is captured as a new tensor they would be next to one another.
+    The elements at the end of a row that do not fill a vector are rounded differently. The gates of a GRU are such
+    rows, parts of longer ones; once an in-place update of them is captured as a new tensor, they would be adjacent.
     """
     count = x.shape[-1] if x.dim() > 1 else 0
     if x.device.type == "cpu" and count % NO_REST and x.stride(-1) == 1 and x.stride(-2) > count:
@@ -169,14 +172,14 @@ REPLACED: dict[Any, dict[Any, Callable[..., Any]]] = {
     aten.dropout.default: dict.fromkeys(KEYS, _dropout),
     aten.sigmoid_.default: {DispatchKey.Autograd: _sigmoid_in_rows},
 }
-"""Python kernels of our own."""
+"""Python kernels of our own, by op and dispatch key."""
 
 
 # -- recurrent layers of oneDNN
 
 
 def run_with_gradients(op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op` for a captured step, whose ops run without autograd: it finds the grad mode on, as in eager's forward."""
+    """Wrap `op` to run with grad mode on but below autograd, as in eager's forward."""
 
     def run(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
@@ -187,11 +190,11 @@ def run_with_gradients(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 RUN_AS = {aten.mkldnn_rnn_layer.default: run_with_gradients(aten.mkldnn_rnn_layer.default)}
-"""Ops that make what backward reads only where the grad mode is on, and what runs in their place."""
+"""Ops that save tensors for backward only with grad mode on, and their wrapped versions."""
 
 
 def _fake_rnn_layer(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's results with a workspace as large as it will be; PyTorch's own meta function makes an empty one."""
+    """OneDNN's RNN layer on fake tensors, with a workspace of the real size; PyTorch's own is empty."""
     with mode:
         x, *_ = args
         output, hidden, cell, workspace = torch._meta_registrations.mkldnn_rnn_layer(*args, **kwargs)
@@ -209,7 +212,10 @@ def _plain(argument: Any) -> Any:
 
 @cache
 def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
-    """Bytes of the workspace that the layer hands to backward: only oneDNN knows, so the layer is run once, on zeros."""
+    """Bytes of the workspace that the layer saves for backward.
+
+    Only oneDNN knows them, so the layer is run once, on zeros.
+    """
     with _disable_current_modes(), no_python_dispatcher():
         args = [
             torch.empty_strided(a[0], a[1], dtype=a[2], device="cpu").zero_()
@@ -221,10 +227,10 @@ def _workspace_bytes(op: Any, described: tuple[Any, ...]) -> int:
 
 
 def _fake_rnn_layer_backward(mode: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's gradients, of which both biases have one of their own.
+    """Fake gradients of oneDNN's RNN layer, with a separate one for each bias.
 
-    They share one in PyTorch's meta function until its results come out of the cache of fake tensors, where nothing is shared: the same
-    step would have another floor when it is captured again.
+    In PyTorch's meta function both biases share one, until results come out of the cache of fake tensors, where nothing
+    is shared: captured again, the same step would have another floor.
     """
     with mode:
         x, w1, w2, b1, b2, hx, cx = torch._meta_registrations.mkldnn_rnn_layer_backward(*args, **kwargs)
@@ -235,7 +241,7 @@ FAKE: dict[Any, Callable[..., Any]] = {
     aten.mkldnn_rnn_layer.default: _fake_rnn_layer,
     aten.mkldnn_rnn_layer_backward.default: _fake_rnn_layer_backward,
 }
-"""Fake implementations of our own."""
+"""Fake implementations of our own, by op."""
 
 
 def _fake_grouped_mm(
@@ -247,8 +253,9 @@ def _fake_grouped_mm(
     bias: None = None,  # noqa: ARG001 - of its name, and not there yet
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Products of groups in rows of whole 16 bytes, as the kernels make them."""
+    """Fake grouped matrix product with rows padded to 16 bytes, as the kernels make them."""
     dtype = a.dtype if out_dtype is None else out_dtype
+    # Groups are along the sum (two matrices), along rows of a stack, or along columns.
     if a.dim() == b.dim() == 2:
         assert offs is not None
         leading = [offs.shape[0], a.shape[0]]

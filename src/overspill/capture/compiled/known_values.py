@@ -1,13 +1,13 @@
-"""What a step may ask of values while it is traced on fake tensors: what follows from its inputs, buffers and constants.
+"""Answer a step's reads of values during tracing, if they follow from its inputs.
 
-A model asks `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values; but what follows from tensors
-that the caller gives is known when the step is captured. So the mode notes how each such tensor was made, and a read is answered
-by what the real tensors give. So are random numbers that the CPU's generator will draw: it is let draw them, with all that the step
-draws before, and put back. What was asked becomes `Guards` (`guards.py`), which ask it again before each later step. What
-follows from parameters has no value before the step runs; such a read is refused.
+A model calls `mask.all()`, `x.max() > k`, `.item()`, `nonzero()`. Fake tensors have no values; but what follows from
+inputs, buffers and constants is known when the step is captured. So the mode records how each such tensor was made, and
+computes an answer from the real tensors. Random numbers of the CPU's generator are known too: they are drawn, with all
+that the step draws before, and the generator is restored. Reads become `Guards` (`guards.py`), checked before each
+later step. What follows from parameters has no value before the step runs; reading it is refused.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, `registered_hop_fake_fns` and
-`python_key_table` of operators with functions among their arguments, the exceptions of fake tensors,
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FakeTensorMode.dispatch`, `registered_hop_fake_fns`
+and `python_key_table` of operators with functions among their arguments, the exceptions of fake tensors,
 `torch._C._DisableAutocast`, `_disable_current_modes`.
 """
 
@@ -48,16 +48,16 @@ _DRAWS = frozenset(
         "normal_functional", "exponential", "random", "native_dropout",
     )
 )  # fmt: skip
-"""Ops that draw as many numbers, whatever the values of their tensors are."""
+"""Ops whose number of draws does not depend on the values of their tensors."""
 SHAPE_FOLLOWS: dict[Any, tuple[int, Any] | None] = {
     aten._ctc_loss.Tensor: (3, aten.max.default),  # the longest target
     aten._ctc_loss.default: None,
 }
-"""Ops whose results' shapes follow from a number: of which argument, and what makes it of that; None: from no tensor."""
+"""Ops whose result shapes follow from a number: of which argument, by which op; None: from no tensor."""
 
 
 class Held(UnsupportedError):
-    """A step reads one of the model's own tensors, not through the model."""
+    """Raised where a step reads one of the model's tensors other than through the model."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -67,7 +67,7 @@ class Held(UnsupportedError):
 
 
 class ChangesStranger(UnsupportedError):
-    """A step changes a tensor in place that is neither its model's nor an input."""
+    """Raised where a step changes a tensor in place that is neither the model's nor an input."""
 
     def __init__(self, place: str = "") -> None:
         super().__init__(
@@ -84,15 +84,15 @@ class _Source:
 
 
 class KnownValues(FakeTensorMode):
-    """A mode for the fake tensors of a step. It answers reads of what follows from tensors that it was told of (`know`).
+    """A fake tensor mode that answers reads of values which follow from known tensors (`know`).
 
-    Raises UnsupportedError where the value of anything else is read.
+    Raises UnsupportedError for reads of any other value.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, *, draws: bool = False) -> None:
-        """`draws` says that the step draws as eager does, so that what it will draw is known."""
+        """`draws`: the step draws random numbers as eager does, so that they are known."""
         super().__init__(allow_non_fake_inputs=True)
         self._draws = draws
         self._depth = 0
@@ -102,18 +102,18 @@ class KnownValues(FakeTensorMode):
         self.begin()
 
     def know(self, fake: FakeTensor, real: Tensor, position: int) -> None:
-        """`fake` has the values of `real`, which is the tensor at `position` of what a step is given; not if that is fake too."""
+        """`fake` has the values of `real`, the step's input at `position`. Ignored if that is fake too."""
         self._without_values |= isinstance(real, FakeTensor)
         if not self._without_values:
             self._sources.append(_Source(fake, real, position))
             self._add_source(self._sources[-1])
 
     def own(self, tensors: Mapping[str, Tensor]) -> None:
-        """These real tensors have fake ones in their place, and `Held` is raised where a step reads them themselves."""
+        """Raise `Held` where the step reads these real tensors, which have fake ones in their place."""
         self._own = {id(tensor): name for name, tensor in tensors.items()}
 
     def begin(self) -> None:
-        """A pass over the step begins: what an earlier one has asked is forgotten."""
+        """Start a pass over the step, forgetting reads of an earlier one."""
         self._graph = fx.Graph()
         self._nodes: dict[int, tuple[Any, fx.Node]] = {}
         """The node that makes each known tensor, by its id; and the tensor, so that no other gets this id."""
@@ -128,11 +128,11 @@ class KnownValues(FakeTensorMode):
             self._add_source(source)
 
     def guards(self) -> Guards:
-        """What the last pass has asked, in its order."""
+        """Guards for the reads of the last pass, in order."""
         return Guards.of(self._graph, self._constants, self._questions)
 
     def settled(self) -> Guards:
-        """The same when no more is asked: the traced program, which has tensors of this mode, holds no real ones from now on."""
+        """The guards of the last pass; afterwards the mode holds no real tensors."""
         found = self.guards()
         self._sources.clear()
         self.begin()
@@ -140,13 +140,13 @@ class KnownValues(FakeTensorMode):
 
     @property
     def shaped_at(self) -> str | None:
-        """The place of the first read in the last pass that a shape follows from, None without one."""
+        """The line of the first read that a shape follows from in the last pass; None without one."""
         return next((question.place for question in self._questions if question.makes_shape), None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """As FakeTensorMode has it, whose own rules for operators with functions among their arguments are for that class alone."""
+        """Dispatch with FakeTensorMode's rules for higher-order operators, which ask for that exact class."""
         rules = getattr(func, "python_key_table", {}) if isinstance(func, torch._ops.HigherOrderOperator) else {}
         if FakeTensorMode in rules and func not in registered_hop_fake_fns:
             return rules[FakeTensorMode](self, *args, **(kwargs or {}))
@@ -155,7 +155,7 @@ class KnownValues(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The op on fake tensors, as FakeTensorMode has it; a read of values is answered."""
+        """Run the op on fake tensors; reads of values are answered. Raises ChangesStranger."""
         given = kwargs or {}
         written = tree_leaves(written_by(func, args, given))
         if any(self._is_stranger(tensor) for tensor in written if isinstance(tensor, Tensor)):
@@ -184,14 +184,14 @@ class KnownValues(FakeTensorMode):
         self._values[node] = source.real
 
     def _node(self, value: Tensor) -> fx.Node | None:
-        """The node of a known tensor, None for any other."""
+        """The node of a known tensor; None for any other."""
         if not isinstance(value, FakeTensor):
             return self._constant(value)
         _, node = self._nodes.get(id(value), (None, None))
         return None if node is None or (self._changed and _storage(value) in self._changed) else node
 
     def _constant(self, value: Tensor) -> fx.Node:
-        """The node of a real tensor that the step reads by itself; it is looked at anew for each step."""
+        """The node of a real tensor that the step reads by reference; its value is read anew at each step."""
         if name := self._own.get(id(value), ""):
             raise Held(name)
         if id(value) not in self._nodes:
@@ -204,11 +204,11 @@ class KnownValues(FakeTensorMode):
         return self._nodes[id(value)][1]
 
     def _is_stranger(self, tensor: Tensor) -> bool:
-        """Whether it is a real tensor or a view of one."""
+        """Whether `tensor` is a real tensor or a view of one."""
         return not isinstance(tensor, FakeTensor) or _storage(tensor) in self._strange
 
     def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Remember how `made` is made, if it is known."""
+        """Record how `made` is computed, if it follows from known tensors."""
         if torch.Tag.nondeterministic_seeded in func.tags and not self._depth:
             self._note_draw(func, args, kwargs, made)
             return
@@ -218,6 +218,7 @@ class KnownValues(FakeTensorMode):
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
             return
+        # Only tensors are followed; views of real tensors stay strangers.
         results = made if isinstance(made, (list, tuple)) else (made,)
         if not any(isinstance(result, FakeTensor) for result in results):
             return
@@ -232,7 +233,7 @@ class KnownValues(FakeTensorMode):
         self._made_by(node, made, args, kwargs)
 
     def _made_by(self, node: fx.Node, made: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Remember that `node` makes `made` of these."""
+        """Record that `node` makes `made`, and how many new bytes that is."""
         results = made if isinstance(made, (list, tuple)) else (made,)
         node.meta["nbytes"] = sum(_new_bytes(r, (args, kwargs)) for r in results if isinstance(r, FakeTensor))
         if results is not made:
@@ -245,13 +246,14 @@ class KnownValues(FakeTensorMode):
                 self._nodes[id(result)] = result, item
 
     def _note_draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Remember a draw of the CPU's generator, and how what is drawn is made, if it is known."""
+        """Record a draw of the CPU's generator, and its result if that is known."""
         given = [leaf for leaf in tree_leaves((args, kwargs, made)) if isinstance(leaf, Tensor)]
         if any(not tensor.is_cpu for tensor in given):
             return
         self._knows_draws &= func.overloadpacket in _DRAWS and kwargs.get("generator") is None
         if not self._knows_draws:
             return
+        # Later draws depend on this one, so it is recorded even if its arguments are unknown.
         nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         is_known = None not in nodes.values()
         args_, kwargs_ = tree_map_only(Tensor, lambda t: nodes[id(t)] or self._blank(t), (tuple(args), dict(kwargs)))
@@ -261,7 +263,7 @@ class KnownValues(FakeTensorMode):
         node.meta["nbytes"] = sum(t.nbytes for t in tree_leaves(made) if isinstance(t, Tensor))
 
     def _blank(self, tensor: Tensor) -> fx.Node:
-        """A node for a tensor like `tensor`, of whatever values."""
+        """A node for a tensor like `tensor`, with arbitrary values."""
         node = self._graph.call_function(
             torch.empty_strided,
             (tuple(tensor.shape), tensor.stride()),
@@ -271,7 +273,7 @@ class KnownValues(FakeTensorMode):
         return node
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node | None:
-        """A node that calls `func` on the nodes of its tensors; None where one of them is not known."""
+        """A node that calls `func` on known tensors; None if one of them is not known."""
         nodes = {id(t): self._node(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if None in nodes.values():
             return None
@@ -285,7 +287,8 @@ class KnownValues(FakeTensorMode):
     def _answer(
         self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> Any:
-        """What `func`, whose result or its shape follows from values, gives on the real tensors: a number, or fake tensors."""
+        """The result of `func`, which depends on values: a number, or fake tensors of the real shape."""
+        # A scalar is computed; for masks and indices a count of elements is enough.
         if func is aten._local_scalar_dense.default:
             return self._ask(self._call(aten.reshape.default, (args[0], []), {}), error).item()
         if func is aten.nonzero.default:
@@ -304,6 +307,7 @@ class KnownValues(FakeTensorMode):
             count = self._count(mask, error)
             with self:
                 return x.new_empty((count,))
+        # Shapes that depend on one number, then all other ops.
         if func in SHAPE_FOLLOWS:
             if (follows := SHAPE_FOLLOWS[func]) is not None:
                 position, number = follows
@@ -313,7 +317,7 @@ class KnownValues(FakeTensorMode):
         return tree_map_only(Tensor, self._like, result)
 
     def _shaped(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` makes, of the shape that it has where all values but the known ones are zeros."""
+        """Results of `func` with the shape that it has where unknown values are zeros."""
 
         def real(tensor: Tensor) -> Tensor:
             node = self._node(tensor)
@@ -328,7 +332,7 @@ class KnownValues(FakeTensorMode):
         return tree_map_only(Tensor, self._like, result)
 
     def _rows(self, index: Tensor | None, error: Exception) -> list[Tensor | None]:
-        """In place of a mask, the indices of what it leaves: one for each of its dimensions."""
+        """Index tensors in place of a mask: one for each of its dimensions, of the real length."""
         if index is None or index.dtype not in _MASKS:
             return [index]
         count = self._count(index, error)
@@ -336,7 +340,7 @@ class KnownValues(FakeTensorMode):
             return [torch.empty((count,), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
 
     def _count(self, mask: Tensor, error: Exception) -> int:
-        """How many elements of `mask` are not zero."""
+        """Number of nonzero elements of `mask`."""
         return int(self._ask(self._call(aten.count_nonzero.default, (mask,), {}), error))
 
     def _like(self, real: Tensor) -> Tensor:
@@ -344,7 +348,7 @@ class KnownValues(FakeTensorMode):
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
     def _ask(self, node: fx.Node | None, error: Exception) -> Any:
-        """The real value of `node`, which is asked again before each later step. Raises UnsupportedError where it is not known."""
+        """The real value of `node`, recorded as a question for later steps. Raises UnsupportedError if unknown."""
         lines = stack_within(sys._getframe())
         place = where(lines)
         if node is None:
@@ -361,7 +365,7 @@ class KnownValues(FakeTensorMode):
         return value
 
     def _value(self, node: fx.Node) -> Any:
-        """The real value of `node`, computed with all that it follows from, oldest first."""
+        """The real value of `node`, computed with everything that it depends on."""
         if self._drawn is None:
             self._drawn = torch.get_rng_state()
         needed = needed_for(self._graph, [node])
@@ -374,7 +378,7 @@ class KnownValues(FakeTensorMode):
 
 
 class UnknownValue(UnsupportedError):
-    """A step reads a value that is not known before it runs; `lines` are those that lead to it."""
+    """Raised where a step reads a value that is unknown before it runs; `lines` lead to the read."""
 
     def __init__(self, place: str, lines: Stack = ()) -> None:
         super().__init__(
@@ -387,14 +391,14 @@ class UnknownValue(UnsupportedError):
 
 
 def nested(what: str) -> UnsupportedError:
-    """The error for `what` is nested."""
+    """The error for a nested tensor, named by `what`."""
     return UnsupportedError(
         f"{what}, whose sizes follow from values; pad its parts and mask them (torch.nn.utils.rnn.pad_sequence)"
     )
 
 
 def where(lines: Stack) -> str:
-    """The innermost of the user's lines, and the line of his own program where that is of a package, as part of a message."""
+    """The user's innermost line as ` (file, line n)`, with the line of his program if that is in a package."""
     if not lines:
         return ""
     shown = [f"{shown_path(file)}, line {line}" for file, line, _ in lines if "site-packages" not in file][-1:]
@@ -406,7 +410,7 @@ def where(lines: Stack) -> str:
 
 @contextmanager
 def _for_real() -> Iterator[None]:
-    """While this lasts ops compute, whatever is traced."""
+    """Compute ops for real inside the block, whatever is being traced."""
     with _disable_current_modes(), no_python_dispatcher(), torch.no_grad(), torch._C._DisableAutocast():
         yield
 
@@ -417,6 +421,6 @@ def _storage(value: Tensor) -> int:
 
 
 def _new_bytes(made: FakeTensor, given: Any) -> int:
-    """Bytes of `made`, none where it is a view of what was `given`."""
+    """Bytes of `made`; 0 if it is a view of what was `given`."""
     known = {_storage(t) for t in tree_leaves(given) if isinstance(t, Tensor)}
     return 0 if _storage(made) in known else int(made.untyped_storage().nbytes())

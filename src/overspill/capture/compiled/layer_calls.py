@@ -1,11 +1,12 @@
-"""Which module is being called while a step's Python is traced as it runs: its nodes carry that, as Dynamo's do.
+"""Record on each traced node which module was being called.
 
-`nn.Module._call_impl` is another one meanwhile. Not `__call__`: the tracer calls the one that it knew when it was
-imported. Nor are there hooks for all modules: they are Python state, which a capture of a training step puts back before
-it runs the model (`runtime/step/python_state.py`), so that they would never be called.
+Dynamo's nodes carry that; so do these, of a step whose Python is traced as it runs. Meanwhile `nn.Module._call_impl` is
+replaced. Not `__call__`: the tracer calls the one that it knew when it was imported. Nor are global module hooks used:
+they are Python state, which a capture of a training step restores before it runs the model
+(`runtime/step/python_state.py`), so that they would never be called.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `nn.Module._call_impl`, by which all modules are called,
-and `fx.traceback.current_meta`, of which tracers give each node `nn_module_stack`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `nn.Module._call_impl`, by which all modules are
+called, and `fx.traceback.current_meta`, of which tracers give each node `nn_module_stack`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _STACK = "nn_module_stack"
 
 @contextmanager
 def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterator[None]:
-    """While this lasts, nodes that are traced carry the class and the path in `module` of the innermost module called.
+    """Put class and path of the innermost called module of `module` on traced nodes, inside the block.
 
-    The path is what `named` makes of it. What modules outside of `module` do is their caller's.
+    The path is passed through `named`. Ops of modules outside of `module` count to their caller.
     """
     places = {id(m): (named(path), type(m)) for path, m in module.named_modules()}
     plain: Callable[..., Any] = nn.Module._call_impl
@@ -34,7 +35,7 @@ def layers_noted(module: nn.Module, named: Callable[[str], str] = str) -> Iterat
         place = places.get(id(called))
         if place is None:
             return plain(called, *args, **kwargs)
-        # The dictionary is asked for anew each time, for tracers put others in its place.
+        # Looked up anew each time: tracers replace the dictionary.
         before = traceback.current_meta.get(_STACK)
         traceback.current_meta[_STACK] = {"innermost": place}
         try:

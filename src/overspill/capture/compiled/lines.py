@@ -1,8 +1,9 @@
-"""Which line of the user's Python each node of a traced graph comes from.
+"""Find the line of the user's Python that each traced node comes from.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `stack_trace`, which of Dynamo's nodes
-AOTAutograd hands on to those of forward and to those of their backward, `from_node`, `seq_nr` and `partitioner_tag`; that
-tracers make nodes by `fx.Graph.create_node`; the names of functions that Dynamo makes of the rest of one behind a break.
+Names private to PyTorch that this file relies on (2.11 to 2.14): the node metadata `stack_trace`, which of Dynamo's
+nodes AOTAutograd hands on to those of forward and to those of their backward, `from_node`, `seq_nr` and
+`partitioner_tag`; that tracers make nodes by `fx.Graph.create_node`; the names of functions that Dynamo makes of the
+rest of one behind a break.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _BACKWARD_TAGS = ("is_backward", "must_be_in_backward")
 
 @contextmanager
 def lines_noted() -> Iterator[None]:
-    """While this lasts nodes that are made keep the lines that run, where a tracer runs the user's Python itself."""
+    """Put the running user lines on new FX nodes, where a tracer runs the user's Python itself."""
     create = fx.Graph.create_node
 
     def noting(graph: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
@@ -42,7 +43,7 @@ def lines_noted() -> Iterator[None]:
 
 
 class NodeLines(Frames):
-    """The lines of nodes, as their tracer left them; a backward node that has none has that of its forward node."""
+    """Source lines of traced nodes; backward nodes without one get their forward node's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class NodeLines(Frames):
         self._by_text: dict[str, int] = {}
 
     def forward(self, node: fx.Node) -> tuple[int, ...]:
-        """The line of a forward node; none where none is known."""
+        """The line number of a forward node as a tuple; empty where it is not known."""
         number, sequence = self._own(node), node.meta.get("seq_nr")
         # An op that saves nothing repeats the number of the one before it; the first one owns it.
         if sequence is not None and number >= 0:
@@ -58,7 +59,7 @@ class NodeLines(Frames):
         return () if number < 0 else (number,)
 
     def backward(self, node: fx.Node) -> tuple[int, ...]:
-        """The line of a backward node, whose forward node was asked for before; none where none is known."""
+        """The line number of a backward node, asked for after its forward node; empty where it is not known."""
         number = self._own(node)
         if number < 0:
             number = self.backward_of(self._by_sequence.get(node.meta.get("seq_nr", -1), -1))
@@ -69,9 +70,9 @@ class NodeLines(Frames):
     def by_name(
         self, forward: Iterable[fx.Node], backward: Iterable[fx.Node]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """The lines of nodes by the names that Inductor's comments have for them, in its forward and in its backward.
+        """Lines of Inductor's forward and backward nodes, by the names in its comments.
 
-        Those are the names of Dynamo's nodes for what is forward's, also where backward computes it again.
+        Forward nodes have the names of Dynamo's nodes, also where backward recomputes them.
         """
         in_forward: dict[str, tuple[int, ...]] = {}
         for node in forward:

@@ -1,9 +1,10 @@
-"""Results that lie in more memory than they fill: their C++ kernels make them in a larger buffer, and keep it.
+"""Scratch memory of ops: bytes that their kernels use beyond their results.
 
-Tracing does not show that. A mean or sum would keep the bytes of all the losses that it is of as long as it lives, so it
-is copied out of them when a captured step runs; the other results are counted as large as they are.
+Some C++ kernels make their result in a larger buffer, and keep that. Tracing does not show it. A mean or sum of losses
+would keep the bytes of all of them for as long as it lives, so a captured step copies it out; other results are counted
+as large as their buffer.
 
-On CUDA kernels and libraries take more while they run: what `capture/fake_cuda` knows of them.
+On CUDA, kernels and libraries need workspaces while they run: `capture/fake_cuda` knows their sizes.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ aten = torch.ops.aten
 LOSSES = frozenset({
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default, aten.binary_cross_entropy.default,
 })  # fmt: skip
-"""Ops that reduce the loss of every element in the storage where these are (PyTorch 2.13, aten/src/ATen/native/Loss.cpp)."""
+"""Ops that reduce element losses within their own storage (PyTorch 2.13, aten/src/ATen/native/Loss.cpp)."""
 AS_LARGE_AS_INPUT = frozenset({aten.im2col.default, aten.col2im.default})
-"""Ops that resize a tensor like their input to what they make (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
+"""Ops that resize a tensor like their input (PyTorch 2.13, aten/src/ATen/native/Im2Col.cpp, Col2Im.cpp)."""
 
 
 def reduces_in_place(node: fx.Node) -> bool:
-    """Whether `node` is one of LOSSES, and reduced."""
+    """Whether `node` is one of LOSSES with a reduction (mean or sum)."""
     return node.target in LOSSES and node.meta["val"].dim() == 0
 
 
 def scratch_bytes(node: fx.Node) -> int:
-    """Bytes that `node` takes while it runs, besides its results: of reduced LOSSES, the loss of every element."""
+    """Bytes that `node` takes while it runs, besides its results.
+
+    On the CPU those are the loss of every element, for reduced LOSSES.
+    """
     where = _device_of(node)
     if where.type == "cuda":
         major, minor = torch.cuda.get_device_capability(where)
@@ -51,7 +55,7 @@ def scratch_bytes(node: fx.Node) -> int:
 
 
 def cuda_scratch_bytes(node: fx.Node, capability: str) -> int:
-    """The most bytes that `node` likely takes at once while it runs on a GPU of this compute capability, besides its results."""
+    """The most scratch bytes that `node` likely takes at once on a GPU of this compute capability."""
     return _most(node, capability, lambda *request: library_bytes(*request).central)
 
 

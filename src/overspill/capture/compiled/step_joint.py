@@ -1,6 +1,6 @@
-"""From a whole step as a function to its joint graph of forward and backward, traced by AOTAutograd on fake tensors.
+"""Trace a whole training step to a joint forward-backward graph with AOTAutograd.
 
-The step is a function of its parameters and buffers; backward starts from ones in place of an input.
+On fake tensors: nothing is computed. The step is a function of its parameters and buffers; backward starts from ones.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_export_joint_with_descriptors` and its result's
 `_aot_graph_capture`, the descriptors' class names, and FakeTensor's exceptions.
@@ -50,14 +50,15 @@ def joint_of_step(
     *,
     has_checks: bool = True,
 ) -> JointGraph:
-    """The joint graph of forward and backward of `step(*values)`, whose backward starts from the loss itself.
+    """The joint graph of forward and backward of `step(*values)`; backward starts from the loss.
 
-    Its gradients are checked by `backward`. Its nodes carry the layer of `module` that they are of, by what `named` makes of its path.
-    If it `has_checks` of values that are not known yet, the graph makes them (`checks.py`).
-    Raises UnsupportedError for a step that is no fixed graph, or has nothing to differentiate.
+    `backward` checks its gradients. Nodes carry their layer in `module`, whose path `named` turns into a name. With
+    `has_checks` the graph has the step's checks of values that are not known yet (`checks.py`). Raises UnsupportedError
+    for a step that is not a fixed graph, or has nothing to differentiate.
     """
     checks = Checks(step)
     with layers_noted(module, named), lines_noted(), _explained(), eager_kernels() as casts:
+        # Trace again after each read of an unknown value that turns out to be a check.
         graph_module: fx.GraphModule | None = None
         while graph_module is None:
             try:
@@ -66,6 +67,7 @@ def joint_of_step(
                 if not has_checks:
                     raise
                 checks.decide(asked, values)
+    # Clean up the graph, and make sure that there is something to differentiate.
     without_tokens(graph_module.graph)
     checks.put_into(graph_module.graph)
     descs = _output_descs(graph_module.graph)
@@ -82,7 +84,7 @@ def joint_of_step(
 
 
 def _heard(step: Callable[..., Any], values: Sequence[FakeTensor], backward: Backward, casts: Casts) -> fx.GraphModule:
-    """The joint graph as traced, for which plain autograd is asked what gets gradients where nobody else can tell."""
+    """The joint graph as traced; plain autograd says what gets gradients where the trace cannot."""
     try:
         return _exported(step, values, backward, casts)
     except Unheard:
@@ -100,7 +102,7 @@ def _exported(
 
 
 class _Data:
-    """In place of a traced tensor's `data`, which cannot be assigned: the trace would go on with what was there."""
+    """Replaces `.data` of traced tensors, whose assignment a trace would not follow."""
 
     def __get__(self, tensor: Tensor, _: Any) -> Tensor:
         data: Tensor = torch.Tensor.data.__get__(tensor)
@@ -113,7 +115,7 @@ class _Data:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raises UnsupportedError where the step looks at values or keeps tensors; a mistake in the model is shown as it is."""
+    """Turn tracer errors about values and kept tensors into UnsupportedError; the model's own pass through."""
     try:
         yield
     except AssertionError as error:
@@ -134,12 +136,12 @@ def _explained() -> Iterator[None]:
 
 
 def changes_strangers(error: Exception) -> bool:
-    """Whether a trace ended with `error` because a tensor was to be changed that it does not follow."""
+    """Whether a trace failed because the step changes a tensor that the trace does not follow."""
     return isinstance(error, ChangesStranger) or "mutating a non-functional tensor" in str(error)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether `tensor` is one of a trace."""
+    """Whether `tensor` belongs to a trace."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
 
 
@@ -147,7 +149,7 @@ _OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "
 
 
 class _Function(nn.Module):
-    """A plain function as the module without parameters that AOTAutograd asks for."""
+    """Wraps a plain function as a module without parameters, which AOTAutograd asks for."""
 
     def __init__(self, function: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ def _output_descs(graph: fx.Graph) -> list[Any]:
 
 
 def returned(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of the loss and of what the step returns besides, in its order."""
+    """The nodes of the loss and of the step's other results, in order. Raises UnsupportedError for non-tensors."""
     outputs = tree_leaves(graph.find_nodes(op="output")[0].args)
     found = [n for n, d in zip(outputs, _output_descs(graph), strict=True) if type(d).__name__ == "PlainAOTOutput"]
     if not found or not all(isinstance(node, fx.Node) for node in found):
@@ -179,7 +181,7 @@ def returned(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _seed_backward(graph: fx.Graph) -> None:
-    """In place of the loss's gradient as an input: ones, as `loss.backward()` starts from."""
+    """Replace the loss's gradient, an input of the graph, by ones as in `loss.backward()`."""
     tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
     loss, *_ = returned(graph)
     for tangent in tangents:

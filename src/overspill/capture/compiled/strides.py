@@ -1,11 +1,12 @@
-"""What is changed in place while a step is traced keeps its strides, as in eager.
+"""Keep the strides of tensors updated in place while a step is traced.
 
-A trace has a new tensor in place of an update. The new one has the strides that the op gives to its results, which may be others,
-and then the ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and one with
-sizes of 1 loses what its strides said, by which a convolution goes. Where elements lay apart they lie next to one another.
+A trace has a new tensor in place of an update. The new one has the strides of the op's results, which may differ, and
+then ops that read it may take other kernels: after `scatter_add_` a tensor in channels-last would be contiguous, and
+one with sizes of 1 loses the strides by which a convolution picks its layout. Elements with gaps between them would
+become dense.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `FunctionalTensorMode.__torch_dispatch__`, a FunctionalTensor's `elem`,
-`commit_update` and `sync`, and `torch._functionalize_replace`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `FunctionalTensorMode.__torch_dispatch__`, a
+FunctionalTensor's `elem`, `commit_update` and `sync`, and `torch._functionalize_replace`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .joint import written_by
 
 @contextmanager
 def strides_kept() -> Iterator[None]:
-    """While this lasts, an update in place leaves the strides of what is traced as they are."""
+    """Let in-place updates keep the strides of traced tensors, inside the block."""
     dispatch: Callable[..., Any] = FunctionalTensorMode.__torch_dispatch__
 
     def run(mode: Any, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -41,7 +42,7 @@ def strides_kept() -> Iterator[None]:
 
 
 def _restore(tensor: FunctionalTensor) -> None:
-    """Give what stands for `tensor` in the trace the strides that `tensor` has in eager."""
+    """Give the traced value of `tensor` the strides that `tensor` has in eager."""
     tensor.sync()
     value, strides = torch._from_functional_tensor(tensor.elem), tensor.stride()
     if value.shape == tensor.shape and value.stride() != strides:
@@ -54,7 +55,7 @@ def _restore(tensor: FunctionalTensor) -> None:
 
 
 def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """`value` with its dimensions in the order of `strides`, copied where they are in another."""
+    """`value` with its dimensions laid out in the order of `strides`, copied if they are in another."""
     if _same_places(value, strides):
         return value
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
@@ -63,5 +64,5 @@ def _in_order(value: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def _same_places(value: Tensor, strides: Sequence[int]) -> bool:
-    """Whether elements lie where they would by `strides`, which may be others for sizes of 1."""
+    """Whether elements have the addresses that `strides` give them; dimensions of size 1 do not count."""
     return all(a == b for size, a, b in zip(value.shape, value.stride(), strides, strict=True) if size != 1)

@@ -1,4 +1,6 @@
-"""From a module to the Graph of its training step: traced by Dynamo and AOTAutograd on fake tensors, nothing is run.
+"""Trace a module's training step to a Graph with Dynamo and AOTAutograd.
+
+On fake tensors: nothing is computed.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `aot_autograd`'s `partition_fn`, a placeholder's
 `grapharg`, and Dynamo's `reset` and `config.allow_rnn`.
@@ -25,15 +27,15 @@ from .joint import JointGraph
 from .kernels import eager_kernels
 
 SurroundingsOf = Callable[[JointGraph, Sequence[nn.Parameter]], Surroundings]
-"""What else the step has on the device, given a joint graph and the parameters that it reads."""
+"""Other bytes on the device during the step, given a joint graph and the parameters that it reads."""
 
 
 def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: SurroundingsOf) -> Captured:
-    """The Graph of one training step, and the FX graph behind it. `step(*batch)` returns the loss.
+    """The Graph of one training step, and its FX graph; `step(*batch)` returns the loss.
 
-    To be called with a module and a batch of fake tensors, in their FakeTensorMode: Dynamo's graph is called on them
-    once, which computes nothing. Raises OverspillError where there is nothing to differentiate, and what Dynamo raises
-    where the module is not one graph.
+    Call it with a module and a batch of fake tensors, inside their FakeTensorMode: Dynamo's graph is called on them
+    once, which computes nothing. Raises OverspillError if nothing requires a gradient, and Dynamo's errors if the
+    module is not a single graph.
     """
     found: list[Captured] = []
 
@@ -65,7 +67,7 @@ def trace(step: nn.Module, batch: tuple[Tensor, ...], surroundings_of: Surroundi
 
 @contextmanager
 def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -> Iterator[None]:
-    """While this lasts, `casts` learns at the beginning of each trace of Dynamo's `module` what its parameters are."""
+    """Pass the traced parameters to `casts` each time Dynamo's `module` is traced, inside the block."""
     placeholders = module.graph.find_nodes(op="placeholder")
     leaves = [
         node
@@ -83,7 +85,7 @@ def leaves_told(module: fx.GraphModule, examples: Sequence[Any], casts: Casts) -
 
 
 def describe_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[InputInfo]:
-    """Kind and readable name of each input of Dynamo's graph."""
+    """Kind and readable name of each input of Dynamo's graph, in order."""
     described = []
     for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
         grapharg = node.meta.get("grapharg")

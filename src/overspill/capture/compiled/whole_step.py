@@ -1,8 +1,7 @@
-"""The whole step as one Graph: forward, loss, backward, and what happens to each gradient, down to the update.
+"""Capture the whole training step as one Graph: forward, backward, gradients and update.
 
-To the joint graph (`step_joint.py`) are added the write-backs of buffers, and behind them, for each gradient, nodes that
-call what the caller gave: `GradientOps`. Parameters, optimizer state and gradients that accumulate are persistent tensors
-that may move.
+The joint graph (`step_joint.py`) gets the write-backs of buffers, then nodes that call the caller's `GradientOps` for
+each gradient. Parameters, optimizer state and accumulated gradients are persistent tensors that may move.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ from .step_joint import joint_of_step, returned
 NORM, CLIP, REDUCE, ACCUMULATE, UPDATE, COPY = (
     "step.norm", "step.clip", "step.reduce", "step.accumulate", "step.update", "step.copy",
 )  # fmt: skip
-"""Ops of the whole step that are not the model's own."""
+"""Ops of the whole step that are not part of the model."""
 MUTATION = "overspill_mutation"
-"""Key in a node's meta: the `Mutation` of what is there afterwards as it was not before, so that it cannot run twice."""
+"""Key in a node's meta: its `Mutation`, an in-place change because of which it cannot run twice."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """What one node of the step does to a parameter or a gradient: `op` is UPDATE or REDUCE."""
+    """An in-place change of a parameter or gradient by one node; `op` is UPDATE or REDUCE."""
 
     op: str
     layer: str
 
     def __str__(self) -> str:
-        """For a reader: what was being done."""
+        """The change in words, for messages."""
         return f"the {self.op.removeprefix('step.')} of {self.layer or 'a gradient'}"
 
 
 AT_ONCE = frozenset({COPY, ACCUMULATE, REDUCE})
-"""Those of them that run where gradients are complete, not when all of backward is over."""
+"""Ops that run as soon as their gradient is complete, not after all of backward."""
 
 PROCESS_GROUP = "process group"
-"""What each collective updates, a tensor of no bytes: all ranks have to call them in the same order."""
+"""A tensor of no bytes that each collective updates, for all ranks have to call them in the same order."""
 BUCKET_BYTES = 25 * 2**20
-"""The most that gradients of a bucket add up to, as in DistributedDataParallel (`bucket_cap_mb`)."""
+"""Most bytes of gradients in one bucket, as in DistributedDataParallel (`bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True)
 class StateInfo:
-    """One tensor of an optimizer's state as it will be, and its name."""
+    """Name and fake value of one tensor of an optimizer's state."""
 
     name: str
     value: FakeTensor
@@ -65,11 +64,12 @@ class StateInfo:
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """The update of the parameter at position `parameter` of the inputs: `run(parameter, gradient, scale, *state)`.
+    """The optimizer's update of one parameter: `run(parameter, gradient, scale, *state)`.
 
-    It changes the parameter and the state in place, and takes `workspace_bytes` more while it runs. `scale` is what
-    `GradientOps.clip` returned, or None. One that is not `elementwise` adds elements up, or rounds them, by their order in
-    memory, so that it has to see a gradient as autograd leaves it.
+    `parameter` is its position among the inputs. `run` changes the parameter and the state in place, and takes
+    `workspace_bytes` more while it runs. `scale` is what `GradientOps.clip` returned, or None. An update that is not
+    `elementwise` depends on the order of elements in memory (it sums or rounds by it), so it has to see a gradient as
+    autograd lays it out.
     """
 
     parameter: int
@@ -81,12 +81,12 @@ class ParameterUpdate:
 
 @dataclass(frozen=True)
 class GradientOps:
-    """What happens to gradients, in this order; what is None does not happen.
+    """What is done with gradients before and at the update, in this order; None leaves one out.
 
-    `accumulate(sum, gradient)` adds it to a tensor that stays from one micro-batch to the next; `reduce` and `updates`
-    are left out of all micro-batches but the last. `reduce(*gradients)` averages a bucket of gradients, or of their
-    sums, over processes, in place. `norm(gradient)` is a number that `clip(*norms)`, which needs those of all
-    gradients, turns into the factor that updates scale by.
+    `accumulate(sum, gradient)` adds to a tensor that stays from one micro-batch to the next; only the last micro-batch
+    has `reduce` and `updates`. `reduce(*gradients)` averages a bucket of gradients, or of their sums, over processes,
+    in place. `norm(gradient)` is a number; `clip(*norms)`, given those of all gradients, returns the factor that
+    updates scale by.
     """
 
     updates: tuple[ParameterUpdate, ...] = ()
@@ -98,9 +98,9 @@ class GradientOps:
 
 @dataclass(frozen=True)
 class CapturedStep(Captured):
-    """A captured whole step; `updates` are those whose parameter gets a gradient.
+    """A captured whole step, with its loss, other results and parameter updates.
 
-    `loss` is the node of its loss, `others` are those of what it returns besides.
+    `loss` and `others` are nodes; `updates` has only parameters that get a gradient.
     """
 
     loss: fx.Node
@@ -108,11 +108,11 @@ class CapturedStep(Captured):
     updates: tuple[ParameterUpdate, ...]
 
     def handed_out(self) -> set[int]:
-        """The tensors that the step returns."""
+        """Ids of the tensors that the step returns."""
         return self._tensors_of((self.loss, *self.others))
 
     def moves(self, primal: fx.Node) -> bool:
-        """Whether the input `primal` may leave the device between uses."""
+        """Whether the input `primal` may be offloaded between uses."""
         return any(self.graph.tensors[self.tensor_of[key]].movable for key in storages(primal))
 
 
@@ -126,13 +126,13 @@ def capture_step(
     elsewhere: tuple[tuple[TensorKind, int], ...] = (),
     named: Callable[[str], str] = str,
 ) -> CapturedStep:
-    """The Graph of one training step, from fake tensors: nothing is computed.
+    """Capture one training step as a Graph, on fake tensors: nothing is computed.
 
     `step(*values)` returns the scalar loss, or a tuple of it and of other tensors without gradients. `values` are fake
     tensors of one mode, described by `inputs`: parameters and buffers of `module`, and what the caller passes at each
-    step. Ops are named after the layers of `module`: `named` makes the name of a layer of its path. `elsewhere` are bytes
-    that are on the device during the whole step and that no op of it touches, by kind.
-    Raises UnsupportedError for a step that cannot be captured.
+    step. Ops have the names of layers of `module`, which `named` makes of their paths. `elsewhere` are bytes by kind
+    that are on the device during the whole step and that none of its ops touches. Raises UnsupportedError for a step
+    that cannot be captured.
     """
     backward = Backward([info.name for info in inputs], several=ops.accumulate is not None)
     joint = joint_of_step(step, module, values, backward, named)
@@ -140,14 +140,14 @@ def capture_step(
 
 
 def around_step(values: Sequence[FakeTensor], elsewhere: tuple[tuple[TensorKind, int], ...]) -> Surroundings:
-    """What else is on the device: `elsewhere`, and what the guard program of the capture takes, if it has one."""
+    """Other bytes on the device: `elsewhere`, and the most that the capture's guard program takes."""
     mode = values[0].fake_mode
     guards = mode.guards().nbytes if isinstance(mode, KnownValues) else 0
     return Surroundings(elsewhere=elsewhere, guard_bytes=guards)
 
 
 class CaptureOfWholeStep(CaptureOfStep):
-    """Makes the Graph of a whole step around one joint graph, to which it adds what follows backward."""
+    """Builds the Graph of a whole step from one joint graph and the ops that follow backward."""
 
     def __init__(
         self, joint: JointGraph, inputs: list[InputInfo], ops: GradientOps, name: str, surroundings: Surroundings
@@ -163,7 +163,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         super().__init__(joint, inputs, surroundings, name)
 
     def _add_placeholders(self, joint: JointGraph, inputs: list[InputInfo]) -> None:
-        """Inputs of the step that the joint graph does not know: optimizer state, and gradients that accumulate."""
+        """Add inputs that the joint graph does not have: optimizer state, and accumulated gradients."""
         for update in self.updates:
             position, name = update.parameter, inputs[update.parameter].name
             self.states[position] = [
@@ -202,7 +202,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return True
 
     def _add_write_back(self) -> None:
-        """The new values of buffers, copied into them where AOTAutograd would do it: behind forward."""
+        """Copy new values into buffers right after forward, as AOTAutograd would."""
         self._written_back = set()
         for primal, value in self.joint.write_backs.items():
             with self.graph.inserting_after(self._last_node()):
@@ -216,10 +216,12 @@ class CaptureOfWholeStep(CaptureOfStep):
 
     def _add_gradients_and_update(self) -> None:
         ops = self.gradient_ops
+        # Take gradients in the order in which backward completes them.
         gradients = {self.input_nodes.index(primal): node for primal, node in self.joint.gradients.items()}
         made = {tensor: op.id for op in self.ops for tensor in op.writes}
         complete = {p: max(made.get(t, -1) for t in self._behind(node)) for p, node in gradients.items()}
         gradients = {position: gradients[position] for position in sorted(gradients, key=complete.__getitem__)}
+        # Add up micro-batches, then average over processes.
         if ops.accumulate is not None:
             for position, node in gradients.items():
                 total = self.sums[position]
@@ -228,6 +230,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         if ops.reduce is not None:
             gradients = {position: self._own(node) for position, node in gradients.items()}
             self._add_reductions(ops.reduce, gradients.values())
+        # Clip by the norm of all gradients, then update each parameter.
         scale = self._scale({update.parameter: gradients[update.parameter] for update in self.updates})
         for update in self.updates:
             parameter, state = self.input_nodes[update.parameter], self.states[update.parameter]
@@ -240,11 +243,11 @@ class CaptureOfWholeStep(CaptureOfStep):
             )  # fmt: skip
 
     def _behind(self, node: fx.Node) -> tuple[int, ...]:
-        """The tensors that `node` is a view of."""
+        """Ids of the tensors that `node` is a view of."""
         return self._ids(set(storages(node)))
 
     def _own(self, gradient: fx.Node) -> fx.Node:
-        """`gradient`, or a copy where it is a tensor of forward or of the caller, so that it may be changed in place."""
+        """`gradient`, or a copy of it if forward or the caller owns its tensor, to change in place."""
         if all(self.tensors[tensor].kind is TensorKind.GRADIENT for tensor in self._behind(gradient)):
             return gradient
         with self.fake_mode:
@@ -252,7 +255,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(COPY, torch.ops.aten.clone.default, (gradient,), Phase.BACKWARD, value=value)
 
     def _add_reductions(self, reduce: Callable[..., None], gradients: Iterable[fx.Node]) -> None:
-        """One op for each bucket. All of them update the process group, so that no schedule changes their order."""
+        """Add one reduction for each bucket; all update the process group, so that schedules keep their order."""
         group = self._add_tensor(0, TensorKind.BUFFER, PROCESS_GROUP, persistent=True)
         distinct = {self._behind(node): node for node in gradients}
         for bucket in _buckets([self.joint.roots[storages(n)[0]][0] for n in distinct.values()]):
@@ -271,7 +274,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(CLIP, clip, tuple(norms), Phase.UPDATE, value=factor)
 
     def _norm(self, norm: Callable[[Tensor], Tensor], parameter: fx.Node, gradient: fx.Node) -> fx.Node:
-        """The norm of a gradient as autograd leaves it, for that is the order of the sum."""
+        """Add the norm of a gradient as autograd lays it out, for sums depend on the order of elements."""
         value: Tensor = gradient.meta["val"]
         with self.fake_mode:
             number = torch.empty((), dtype=value.dtype, device=value.device)
@@ -281,7 +284,7 @@ class CaptureOfWholeStep(CaptureOfStep):
         return self._step_op(NORM, run, (gradient,), Phase.UPDATE, value=number, workspace_bytes=copied)
 
     def _other_strides(self, parameter: fx.Node, gradient: fx.Node) -> tuple[int, ...] | None:
-        """Those of the parameter, as which autograd lays a gradient out, where the step's own gradient has others."""
+        """The parameter's strides, in which autograd lays a gradient out; None if the gradient has them."""
         value, strides = gradient.meta["val"], parameter.meta["val"].stride()
         alike = (n == 1 or one == other for n, one, other in zip(value.shape, value.stride(), strides, strict=True))
         return None if all(alike) else strides
@@ -299,15 +302,16 @@ class CaptureOfWholeStep(CaptureOfStep):
         layer: str = "",
         ordered_by: tuple[int, ...] = (),
     ) -> fx.Node:
-        """A node that calls `run(*args)`, which changes `updates` in place or makes `value`, and its Op.
+        """Add an Op and a node calling `run(*args)`, which changes `updates` in place or makes `value`.
 
-        It counts as an update of the tensors `ordered_by`, though it is not given them.
+        It counts as an update of the tensors `ordered_by` too, though they are not among its arguments.
         """
         with self.graph.inserting_after(self._last_node()):
             node = self.graph.call_function(run, args)
         node.meta = {"val": value}
         if name in (UPDATE, REDUCE):
             node.meta[MUTATION] = Mutation(name, layer)
+        # Tensors that it reads and writes, with a new one for its result.
         reads = self._ids({key for n in node.all_input_nodes for key in storages(n)}) + ordered_by
         writes = self._ids({key for n in updates for key in storages(n)}) + ordered_by
         if value is not None:
@@ -336,7 +340,7 @@ def _update_by_copy(run: Callable[..., None], strides: tuple[int, ...]) -> Calla
 
 
 def _early(ops: Sequence[Op]) -> list[int]:
-    """The ids of `ops` in an order in which `AT_ONCE` come as soon as they can: behind what completes their gradients."""
+    """Ids of `ops` in order, with those in `AT_ONCE` right after the op that completes their gradient."""
     forward_end = max((op.id for op in ops if op.phase is Phase.FORWARD), default=-1)
     behind: list[int] = []  # for each op, itself or the one that it stands right behind
     written: dict[int, int] = {}
@@ -353,10 +357,10 @@ def _early(ops: Sequence[Op]) -> list[int]:
 
 
 def _buckets(gradients: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
-    """`gradients`, in the order in which they are complete, in buckets of one dtype and device.
+    """Group `gradients`, in order of completion, in buckets of one dtype and device.
 
-    Many small collectives are slow; but a bucket is packed into a tensor of its own, and keeps what is in it until it
-    is full. So it holds no more than the largest gradient takes anyway.
+    Many small collectives are slow; but a bucket is packed into a tensor of its own, and holds its gradients until it
+    is full. So it is no larger than the largest gradient.
     """
     limit = min(BUCKET_BYTES, max(map(_nbytes, gradients), default=0))
     filling: dict[Any, list[fx.Node]] = {}
