@@ -63,26 +63,28 @@ _LOG = logging.getLogger("overspill")
 
 
 class _Traced(Exception):
-    """Ends a trace of which the joint graph is all that is wanted."""
+    """Ends an AOTAutograd trace once the joint graph is known."""
 
 
 class _Refused(BackendCompilerFailed):
-    """Takes an error of ours through Dynamo, which then raises that error in place of this one."""
+    """Carries an Overspill error through Dynamo, which then raises that error instead."""
 
     def __init__(self, error: OverspillError) -> None:
         super().__init__(compile_graph, error, None)
 
     def remove_dynamo_frames(self) -> Any:
-        """What Dynamo raises at the end."""
+        """The exception that Dynamo finally raises."""
         return self.inner_exception.with_traceback(None)
 
 
 def compile_graph(module: fx.GraphModule, examples: Sequence[Any], session: Callable[[], Session]) -> Compiled:
-    """The callable that runs Dynamo's `module` by the session's plan; of unknown sizes, by one for each kind of inputs.
+    """A callable that runs Dynamo's `module` by the session's plan.
 
-    Dynamo keeps what it has compiled until it is reset, though the model is gone. So `session` is what gives the session
-    while the model is called or a backward is to come, not the session itself. An OverspillError arrives where the model was
-    called, as itself and not in Dynamo's wrapping.
+    With symbolic sizes, one plan is made for each kind of inputs.
+
+    Dynamo keeps compiled graphs until it is reset, even when the model is gone. So `session` is a function that returns
+    the session while the model is called or a backward is pending. An OverspillError reaches the caller of the model as
+    itself, not wrapped by Dynamo.
     """
     if any(isinstance(example, Tensor) and example.is_nested for example in examples):
         raise _Refused(nested("the model gets a nested tensor")) from None
@@ -107,9 +109,10 @@ def _compile(module: fx.GraphModule, examples: Sequence[Any], session: Callable[
 
 
 class _PerShape:
-    """Runs a graph whose sizes Dynamo left open (`dynamic`), for which no byte budget can be planned.
+    """Runs a graph with symbolic sizes (`dynamic`): one plan per input shape.
 
-    Each kind of inputs gets a graph and a plan of its own when it is first seen: the sizes are numbers then.
+    No byte budget can be planned for unknown sizes. Each kind of inputs gets a graph and a plan when it is first seen:
+    the sizes are numbers then.
     """
 
     def __init__(self, module: fx.GraphModule, session: Callable[[], Session], unknown: tuple[int, ...]) -> None:
@@ -135,7 +138,7 @@ class _PerShape:
 
 
 def _is_symbolic(example: Any) -> bool:
-    """Whether Dynamo left it open: an integer, or the size of a tensor."""
+    """Whether Dynamo left this number, or a size of this tensor, symbolic."""
     if isinstance(example, Tensor):
         return any(isinstance(n, torch.SymInt) for n in (*example.shape, *example.stride()))
     return isinstance(example, (torch.SymInt, torch.SymFloat))
@@ -161,11 +164,14 @@ class _GraphCompiler:
 
     @property
     def session(self) -> Session:
-        """The session of the model that is being called."""
+        """The session of the model being called."""
         return self._session()
 
     def watched(self, compiled: Compiled) -> Compiled:
-        """`compiled`, of which the session knows which calls wait for their backward, and which refuses a backward of that."""
+        """`compiled`, wrapped so that the session sees each forward and backward.
+
+        A second derivative of its backward is refused.
+        """
         session_now, planned, has_arena = self._session, self.planned, self.has_arena
         with_gradients = self.gradients is not None
         if planned is None:  # no ops
@@ -182,6 +188,7 @@ class _GraphCompiler:
             if not has_arena:
                 session.arenas.give_back()
             outputs = compiled(*args)
+            # Register what must happen when autograd reaches this call's backward.
             if torch.is_grad_enabled() and (node := compiled_node(outputs)) is not None:
                 refuse_double_backward(node)
                 if with_gradients:
@@ -193,7 +200,7 @@ class _GraphCompiler:
         return run
 
     def tell(self, seconds: float) -> None:
-        """Whose kernels run by which plan, and how long that took, in the log."""
+        """Log which kernels run by which plan, and the seconds it took."""
         if self.planned is not None:
             plan, parted = self.planned.plan, self.planned.partition
             _LOG.info(
@@ -247,7 +254,7 @@ class _GraphCompiler:
         return self.session.running()
 
     def _plan_programs(self, joint: JointGraph, how: Callable[..., Partitioned[Captured]]) -> Lowered:
-        """What `compile_with_inductor` asks for once it knows forward and backward."""
+        """The captured programs and their lowered graphs, for `compile_with_inductor`."""
         placed: list[tuple[Plan, Places]] = []
 
         def make(options: Options, partitioned: Partitioned[Captured], device: Device, budget_bytes: int) -> Plan:
@@ -267,10 +274,12 @@ class _GraphCompiler:
 
             return partitioned.best_plan(planned)
 
+        # Plan every partition that is worth it; `make` picks the fastest.
         partitioned, self.planned = self.session.plan(joint, self.inputs, self.examples, self.frame, how, make)
         plan = self.planned.plan
         captured = partitioned.of(plan.graph)
         self.planned.partition = captured.partition
+        # Reserve the store and, with planned addresses, the arena; then lower.
         device = torch_device(self.examples)
         engine = self.session.engine_for(plan, device)
         places = next((places for made, places in placed if made.schedule is plan.schedule), NOWHERE)
@@ -281,14 +290,16 @@ class _GraphCompiler:
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """AOTAutograd's hook: the forward and backward graphs, lowered from the plan."""
+        """AOTAutograd's partitioner: the forward and backward graphs, lowered from the plan."""
         graph = JointGraph(joint, num_fwd_outputs)
         self.gradients = Gradients(graph)
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
+        # Open the store and lower the plan.
         device = torch_device(self.examples)
         engine = self.session.engine_for(self.planned.plan, device)
         forward, backward = self._lowered(captured, self.planned.plan, engine)
         self._again = partial(self._for_layout, engine, forward)
+        # Measure op times if asked.
         if self.session.options.profile:
             self.timer = self.session.timer = OpTimer(captured.graph, device)
         return forward, backward
@@ -296,12 +307,15 @@ class _GraphCompiler:
     def _lowered(
         self, captured: Captured, plan: Plan, engine: int, arena: Arena = NO_ARENA
     ) -> tuple[fx.GraphModule, ...]:
-        """Forward and backward by `plan`, or forward alone where there is no backward."""
+        """Forward and backward graphs of `plan`; forward alone in inference."""
         how = captured, plan.schedule, engine, made_by(captured, plan, self.session.steps), arena
         return lower(*how) if captured.joint.backward_outputs else (lower_inference(*how),)
 
     def _for_layout(self, engine: int, forward: fx.GraphModule, layout: Layout) -> Compiled | None:
-        """The backward for gradients of another layout, by the plan of the one that was traced; None where that does not do for it."""
+        """A backward for gradients with other strides, by the same plan.
+
+        None where that plan does not fit the new trace.
+        """
         found: list[JointGraph] = []
 
         def partition(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
@@ -309,9 +323,11 @@ class _GraphCompiler:
             found.append(JointGraph(joint, num_fwd_outputs))
             raise _Traced
 
+        # Trace again with gradients of these strides.
         off = torch._functorch.config.patch({"backward_pass_autocast": "off"})
         with torch.enable_grad(), self.autocast, off, laid_out(layout), suppress(_Traced):
             self._traced(self.fakes, partition)
+        # Carry the plan over, if forward is still the same.
         assert self.planned is not None
         plan, captured = self.planned.plan, self.session.captured_again(self.planned, found[0])
         if (schedule := carried_over(plan.schedule, plan.graph, captured.graph)) is None:
@@ -321,7 +337,7 @@ class _GraphCompiler:
         return self._boxed(backward, None, captured.graph) if same_steps(again, forward) else None
 
     def _infer(self, module: fx.GraphModule, _inputs: Any) -> Compiled:
-        """A forward without a backward (evaluation under no_grad) is planned and lowered alone."""
+        """Plan and lower a forward without backward (evaluation under no_grad)."""
         graph = JointGraph(module, len(tree_leaves(module.graph.find_nodes(op="output")[0].args)))
         captured, self.planned = self.session.plan(graph, self.inputs, self.examples, self.frame, capture)
         plan = self.planned.plan
@@ -336,6 +352,7 @@ class _GraphCompiler:
 
         def run(args: list[Any]) -> Any:
             given, layout = gradients.given()
+            # Unusual strides, or gradients that are None, get a backward of their own.
             if layout is not None and layout not in backwards:
                 backwards[layout] = self._again(layout)
             if layout is not None and backwards[layout] is not None:
@@ -349,7 +366,7 @@ class _GraphCompiler:
         return run
 
     def _boxed(self, module: fx.GraphModule, _inputs: Any, of: Graph | None = None) -> Compiled:
-        """`module` as a callable that takes its arguments in a list and empties it: else the frame would hold them all."""
+        """`module` as a callable that empties its argument list, so that the caller's frame keeps no tensors alive."""
         program = LoweredProgram(module)
         if self.timer is not None and of is None:
             self.timer.instrument(program)
@@ -392,20 +409,26 @@ def overspill_backend(
 
 
 def was_asked_for_plans(options: Mapping[str, Any] | None) -> bool:
-    """Whether Dynamo has handed over a graph of a torch.compile call with these options (without any, of any such call)."""
+    """Whether Dynamo has handed over a graph for these torch.compile options.
+
+    Without options: a graph of any call that had none.
+    """
     if options is None:
         return any(not asked for asked in _ASKED)
     return any(asked is options for asked in _ASKED)
 
 
 _SESSIONS: dict[int, tuple[Mapping[str, Any], weakref.ref[Session]]] = {}
-"""Those that graphs have, which Dynamo keeps until it is reset, by the torch.compile call: its options object."""
+"""Sessions by the id of their torch.compile call's options object, which Dynamo keeps until it is reset."""
 _ASKED: deque[Mapping[str, Any]] = deque(maxlen=1000)
-"""The options of the calls for which sessions were made, gone or not."""
+"""Options of all calls that ever got a session, also of sessions that are gone."""
 
 
 def _session_of(options: Mapping[str, Any]) -> Session:
-    """The session of one torch.compile call, which hands us the same options object for each of its graphs."""
+    """The session of one torch.compile call.
+
+    Dynamo passes the same options object for each graph of the call.
+    """
     key = id(options)
     if key in _SESSIONS and (known := _SESSIONS[key][1]()) is not None:
         return known
@@ -425,12 +448,18 @@ def _forget(key: int, session: weakref.ref[Session]) -> None:
 
 
 def backend_of(session: Session) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
-    """The backend of a model compiled in `session`, which it does not keep: Dynamo keeps all backends that it has seen."""
+    """A torch.compile backend for `session`, held by a weak reference.
+
+    Dynamo keeps all backends that it has seen.
+    """
     return _Backend(session)
 
 
 class _Backend:
-    """Its copy is itself. Pickled, it is the backend of a new session: Lightning leaves in a model how it was compiled."""
+    """A torch.compile backend bound to one session.
+
+    Its copy is itself. Unpickled, it is the backend of a new session: Lightning stores in a model how it was compiled.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
@@ -456,7 +485,7 @@ def _backend_with(options: Mapping[str, Any]) -> Callable[..., Compiled]:
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast as it is now."""
+    """A context manager that restores autocast as it is now."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()

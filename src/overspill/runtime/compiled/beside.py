@@ -1,7 +1,7 @@
-"""Plans of calls beside one another: each leaves room for what the others keep for their backward.
+"""Plan concurrent calls: each leaves room for what the others keep.
 
-How much a call keeps follows from its plan, and how much room its plan has from what the others keep. So what each may
-keep is settled for all of them at once, before any of them is compiled.
+How much a call keeps for backward depends on its plan, and how much room its plan has depends on what the others keep.
+So what each may keep is settled for all of them at once, before any of them is compiled.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from overspill.runtime.options import Options, unmanaged_bytes
 from .pending import Kind
 
 SHARES = (1.0, 0.9, 0.8, 0.65, 0.5, 0.25, 0.0)
-"""Of what calls could keep at most, what they may keep: the first with which all have a plan is taken."""
+"""Shares of the most that calls could keep, tried in this order until all have a plan."""
 
 
 class HasGraph(Protocol):
-    """What a capture gives."""
+    """A captured step, whichever way it was captured."""
 
     @property
     def graph(self) -> Graph:
-        """The step."""
+        """The step's Graph."""
 
 
 C = TypeVar("C", bound=HasGraph)
@@ -42,10 +42,11 @@ C = TypeVar("C", bound=HasGraph)
 
 @dataclass(frozen=True)
 class Room:
-    """What a call's plan leaves to others: `pending_bytes` for what they keep, `loss_bytes` for their losses.
+    """Bytes that a call's plan reserves for concurrent calls.
 
-    The call itself may keep `keep_bytes`; None: as much as there is room for. `sums`: others have gradients of the same
-    parameters, which are there in its backward.
+    `pending_bytes` for what they keep for backward, `loss_bytes` for their losses. The call itself may keep
+    `keep_bytes`; None: as much as there is room for. `sums`: others have gradients of the same parameters, which are on
+    the device during its backward.
     """
 
     pending_bytes: int = 0
@@ -59,7 +60,10 @@ ALONE = Room()
 
 @dataclass(frozen=True)
 class Problem(Generic[C]):
-    """One graph of a model, for which a plan is to be made, whatever else is pending; `capture` makes the Graph of the joint graph, and `plan` the plan of that."""
+    """One graph of a model and how to capture and plan it.
+
+    `capture` makes a Graph of the joint graph, and `plan` a Plan of that.
+    """
 
     joint: JointGraph
     inputs: list[InputInfo]
@@ -70,15 +74,19 @@ class Problem(Generic[C]):
     capture: Callable[[JointGraph, list[InputInfo], Surroundings], C]
     plan: Callable[[Options, C, Device, int], Plan]
     late: bool = False
-    """Whether its inputs come when other calls are pending already; else the plans of these know them."""
+    """Whether its inputs arrive while other calls are pending; else the plans of these count them."""
 
     def captured(self, room: Room, budget: int) -> C:
-        """The graph beside others. One that further graphs follow leaves these all that can be freed between its forward and backward."""
+        """Capture with bytes reserved for concurrent calls.
+
+        Before a graph break all that can be freed is reserved for the later graphs.
+        """
         here = self.surroundings
         around = replace(
             here, pending_bytes=room.pending_bytes, sums=room.sums, reserved_bytes=here.reserved_bytes + room.loss_bytes
         )
         found = self.capture(self.joint, self.inputs, around)
+        # Reserve what the call must not keep between forward and backward.
         keep = self.least_bytes if self.broken else room.keep_bytes
         if keep is None or self.options.has_arena:
             return found
@@ -86,7 +94,7 @@ class Problem(Generic[C]):
         return self.capture(self.joint, self.inputs, replace(around, reserved_bytes=max(around.reserved_bytes, rest)))
 
     def planned(self, room: Room, budget: int) -> tuple[C, Plan]:
-        """The graph and its plan. Raises InfeasibleBudget."""
+        """The captured graph and its plan. Raises InfeasibleBudget."""
         captured = self.captured(room, budget)
         plan, within = self.plan(self.options, captured, self.device, budget), budget
         if room.keep_bytes is not None and self.options.has_arena:
@@ -97,18 +105,18 @@ class Problem(Generic[C]):
         return captured, plan
 
     def floor_bytes(self, room: Room) -> int:
-        """The smallest budget that works."""
+        """The smallest feasible budget in bytes."""
         captured = self.captured(room, 0)
         return smallest_budget(lambda nbytes: self.plan(self.options, captured, self.device, nbytes))
 
     @cached_property
     def alone(self) -> Graph:
-        """The graph with nothing pending."""
+        """The graph with no concurrent calls."""
         return self.capture(self.joint, self.inputs, self.surroundings).graph
 
     @cached_property
     def least_bytes(self) -> int:
-        """The least that it can keep between forward and backward."""
+        """The fewest bytes that it can keep between forward and backward."""
         program = StepProgram(self.alone)
         boundary = program.end_of_forward
         absent = {g.tensor for g in swappable_gaps(program) if g.start < boundary <= g.end}
@@ -119,7 +127,7 @@ class Problem(Generic[C]):
 
     @cached_property
     def around_bytes(self) -> int:
-        """What a pending call has on the device besides what it keeps: its inputs, and the gradients of its outputs."""
+        """Bytes of a pending call's inputs and gradients of its outputs."""
         names = {info.name for info in self.inputs}
         gradients: dict[int, int] = {}
         for node in self.joint.tangents:
@@ -129,12 +137,15 @@ class Problem(Generic[C]):
 
     @property
     def loss_bytes(self) -> int:
-        """What is set aside for the loss of each call; what a user sets aside is for all."""
+        """Bytes reserved for each call's loss.
+
+        The user's own `reserve` is for all calls together.
+        """
         return self.surroundings.reserved_bytes if self.options.reserve is None else 0
 
     @property
     def gradient_bytes(self) -> int:
-        """The gradients that its backward makes, where none are kept yet."""
+        """Bytes of gradients that its backward makes, unless they are already there."""
         if self.surroundings.accumulates:
             return 0
         return sum(t.nbytes for t in self.alone.tensors if t.kind is TensorKind.GRADIENT and not t.persistent)
@@ -149,9 +160,10 @@ def room_beside(
     *,
     sums: bool,
 ) -> Room:
-    """What a call of `kind` has to leave to `others`, which keep what `keeps` says.
+    """The Room that a call of `kind` leaves to concurrent `others`.
 
-    Of the same part of the model each has inputs and a loss of its own; from one part to the next they are handed on.
+    `keeps` has the bytes that each of these keeps for backward. Calls of one part have inputs and losses of their own;
+    from one part to the next tensors are handed on.
     """
     alike = {other: count for other, count in others.items() if other.part == kind.part}
     return Room(
@@ -164,15 +176,16 @@ def room_beside(
 
 
 def is_summed(kind: Kind, beside: Mapping[Kind, Counter[Kind]]) -> bool:
-    """Whether a call of `kind` may come to its backward when one of the same part that was pending with it has had its own.
+    """Whether backward of `kind` may find gradients of a concurrent call.
 
-    Which of them comes first autograd decides: the one that ran last, where both begin at once.
+    That is so for calls of the same part. Autograd decides which backward comes first: the one that ran last, where
+    both begin at once.
     """
     return any(kind in (one, other) and one.part == other.part for one, others in beside.items() for other in others)
 
 
 class Settlement:
-    """What calls that are `beside` one another may keep, within one budget."""
+    """Decides how many bytes concurrent calls may keep within one budget."""
 
     def __init__(self, problems: Mapping[Kind, Problem[Any]], beside: Mapping[Kind, Counter[Kind]]) -> None:
         self.problems = problems
@@ -183,18 +196,24 @@ class Settlement:
         self.least = {k: problems[k].least_bytes for k in self.kinds}
 
     def rooms(self, budget: int) -> dict[Kind, Room]:
-        """The room that each kind of call leaves to others. Raises InfeasibleBudget, with a budget that would do."""
+        """The Room of each kind of call.
+
+        Raises InfeasibleBudget, with a budget that would do.
+        """
         try:
             alone = {k: self._keeps(k, ALONE, budget) for k in self.kinds}
         except InfeasibleBudget:
             raise self._too_small(budget, self.smallest()[0]) from None
+        # First try: all keep what they would keep alone.
         if (found := self._tried(alone, {}, budget)) is not None:
             return found
+        # Then smaller and smaller shares of what is fair.
         most = self._fair(alone, budget)
         for share in SHARES:
             keeps = self._shared(share, most)
             if (found := self._tried(keeps, keeps, budget)) is not None:
                 return found
+        # Last, what works in the smallest budget.
         least_budget, keeps = self.smallest()
         if least_budget <= budget and (found := self._tried(keeps, keeps, budget)) is not None:
             return found
@@ -212,14 +231,14 @@ class Settlement:
         )
 
     def smallest(self) -> tuple[int, dict[Kind, int]]:
-        """A budget with which all have a plan, the smallest that was found, and what each keeps then."""
+        """The smallest budget found in which all fit, and what each keeps then."""
         most = {k: self._keeps(k, ALONE, self.problems[k].floor_bytes(ALONE)) for k in self.kinds}
         for share in reversed(SHARES):
             keeps = self._shared(share, most)
             budget = max(self.problems[k].floor_bytes(self._room(k, keeps, None)) for k in self.kinds)
             if self._tried(keeps, keeps, budget) is not None:
                 return budget, keeps
-        # Without a limit to what a call keeps: what it does in a budget that leaves it just enough.
+        # No limits then: let each call keep what it does at its own floor, until that is stable.
         while True:
             floors = {k: self.problems[k].floor_bytes(self._room(k, keeps, None)) for k in self.kinds}
             more = {k: self._keeps(k, self._room(k, keeps, None), floors[k]) for k in self.kinds}
@@ -228,11 +247,11 @@ class Settlement:
             keeps = {k: max(more[k], keeps[k]) for k in self.kinds}
 
     def _shared(self, share: float, most: Mapping[Kind, int]) -> dict[Kind, int]:
-        """What each keeps at least, and a share of what it could keep beyond."""
+        """The least that each keeps, plus a share of what it could keep beyond."""
         return {k: self.least[k] + int(share * max(0, most[k] - self.least[k])) for k in self.kinds}
 
     def unmanaged(self) -> tuple[int, int]:
-        """What the calls take where nothing is moved: live bytes, and these as budgets are counted."""
+        """Peak bytes with nothing moved: live bytes, and bytes as budgets count."""
         keeps = {}
         for kind in self.kinds:
             problem = self.problems[kind]
@@ -254,7 +273,10 @@ class Settlement:
         return plan.retained_bytes - room.pending_bytes
 
     def _tried(self, keeps: Mapping[Kind, int], caps: Mapping[Kind, int], budget: int) -> dict[Kind, Room] | None:
-        """The rooms with which each kind of call has a plan that keeps no more than `keeps`; None where there are none."""
+        """Rooms with which each call has a plan that keeps at most `keeps`.
+
+        None where there are none.
+        """
         found = {}
         for kind in self.kinds:
             room = self._room(kind, keeps, caps.get(kind))
@@ -267,7 +289,7 @@ class Settlement:
         return found
 
     def _fair(self, alone: Mapping[Kind, int], budget: int) -> dict[Kind, int]:
-        """The most that each may keep if all calls that are pending at once have alike of what the budget leaves."""
+        """The most that each may keep if all get equal shares of the budget."""
         fair = dict(alone)
         for kind, others in self.beside.items():
             there = others + Counter([kind])

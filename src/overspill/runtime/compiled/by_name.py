@@ -1,4 +1,8 @@
-"""The backend as `torch.compile(model, backend="overspill")` finds it, and a word where Dynamo never hands a graph to it.
+"""The backend behind `torch.compile(backend="overspill")`, and a check for skipped models.
+
+Where Dynamo skips a whole model, no code of ours runs. So before an optimizer steps, each model compiled with this
+backend that has gradients must also have a plan. Importing this file, which PyTorch does when a user names the backend,
+registers that check.
 
 Where Dynamo skips a whole model, no code of ours runs. So before an optimizer steps it is looked whether a model that was
 to be compiled with this backend has gradients, and no plan. Importing this file, which PyTorch does where a user names the
@@ -30,13 +34,16 @@ __all__ = ["overspill_backend"]
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped since
 _waiting: weakref.WeakKeyDictionary[nn.Module, dict[str, Any] | None] = weakref.WeakKeyDictionary()
-"""Models that were to be compiled with this backend, and have no plan yet, with their options."""
+"""Models compiled with this backend that have no plan yet, with their options."""
 _planned: weakref.WeakKeyDictionary[type, list[dict[str, Any] | None]] = weakref.WeakKeyDictionary()
-"""The classes of models that had a plan, and the options of these."""
+"""Classes of models that had a plan, with the options of each such model."""
 
 
 def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
-    """Raise UnplannedError, or warn, where `optimizer` is about to update a model that was to have a plan and has none."""
+    """Raise UnplannedError, or warn, if `optimizer` updates a model without a plan.
+
+    Only for models compiled with this backend.
+    """
     if torch.compiler.is_compiling():
         return
     if optimizer not in _known:
@@ -44,6 +51,7 @@ def look_for_plans(optimizer: Optimizer, *_: Any) -> None:
         _waiting.update(_compiled_models())
     if not _waiting:
         return
+    # Each waiting model has a plan by now, or is about to be updated without one.
     updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for model, options in list(_waiting.items()):
         if was_asked_for_plans(options):
@@ -62,7 +70,10 @@ def _note_planned(model: nn.Module, options: dict[str, Any] | None) -> None:
 
 
 def _runs_as_another(model: nn.Module, options: dict[str, Any] | None) -> bool:
-    """Whether Dynamo runs it by the graphs of a model of its class, compiled with equal options, which may be gone."""
+    """Whether Dynamo runs it by the compiled graphs of another model.
+
+    That is one of its class with equal options, which may be gone.
+    """
     for other, asked in _compiled_models():
         if was_asked_for_plans(asked):
             _note_planned(other, asked)
@@ -85,7 +96,7 @@ def _tell(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _compiled_models() -> Iterator[tuple[nn.Module, dict[str, Any] | None]]:
-    """The models alive that were to be compiled with this backend, with their options."""
+    """Live models compiled with this backend, with their options."""
     for thing in gc.get_objects():
         if not issubclass(type(thing), nn.Module):
             continue

@@ -1,7 +1,8 @@
-"""What lies beside a model's own inputs while it trains: the targets of its loss, and batches of other calls.
+"""Device tensors outside the graph: targets, batches of other calls.
 
-They belong to the user's program, and no graph has them. They are found among all tensors that Python knows, by what tells
-a batch: a first dimension as that of the model's inputs or outputs. That is done when a plan is made and no call is pending.
+They belong to the user's program and appear in no graph. They are found among all tensors that Python knows, by a first
+dimension equal to that of the model's inputs or outputs: the batch size. The search runs when a plan is made and no
+call is pending.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch.optim import Optimizer
 
 
 class Bystanders:
-    """The storages of batches that were there when a model's graph was last planned."""
+    """Storages of batches that were on the device when a graph was last planned."""
 
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def look(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Find what is there now beside a model that takes `inputs` and returns `outputs`."""
+        """Find batches now on the device, given the model's `inputs` and `outputs`."""
         ours = [tensor for tensor in inputs if _has_bytes(tensor)]
         if not ours:
             return
@@ -38,20 +39,24 @@ class Bystanders:
             del self._seen[key]
 
     def sizes(self, besides: Iterable[Tensor]) -> list[int]:
-        """Bytes of each that is still there, `besides` those of these tensors."""
+        """Bytes of each batch that is still alive, without those in `besides`."""
         known = {t.untyped_storage()._cdata for t in besides}
         alive = ((key, ref()) for key, ref in self._seen.copy().items())  # any may be dropped at any moment
         return [storage.nbytes() for key, storage in alive if storage is not None and key not in known]
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether it was there."""
+        """Whether the tensor was found by the last `look`."""
         return tensor.untyped_storage()._cdata in self._seen
 
 
 def _data(device: torch.device) -> list[Tensor]:
-    """All tensors on `device` that are nobody's parameter, gradient or optimizer state, and that no op has made for autograd."""
+    """Plain tensors on `device`: no parameters, gradients, optimizer state or op results.
+
+    Op results are told by autograd: they are no leaves.
+    """
     found, owned = [], set()
     gc.collect()  # what nobody can reach any more is not to be planned for
+    # Sort all live objects into tensors and what owns them.
     for thing in gc.get_objects():
         kind = type(thing)
         if kind is Tensor and thing.is_leaf and not thing.requires_grad and thing.device == device:
@@ -66,5 +71,5 @@ def _data(device: torch.device) -> list[Tensor]:
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it has a storage of its own: those of a trace and of a transform as vmap only wrap others."""
+    """Whether it has its own storage; tensors of traces and vmap only wrap others."""
     return not (torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor))

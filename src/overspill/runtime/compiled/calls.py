@@ -1,4 +1,4 @@
-"""Forward and backward of Inductor's programs by a plan, as AOTAutograd calls them.
+"""Planned forward and backward of Inductor's programs, as AOTAutograd calls them.
 
 Relies on AOTAutograd (2.11 to 2.14): all outputs of forward behind its own are saved, and come before the gradients
 among backward's arguments; the last ones, as many as its metadata says, are not checked for changes.
@@ -21,15 +21,19 @@ from overspill.runtime.recording.recorder import Recorder
 from overspill.runtime.recording.told import run
 
 Lowered = tuple[Captured, tuple[fx.GraphModule, ...]]
-"""What was captured, and the graphs that carry its plan out: forward, and backward where there is one."""
+"""The captured step and its lowered graphs: forward, and backward where there is one."""
 
 
 class CallsOfPlan:
-    """A forward and its backward that were lowered, `unchecked` of whose saved tensors nobody checks for changes."""
+    """A lowered forward and its backward.
+
+    AOTAutograd does not check the last `unchecked` saved tensors for changes.
+    """
 
     def __init__(self, captured: Captured, modules: Sequence[fx.GraphModule], unchecked: int) -> None:
         self._graph = captured.graph
         self._programs = [LoweredProgram(module) for module in modules]
+        # Empty tensors pad the saved ones to the number that AOTAutograd counted.
         outputs = self._programs[0].results
         own = len(captured.joint.forward_outputs)
         loose = sum(bool(node.meta.get(NO_VERSION_CHECK)) for node in outputs[own:])
@@ -41,14 +45,17 @@ class CallsOfPlan:
         self._cure = _no_second_time(captured.joint, modules)
 
     def forward(self, args: list[Any], recorder: Recorder | None) -> list[Any]:
-        """The results, and what is saved."""
+        """The results, followed by the saved tensors."""
         found = list(run(self._programs[0], self._graph, recorder, args))
         if len(self._programs) > 1:
             found[self._place : self._place] = self._padding
         return found
 
     def backward(self, args: list[Any], recorder: Recorder | None) -> tuple[Any, ...]:
-        """The gradients. Raises UnsupportedError where it would run twice, and cannot."""
+        """The gradients.
+
+        Raises UnsupportedError where it would run twice, and cannot.
+        """
         if self._cure and torch._C._autograd._get_current_graph_task_keep_graph():
             raise UnsupportedError(
                 f"backward(retain_graph=True) would read what this backward writes over; {self._cure}"
@@ -58,7 +65,7 @@ class CallsOfPlan:
 
 
 def _no_second_time(joint: JointGraph, modules: Sequence[fx.GraphModule]) -> str:
-    """What would let backward run twice, where it writes over what it has read; nothing where it does not."""
+    """The remedy where backward overwrites what it reads; else an empty string."""
     if any(node.target is tensor_at or node.target is storage_at for m in modules for node in m.graph.nodes):
         return 'leave placement="planned" out'
     made = {key for node in joint.forward for key in storages(node)} - {k for n in joint.primals for k in storages(n)}

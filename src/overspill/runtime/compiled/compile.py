@@ -1,4 +1,4 @@
-"""`overspill.compile`: the one line that a user adds."""
+"""`overspill.compile`: one line that trains a model within a memory budget."""
 
 from __future__ import annotations
 
@@ -107,11 +107,12 @@ def compile(  # noqa: A001 - named as torch.compile is
 
 
 def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
-    """`model` compiled for `session`, which the result carries as its attribute `overspill`.
+    """`model` compiled for `session`, its attribute `overspill`.
 
     In a DistributedDataParallel the forward of the module inside is compiled, in place: from outside, Dynamo finds
     nothing to compile where that forward is torch's own, as in nn.Sequential.
     """
+    # Compile inside DDP.
     if isinstance(model, DistributedDataParallel):
         model.module.forward = compile_in(session, model.module.forward, fullgraph=fullgraph)
         model.__dict__["overspill"] = session
@@ -133,7 +134,10 @@ def compile_in(session: Session, model: M, *, fullgraph: bool = False) -> M:
 
 
 class _Recipe(NamedTuple):
-    """What a compiled model is made from, and so its copies and pickles: they plan anew, at their first call."""
+    """What a compiled model is made from, for its copies and pickles.
+
+    These plan again, at their first call.
+    """
 
     options: Options
     model: Any
@@ -141,31 +145,34 @@ class _Recipe(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the model is called in errors."""
+        """The model's name in errors."""
         if isinstance(self.model, nn.Module):
             return type(self.model).__name__
         return getattr(self.model, "__name__", "the function")
 
     def reduced(self, _protocol: Any) -> Any:
-        """For copy and pickle: what makes it."""
+        """For copy and pickle: the function and arguments that make it."""
         return _made, tuple(self)
 
 
 def _made(options: Options, model: Any, fullgraph: bool) -> Any:
-    """`model` compiled anew; its optimizers are found by its parameters."""
+    """`model` compiled again; its optimizers are found by its parameters."""
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     return compile_in(Session(options, parameters), model, fullgraph=fullgraph)
 
 
 def _with_prefix(_: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Take the keys of the plain model too, which a compiled one has behind `_orig_mod.`, as torch.compile's."""
+    """Accept the plain model's state_dict keys too.
+
+    A compiled model's have `_orig_mod.` before them.
+    """
     inner = f"{prefix}_orig_mod."
     for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
 
 
 class _Call:
-    """Calls the compiled model, and looks whether it ran by plans."""
+    """Calls the compiled model, and checks that it ran by plans."""
 
     def __init__(self, call: Callable[..., Any], session: Session, recipe: _Recipe) -> None:
         self._call = call
@@ -183,6 +190,7 @@ class _Call:
             self._called = True
             of = getattr(self._recipe.model, "__self__", None)
             self.overspill.follow(of.parameters() if isinstance(of, nn.Module) else ())
+        # Plan again if needed, and begin a step of the live pool and the recorder.
         self._notice_kept_gradients()
         steps = self.overspill.steps
         if steps is not None and torch.is_grad_enabled():
@@ -190,6 +198,7 @@ class _Call:
         self.overspill.begin_call(id(self))
         if (recorder := self.overspill.recorder) is not None:
             recorder.begin_step()
+        # Call the model, then check that planned graphs ran.
         watch = self.overspill.watch_calls
         before = watch.graphs_run
         evaluates = steps is not None and not torch.is_grad_enabled()
@@ -203,7 +212,7 @@ class _Call:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of a method that of the copied object; a function is, as ever, its own copy."""
+        """A method is copied with its object; a function is its own copy."""
         of = getattr(self._recipe.model, "__self__", None)
         if of is None:
             return self
@@ -214,7 +223,7 @@ class _Call:
         return self._recipe.reduced(protocol)
 
     def _notice_kept_gradients(self) -> None:
-        """If gradients of an earlier backward are still there, plan again with room for both, once."""
+        """Plan once more if gradients of an earlier backward are still there."""
         session = self.overspill
         if not session.accumulates and torch.is_grad_enabled() and session.gradients_are_kept():
             session.accumulates = True

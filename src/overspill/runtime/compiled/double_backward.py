@@ -1,4 +1,4 @@
-"""Backward of a backward: a compiled graph has none, and says so where it is asked for one.
+"""Refuses a second derivative through a compiled graph, which has none.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `CompiledFunctionBackward`, what AOTAutograd calls the
 autograd node of a compiled graph.
@@ -18,11 +18,11 @@ from overspill.core.errors import UnsupportedError
 
 COMPILED = "CompiledFunctionBackward"
 DEPTH = 4
-"""How many views autograd may put on top of what a compiled graph returns."""
+"""Most views that autograd may put on a compiled graph's output."""
 
 
 def refuse_double_backward(node: Node) -> None:
-    """Let the gradients of a compiled graph, whose node this is, raise an UnsupportedError where they are differentiated."""
+    """Make this node's gradients raise UnsupportedError when differentiated."""
     this = weakref.ref(node)
 
     def before(_given: Any) -> None:
@@ -34,12 +34,15 @@ def refuse_double_backward(node: Node) -> None:
 
 
 def compiled_node(outputs: Any) -> Node | None:
-    """The autograd node of the compiled graph that made `outputs`; None where there is no backward."""
+    """The compiled graph's autograd node behind `outputs`, or None.
+
+    None where there is no backward.
+    """
     return next(filter(None, map(_node_behind, tree_leaves(outputs))), None)
 
 
 def _node_behind(output: Any) -> Node | None:
-    """The compiled graph's autograd node, of which `output` is, or is a view of, a result."""
+    """The compiled graph's autograd node that made `output` or its base."""
     found = [output.grad_fn] if isinstance(output, Tensor) and output.grad_fn is not None else []
     for _ in range(DEPTH):
         for node in found:
@@ -50,7 +53,10 @@ def _node_behind(output: Any) -> Node | None:
 
 
 def _mark(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-    """With create_graph=True autograd knows where gradients come from: let that node refuse."""
+    """Let the gradients' own autograd node refuse.
+
+    It exists only with create_graph=True.
+    """
     for gradient in gradients:
         if gradient is not None and gradient.grad_fn is not None:
             gradient.grad_fn.register_prehook(_refuse)

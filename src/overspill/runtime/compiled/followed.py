@@ -1,4 +1,4 @@
-"""The parameters of a session's models and the optimizers that step on them: the session asks about them, and keeps none of them."""
+"""Weak references to a session's parameters and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from overspill.runtime.optimizers import find_optimizers, optimizer_needs
 
 
 class Followed:
-    """Parameters by weak references. `optimizers` are those that were named; None: whatever steps on the parameters."""
+    """Parameters by weak references, and the optimizers that step on them.
+
+    `optimizers` are those that were named; None: whatever steps on the parameters.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
         self._refs: list[weakref.ref[Tensor]] = []
@@ -21,13 +24,16 @@ class Followed:
         self.follow(parameters)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Take notice of parameters that may be new; those that are gone are forgotten."""
+        """Add new parameters; drop those that are gone."""
         here = [ref for ref in self._refs if ref() is not None]
         known = {id(ref()) for ref in here}
         self._refs = here + [weakref.ref(p) for p in parameters if id(p) not in known]
 
     def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
-        """Those of another model; without `optimizers` those that step on its parameters are found."""
+        """Add another model's parameters.
+
+        Without `optimizers`, those that step on its parameters are found.
+        """
         alone = not self._refs
         self.follow(parameters)
         if optimizers is None or (self.optimizers is None and not alone):
@@ -37,11 +43,11 @@ class Followed:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that are there."""
+        """Parameters that are still alive."""
         return [p for ref in self._refs if (p := ref()) is not None]
 
     def kept_bytes(self) -> int:
-        """What they, their gradients and the optimizers' state take between two steps."""
+        """Bytes of parameters, gradients and optimizer state between steps."""
         own = sum(p.nbytes * (2 if p.requires_grad else 1) for p in self.parameters)
         return own + (optimizer_needs(self._stepping()).state_bytes if self.parameters else 0)
 
@@ -50,13 +56,13 @@ class Followed:
         return any(p.grad is not None for p in self.parameters)
 
     def present(self) -> Iterator[tuple[TensorKind, list[Tensor]]]:
-        """What is there of parameters, gradients and the optimizers' state."""
+        """The parameters, gradients and optimizer state that exist now, by kind."""
         yield TensorKind.PARAMETER, self.parameters
         yield TensorKind.GRADIENT, [p.grad for p in self.parameters if p.grad is not None]
         yield TensorKind.OPTIMIZER_STATE, [value for optimizer in self._stepping() for value in state_of(optimizer)]
 
     def updated_by(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` steps on any of them."""
+        """Whether `optimizer` updates any of the parameters."""
         own = {id(p) for p in self.parameters}
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
@@ -65,7 +71,7 @@ class Followed:
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that an optimizer keeps for its parameters, some of them in lists."""
+    """The state tensors of an optimizer, those in lists included."""
     values = [value for of in optimizer.state.values() if isinstance(of, dict) for value in of.values()]
     listed = [value for many in values if isinstance(many, (list, tuple)) for value in many]
     return [value for value in (*values, *listed) if isinstance(value, Tensor)]

@@ -1,4 +1,9 @@
-"""Whether a call of a compiled model ran by its plans: if not, the budget was not in force, and the user is told.
+"""Detect model calls that ran without a plan; raise or warn.
+
+Dynamo falls back silently: what it cannot trace, or has recompiled too often, runs eagerly, outside the budget. So each
+call is checked afterwards. A counter tells whether any planned graph ran; the autograd graph of the result tells
+whether other ops ran too, since these have nodes of their own. What they keep for backward must fit in the budget
+alongside the plans.
 
 Dynamo gives way silently: what it cannot trace, or has compiled too often, runs eagerly. So after a call it is looked at
 what really happened. That no graph of ours ran is seen by a counter; that ops ran beside our graphs, by the autograd graph
@@ -35,16 +40,16 @@ from overspill.core.units import format_bytes
 from .leaves import follow_leaves
 
 MOST_PLANS = 512
-"""So many kinds of inputs (shapes above all) one function may have, each with a plan of its own."""
+"""Most kinds of inputs (shapes above all) of one function; each has a plan of its own."""
 PLANNED_NODE = "CompiledFunctionBackward"
 CURE = "take the rest out of the model, or use overspill.train_step, or pass on_unplanned='warn' to train without the promise"
 OF_VALUES = (
     "let no shape or branch in a loop follow from values (experts by masks or grouped products, torch.nn.functional.grouped_mm), "
     "or pass on_unplanned='warn' to train without the promise"
 )
-"""What works where Dynamo gives a frame up for what a whole step could not follow either."""
+"""The remedy where control flow or shapes depend on tensor values, which `train_step` cannot trace either."""
 SAID = ("graph_break", "unimplemented")
-"""Counters in which Dynamo keeps why it stopped."""
+"""Dynamo's counters that record why it stopped tracing."""
 SETTINGS: dict[str, Any] = {
     "allow_rnn": True,
     "recompile_limit": MOST_PLANS,
@@ -52,24 +57,26 @@ SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,
     "skip_nnmodule_hook_guards": False,
 }
-"""Of Dynamo, while a model of ours is called: it traces recurrent layers, never stops compiling without a word, and compiles
-anew once a module has other hooks."""
+"""Dynamo's settings during a call: trace recurrent layers, never give up compiling silently, and recompile when a
+module's hooks change."""
 OF_EAGER: dict[str, Any] = {"trace_autograd_ops": True}
-"""With eager's kernels it also traces `torch.autograd.grad`, so that a gradient in a loss is planned with it, and its own gradient too."""
+"""More settings with the eager backend: trace `torch.autograd.grad`, so that a gradient in a loss, and its own gradient, are planned."""
 
 
 @contextmanager
 def plans_needed(backend: str) -> Iterator[None]:
-    """While this lasts Dynamo compiles what it can. Raises UnplannedError where there are more kinds of inputs than plans.
+    """Context in which Dynamo compiles all it can, and reports failure.
 
-    Where this machine's memory runs out meanwhile, that is a MemoryError as anywhere, not one of Dynamo's.
+    Raises UnplannedError where there are more kinds of inputs than plans, and MemoryError, not Dynamo's exception,
+    where this machine runs out of memory.
     """
     config = torch._dynamo.config
     settings = SETTINGS | (OF_EAGER if backend == "eager" else {})
     before = {name: getattr(config, name) for name in settings}
     for name, value in settings.items():  # not config.patch, which takes longer; this is around every call of a model
         setattr(config, name, value)
-    follow_leaves(backend == "eager")  # stock torch.compile, whose bits Inductor has, ends its graphs
+    # Stock torch.compile, whose bits Inductor's kernels must give, ends its graphs at leaves.
+    follow_leaves(backend == "eager")
     try:
         yield
     except FailOnRecompileLimitHit:
@@ -87,7 +94,7 @@ def plans_needed(backend: str) -> Iterator[None]:
 
 
 def too_many_kinds() -> UnplannedError:
-    """The error for inputs of ever new kinds."""
+    """The error for a model called with ever new input shapes."""
     return UnplannedError(
         f"this model was called with more than {MOST_PLANS} kinds of inputs, each of which needs a plan; "
         "pad them to a few lengths (docs/shapes.md)"
@@ -99,7 +106,10 @@ _VALUES = re.compile(r"depends on input Tensor data|Data dependent operator")
 
 
 class Watch:
-    """Looks after each call whether it ran by plans. `graphs_run` counts the runs of planned graphs, `backwards_run` those backward."""
+    """Checks after each call that it ran by plans.
+
+    `graphs_run` and `backwards_run` count runs of planned graphs, forward and backward.
+    """
 
     def __init__(self, on_unplanned: str) -> None:
         self.graphs_run = self.backwards_run = 0
@@ -112,20 +122,22 @@ class Watch:
     def check(
         self, model: str, before: int, room_bytes: Callable[[], int], args: Any, kwargs: Any, result: Any
     ) -> None:
-        """Raise UnplannedError, or warn once, if the call did not run by plans.
+        """Raise UnplannedError, or warn once, if the call ran unplanned.
 
-        `before`: the graphs that had run. `room_bytes`: what there is in the budget beside the plans.
+        `before`: `graphs_run` before the call. `room_bytes`: gives the bytes of the budget that the plans leave free.
         """
+        # Nothing planned ran at all.
         if self.graphs_run == before:
             if _computed(args, kwargs, result):
                 reason = self._reason()
                 self._tell(f"{model} ran without a plan: {reason}; {OF_VALUES if _VALUES.search(reason) else CURE}")
             return
-        # Dynamo decides when it compiles: what it has decided needs to be looked at once.
+        # Dynamo decides at compile time: each compilation is checked once.
         now = (counters["frames"]["total"], torch.is_grad_enabled())
         if now in self._seen:
             return
         self._seen.add(now)
+        # Some ops ran outside the planned graphs: what they keep for backward must fit.
         kept = _kept_outside(args, kwargs, result)
         if (nbytes := sum(kept.values())) > room_bytes():
             what, verb = ", ".join(sorted(kept)[:3]), "keeps" if len(kept) == 1 else "keep"
@@ -135,9 +147,10 @@ class Watch:
             )
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """Before `optimizer` steps on gradients of the models: raise UnplannedError, or warn once, where none came from a planned backward.
+        """Raise UnplannedError, or warn once, if gradients come from no planned backward.
 
-        Not before its second step in a row: the first may be for its state alone, as where a checkpoint is loaded.
+        Called before `optimizer` steps, and only from its second such step in a row: the first may only make its state,
+        as when a checkpoint is loaded.
         """
         before, unplanned = self._steps.get(optimizer, (0, 0))
         unplanned = unplanned + 1 if before == self.backwards_run else 0
@@ -157,7 +170,7 @@ class Watch:
             warnings.warn(message, stacklevel=4)
 
     def _reason(self) -> str:
-        """What Dynamo said last of what it could not trace."""
+        """Dynamo's last message on what it could not trace."""
         if torch._dynamo.config.disable:
             return "torch.compile is switched off (TORCHDYNAMO_DISABLE)"
         said = [text for kind in SAID for text in counters[kind] - self._said_before[kind]]
@@ -174,14 +187,15 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 def _computed(args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether the result has a tensor that was not given: something was computed."""
+    """Whether the result has a tensor that was not among the arguments."""
     given = {id(tensor) for tensor in _tensors(args, kwargs)}
     return any(id(tensor) not in given for tensor in _tensors(result))
 
 
 def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
-    """Bytes that ops of the call, but not of planned graphs, keep for backward, by the op's name."""
+    """Bytes that ops outside the planned graphs keep for backward, by op name."""
     theirs = {t.untyped_storage().data_ptr() for t in _tensors(args, kwargs, result)}
+    # Walk the autograd graph from the result back to the arguments.
     pending = [t.grad_fn for t in _tensors(result) if t.grad_fn is not None]
     seen: set[Node] = {t.grad_fn for t in _tensors(args, kwargs) if t.grad_fn is not None}  # what came before the call
     found: dict[str, int] = {}
@@ -198,7 +212,7 @@ def _kept_outside(args: Any, kwargs: Any, result: Any) -> dict[str, int]:
 
 
 def _saved_bytes(node: Node, theirs: set[int]) -> int:
-    """Bytes of the tensors that `node` saves, parameters and storages of the caller aside."""
+    """Bytes of the tensors that `node` saves, without parameters and the caller's storages."""
     saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
     if hasattr(node, "saved_tensors"):
         saved += node.saved_tensors

@@ -1,4 +1,4 @@
-"""Inductor's own kernels within a budget: its programs of forward and backward are planned and written again.
+"""Inductor's own kernels within a budget, by a plan of its programs.
 
 Inductor compiles a graph as `torch.compile` has it, partition and kernels alike; the bits are those of stock
 `torch.compile`. Both programs are known before the first call, so one plan is made for both, and what PyTorch calls is
@@ -43,10 +43,10 @@ from .calls import CallsOfPlan, Lowered
 from .partitions import PARTITIONS, Partitioned
 
 Running = Callable[[], AbstractContextManager[Recorder | None]]
-"""Makes what a graph runs in, and says who is told what it does, if anybody is."""
+"""Makes the context in which a graph runs; it yields the recorder or None."""
 Capture = Callable[[JointGraph, list[InputInfo], Surroundings], Partitioned[Captured]]
 Plan = Callable[[JointGraph, Capture], Lowered]
-"""Given a joint graph, and how to make a Graph of it: what was chosen, and the graphs that carry its plan out."""
+"""From a joint graph and how to capture it: the chosen capture, and the lowered graphs of its plan."""
 
 
 def compile_with_inductor(
@@ -56,9 +56,9 @@ def compile_with_inductor(
     running: Running,
     partition: float | None = None,
 ) -> Callable[..., Any]:
-    """The callable that runs Dynamo's `module` by `plan` with Inductor's kernels; each graph runs in what `running` gives.
+    """A callable that runs Dynamo's `module` by `plan` with Inductor's kernels.
 
-    `partition` is that of the Options.
+    Each graph runs in the context that `running` makes. `partition` is that of the Options.
     """
     by_partition = _ByPartition(module, examples, running, partition)
     usual = by_partition.usual
@@ -68,7 +68,7 @@ def compile_with_inductor(
 
 
 class _ByPartition:
-    """Dynamo's `module` compiled by the usual partition, and by others when they are asked for."""
+    """`module` compiled by the usual partition, by others on demand."""
 
     def __init__(
         self, module: fx.GraphModule, examples: Sequence[Any], running: Running, partition: float | None
@@ -82,18 +82,24 @@ class _ByPartition:
         self.compiled = {self.usual: self.usual.compiled(module, examples)}
 
     def capture(self, _: JointGraph, inputs: list[InputInfo], surroundings: Surroundings) -> Partitioned[Captured]:
-        """The Graphs of its programs, each made when it is asked for."""
+        """The captured programs of each partition, made on demand."""
         return Partitioned(c.captured(inputs, surroundings) for c in self._all())
 
     def lowered(self, lowered: Lowered) -> Callable[..., Any]:
-        """What runs by this plan. From now on no other partition is made, for which the examples, real tensors, had to be kept."""
+        """The callable that runs by this plan.
+
+        No other partition is made after this, since that needs the examples, real tensors, to be kept.
+        """
         self._compile = None
         chosen = next(c for c in self.compiled if c.partition == lowered[0].partition)
         chosen.run_by(*lowered)
         return self.compiled[chosen]
 
     def _all(self) -> Iterator[_Compiler]:
-        """All that there are; then those that save less, where a backward can compute again, and the user has not chosen."""
+        """All partitions there are, then those that save less.
+
+        The latter only where a backward can recompute and the user has chosen none.
+        """
         yield from list(self.compiled)
         assert self.usual.joint is not None
         if self.usual.joint.tangents and not self._chosen:
@@ -102,7 +108,10 @@ class _ByPartition:
                     yield made
 
     def _made(self, compile_by: Callable[[_Compiler], Callable[..., Any]], partition: float) -> _Compiler | None:
-        """The compiler for one more partition; None where it is one that there is, or nothing that can be planned."""
+        """The compiler for one more partition.
+
+        None where it equals an earlier one, or cannot be planned.
+        """
         if partition in self._tried:
             return None
         self._tried.add(partition)
@@ -115,7 +124,11 @@ class _ByPartition:
 
 @contextmanager
 def _left_out(partition: float) -> Iterator[None]:
-    """While this lasts a further partition is compiled; one like another, that draws again, or that Inductor cannot compile, is left out."""
+    """Context for compiling one more partition, skipped if it fails.
+
+    Skipped are those equal to an earlier one, those that draw random numbers again, and those that Inductor cannot
+    compile.
+    """
     try:
         yield
     except (_SeenBefore, _DrawsAgain):
@@ -125,7 +138,7 @@ def _left_out(partition: float) -> Iterator[None]:
 
 
 class StepPrograms(NamedTuple):
-    """Inductor's `programs` of the `joint` graph of a step by one partition."""
+    """Inductor's `programs` of a step's `joint` graph by one partition."""
 
     joint: JointGraph
     programs: Storages
@@ -135,11 +148,11 @@ class StepPrograms(NamedTuple):
 def programs_of(
     make_module: Callable[[], fx.GraphModule], examples: Sequence[Any], lasting: Sequence[int], partition: float | None
 ) -> Iterator[StepPrograms]:
-    """Inductor's programs of a module on the fake `examples`, which trains: by the usual partition, then by each other one.
+    """Inductor's programs of a training module, one per partition, on fake `examples`.
 
-    `make_module` makes the module, which is changed. Of the inputs those at the positions `lasting` are there from step
-    to step, as Dynamo says of parameters and buffers: to save them for backward costs nothing. `partition` is that of the
-    Options; where it or the user's own setting has chosen, there are no others. The programs run by other means.
+    The usual partition comes first. `make_module` makes the module, which is changed. Inputs at the positions `lasting`
+    stay from step to step, as parameters and buffers do: saving them for backward costs nothing. `partition` is that of
+    the Options; where it or the user's own setting has chosen, there are no others. The programs run by other means.
     Raises UnsupportedError.
     """
     seen: set[Any] = set()
@@ -156,6 +169,7 @@ def programs_of(
             )
         return StepPrograms(compiler.joint, compiler.programs, compiler.partition)
 
+    # The usual partition, then the others.
     usual = programs(partition)
     yield usual
     for other in PARTITIONS[1:] if partition is None and usual.partition == PARTITIONS[0] else ():
@@ -167,7 +181,7 @@ def programs_of(
 
 
 class _Partitioner(CustomPartitionerFn):
-    """The usual partition, of which we hear."""
+    """The usual partitioner, with the result recorded."""
 
     def __init__(self, compiler: _Compiler) -> None:
         self._compiler = compiler
@@ -185,15 +199,18 @@ class _Partitioner(CustomPartitionerFn):
         return parts
 
     def __deepcopy__(self, memo: Any) -> _Partitioner:
-        """Itself: Inductor copies its configuration, and our session must stay one."""
+        """Itself: Inductor copies its configuration, but our session must stay one."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its identity: Inductor's cache pickles the configuration, to find programs by it."""
+        """Its identity: Inductor's cache pickles the configuration as a key."""
         return str, (self.uuid(),)
 
     def uuid(self) -> str:
-        """The identity of the usual partition, and of what Inductor's cache forgets: whether backward may write over what was saved."""
+        """Its identity for Inductor's cache.
+
+        It includes a setting that the cache forgets: whether backward may overwrite saved tensors.
+        """
         return f"overspill: min-cut, donated_buffer={torch._functorch.config.donated_buffer}"
 
 
@@ -202,14 +219,17 @@ class _SeenBefore(UnsupportedError):
 
 
 class _DrawsAgain(UnsupportedError):
-    """Backward would draw again what forward has drawn: other numbers, and wrong gradients (PyTorch's issue 190717)."""
+    """Backward would draw forward's random numbers again, and others.
+
+    The gradients would be wrong (PyTorch's issue 190717).
+    """
 
 
 class _Compiler:
     """Compiles by one partition, and keeps the programs.
 
-    `partition` gives the partition: an `activation_memory_budget`, None for what the user has set. `seen` are the
-    partitions that were compiled before, and `lasting` the inputs that last from step to step where Dynamo has not said it.
+    `partition` is an `activation_memory_budget`, None for what the user has set. `seen` are the partitions that were
+    compiled before, and `lasting` the inputs that stay from step to step where Dynamo has not said it.
     """
 
     def __init__(
@@ -232,7 +252,7 @@ class _Compiler:
         self._lowered: CallsOfPlan | None = None
 
     def compiled(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's `module`, which it changes; it runs once there is a plan."""
+        """Dynamo's `module`, compiled; it changes `module`, and runs once there is a plan."""
         settings = {
             "custom_partitioner_fn": _Partitioner(self),
             # A buffer that is used again for other contents would be one tensor with a hole in its life.
@@ -251,7 +271,10 @@ class _Compiler:
             return compile_fx(module, examples, inner_compile=self._compile, config_patches=settings)
 
     def see(self, parts: tuple[fx.GraphModule, fx.GraphModule]) -> None:
-        """Raises _SeenBefore for a partition like one before, _DrawsAgain for one that trains wrongly."""
+        """Record this partition.
+
+        Raises _SeenBefore for one like an earlier one, _DrawsAgain for one that trains wrongly.
+        """
         names = tuple(tuple(node.name for node in part.graph.nodes) for part in parts)
         if names in self.seen:
             raise _SeenBefore
@@ -264,11 +287,15 @@ class _Compiler:
         self.seen.add(names)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """What PyTorch calls for each graph: Inductor's result, which runs by the plan."""
+        """Inductor's compiled graph, made to run by the plan.
+
+        PyTorch calls this for forward and for backward.
+        """
         is_backward, is_inference = options.get("is_backward", False), options.get("is_inference", False)
         outputs = [n for n in module.graph.find_nodes(op="output")[0].args[0] if isinstance(n, fx.Node)]
         compiled = compile_fx_inner(module, inputs, **options)
         program = _program_of(compiled, BACKWARD if is_backward else FORWARD)
+        # Keep the program; with the second one of a pair the step is known.
         if is_backward:
             assert self._forward is not None
             if (context := TracingContext.try_get()) is not None and context.fw_metadata is not None:
@@ -283,6 +310,7 @@ class _Compiler:
                 self.joint = JointGraph(module, len(program.outputs))
                 self._follow(program, None)
 
+        # Run the lowered graphs in place of the program.
         def run(args: list[Any]) -> Any:
             lowered = self._lowered
             assert lowered is not None  # both programs are planned before the first call
@@ -301,7 +329,7 @@ class _Compiler:
         self.programs = follow(forward, backward, primals, tangents, len(joint.forward_outputs), mode)
 
     def captured(self, inputs: list[InputInfo], surroundings: Surroundings) -> Captured:
-        """The programs' Graph."""
+        """The captured Graph of the programs."""
         assert self.programs is not None
         assert self.joint is not None
         if self._calls is None:
@@ -310,12 +338,15 @@ class _Compiler:
         return replace(found, partition=self.partition)
 
     def run_by(self, captured: Captured, modules: Sequence[fx.GraphModule]) -> None:
-        """From now on it runs by this plan."""
+        """Run by this plan from now on."""
         self._lowered = CallsOfPlan(captured, modules, self._unchecked)
 
 
 def _program_of(compiled: Any, prefix: str) -> Program:
-    """The program that Inductor wrote. Raises UnsupportedError where it wrote none in Python."""
+    """The program that Inductor wrote.
+
+    Raises UnsupportedError where it wrote none in Python.
+    """
     source, namespace = getattr(compiled, "source_code", None), namespace_of(compiled)
     if source is None or not namespace or "async_compile" not in source:
         raise UnsupportedError(

@@ -1,4 +1,8 @@
-"""A value that forward lets require gradients, as peft does with the output of a frozen embedding, ends no graph without need.
+"""Avoids graph breaks at `requires_grad_()` on values that forward computes.
+
+As peft does with the output of a frozen embedding. Dynamo ends a graph there where an output depends on that value, for
+AOTAutograd forgets it. An output that depends on a parameter too requires gradients all the same, and the parameter's
+gradient is the same.
 
 Dynamo ends a graph at `requires_grad_()` where an output follows from that value, for AOTAutograd forgets it. An output that
 follows from a parameter too requires gradients all the same, and what a parameter gets is the same.
@@ -22,13 +26,13 @@ PLAIN: Callable[..., None] | None = getattr(OutputGraph, CHECK, None)
 
 
 def follow_leaves(follows: bool) -> None:
-    """From now on Dynamo does so, or as ever."""
+    """Switch Dynamo's check for such values to ours, or back."""
     if PLAIN is not None:
         setattr(OutputGraph, CHECK, _check if follows else PLAIN)
 
 
 def _check(graph: OutputGraph, outputs: Sequence[Any], tx: Any) -> None:
-    """Dynamo's own look, at those outputs that no parameter leads to."""
+    """Dynamo's own check, limited to outputs that depend on no parameter."""
     assert PLAIN is not None
     trained: set[fx.Node] = set()
     for node in graph.graph.nodes:

@@ -1,9 +1,9 @@
-"""The best plan over several partitions of one joint graph into forward and backward.
+"""The best plan over several forward-backward partitions of one joint graph.
 
-What forward saves for backward, and what backward computes again within its own kernels, is decided before there are
-kernels: by PyTorch's min-cut partitioner, which saves less where `activation_memory_budget` says so. So each partition
-gives programs of its own, and a plan of its own. Making programs takes as long as compiling does: others than the usual
-one are made only where its plan is slower than the step unmanaged, or there is none, and then only as long as
+What forward saves for backward, and what backward recomputes within its own kernels, is decided before there are
+kernels: by PyTorch's min-cut partitioner, which saves less for a smaller `activation_memory_budget`. So each partition
+gives programs of its own, and a plan of its own. Making programs takes as long as compiling does. Other partitions than
+the usual one are made only where its plan is slower than the unmanaged step, or there is none, and only as long as
 saving less is faster.
 """
 
@@ -21,11 +21,14 @@ from .beside import C
 PARTITIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Values of `activation_memory_budget`; the first is PyTorch's own."""
 SLOWER = 1.02
-"""A plan that takes so many times the unmanaged step, at most, is good enough."""
+"""A plan of at most this many times the unmanaged step's time ends the search."""
 
 
 class Partitioned(Generic[C]):
-    """What is captured of a step by each partition, the usual one first; the others are made when they are first asked for."""
+    """Captures of a step, one per partition, the usual one first.
+
+    The others are made when they are first asked for.
+    """
 
     def __init__(self, captured: Iterable[C]) -> None:
         self._rest = iter(captured)
@@ -41,17 +44,21 @@ class Partitioned(Generic[C]):
 
     @property
     def graph(self) -> Graph:
-        """The step by the usual partition, which is what stock torch.compile runs: shares of a budget are of this."""
+        """The usual partition's graph, as stock torch.compile runs it.
+
+        Budgets given as shares are shares of its peak.
+        """
         return self._found[0].graph
 
     def of(self, graph: Graph) -> C:
-        """What `graph` is of."""
+        """The capture that `graph` belongs to."""
         return next(captured for captured in self._found if captured.graph is graph)
 
     def best_plan(self, plan: Callable[[C], Plan]) -> Plan:
-        """The fastest of the plans that `plan` makes, by simulation; one that is good enough ends the search.
+        """The fastest plan of all partitions, by simulation.
 
-        Raises InfeasibleBudget where no partition has a plan, with the least floor.
+        A plan within SLOWER of the unmanaged step ends the search. Raises InfeasibleBudget where no partition has a
+        plan, with the least floor.
         """
         best: Plan | None = None
         refusal: InfeasibleBudget | None = None
@@ -63,6 +70,7 @@ class Partitioned(Generic[C]):
                 if refusal is None or error.floor_bytes < refusal.floor_bytes:
                     refusal = error
                 continue
+            # Stop when a plan is good enough, or saving less is no longer faster.
             if captured is self._found[0]:
                 enough = SLOWER * found.in_core_seconds
             if best is not None and found.step_seconds >= best.step_seconds:

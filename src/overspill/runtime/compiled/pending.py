@@ -1,4 +1,8 @@
-"""Calls whose backward is still to come: which of them have been there at once, of one model or of several.
+"""Calls whose backward is still to come, of one model or several.
+
+A call is known by its node in the autograd graph. It is over when that node begins to run, unless autograd was asked to
+retain the graph, or when the node is dropped with the call's outputs. Not when the node has run: a hook at that time
+would make autograd keep the incoming gradients.
 
 A call is known by its node in the autograd graph. It is over when that node begins to run, unless autograd was told to
 keep what it saved, or when the node is dropped with the call's outputs. Not when the node has run: for hooks of that
@@ -18,29 +22,35 @@ import torch
 from torch.autograd.graph import Node
 
 Part = tuple[int, ...]
-"""What tells a part of the job apart from others, over compilations too: its model, and the parameters that it reads."""
+"""Key of a part of the job that survives recompilation: its model, and the parameters that it reads."""
 
 
 class Kind(NamedTuple):
-    """What tells a graph apart from others, over compilations too: its part of the job, and the kinds of its inputs."""
+    """Key of a graph that survives recompilation: its part, and its inputs' kinds."""
 
     part: Part
     inputs: tuple[Any, ...]
 
 
 class PendingCalls:
-    """Follows calls from forward to backward. `beside`: which others were there, at most, when one of a kind ran."""
+    """Follows calls from forward to backward.
+
+    `beside`: for each kind of call, the most others that were pending when it ran.
+    """
 
     def __init__(self) -> None:
         self.beside: dict[Kind, Counter[Kind]] = {}
         self._alive: dict[weakref.ref[Node], Kind] = {}
 
     def __len__(self) -> int:
-        """How many calls are pending."""
+        """The number of pending calls."""
         return len(self._alive)
 
     def begin(self, node: Node, kind: Kind, before_backward: Callable[[weakref.ref[Node]], None]) -> None:
-        """A call's forward has run; `before_backward` is called, with what tells the call apart, when its backward begins."""
+        """Add a call whose forward has run.
+
+        `before_backward` is called with the call's reference when its backward begins.
+        """
         call = weakref.ref(node, self._over)
         self._alive[call] = kind
 
@@ -52,12 +62,12 @@ class PendingCalls:
         node.register_prehook(before)
 
     def others(self, call: weakref.ref[Node] | None) -> Counter[Kind]:
-        """The pending calls besides `call`, by their kinds."""
+        """Pending calls other than `call`, counted by kind."""
         alive = self._alive.copy()  # a node may be dropped at any moment
         return Counter(kind for ref, kind in alive.items() if ref is not call)
 
     def learn(self, kind: Kind, others: Counter[Kind]) -> None:
-        """Calls `others` were there when one of `kind` ran."""
+        """Record that `others` were pending when a call of `kind` ran."""
         self.beside[kind] = self.beside.get(kind, Counter()) | others
 
     def _over(self, call: weakref.ref[Node]) -> None:

@@ -1,4 +1,4 @@
-"""What a session keeps of each plan that it has made."""
+"""What a session keeps of each of its plans."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .pending import Kind, Part
 
 
 class Step(Protocol):
-    """What a session asks of a train step."""
+    """What a session needs of a train step."""
 
     def join(self, beside: Callable[[], int]) -> None:
-        """Leave room for what `beside` gives."""
+        """Leave room for the bytes that `beside` returns."""
 
     def kept_bytes(self) -> int:
-        """Bytes between two steps."""
+        """Bytes that it keeps between two steps."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Which graph of the model is planned: Dynamo's frame, and whether a graph break follows it."""
+    """Which graph of the model: Dynamo's frame id, and whether a graph break follows."""
 
     id: int
     broken: bool
@@ -35,9 +35,9 @@ class Frame:
 
 @dataclass
 class Planned:
-    """One plan, of one graph of a part of the models: each input shape, and evaluation, has its own.
+    """A plan of one graph; each input shape, and evaluation, has its own.
 
-    Between its forward and its backward it leaves `retained_bytes` on the device; it has `room` for what others leave.
+    Between forward and backward it keeps `retained_bytes` on the device; `room` is what it leaves to others.
     """
 
     frame: Frame
@@ -47,22 +47,22 @@ class Planned:
     room: Room
     parameters: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
-    """At which positions the caller passes inputs."""
+    """Positions of the caller's inputs among the arguments."""
     beside: Counter[Kind] = field(default_factory=Counter)
-    """Calls that are known to be pending when it runs."""
+    """Calls known to be pending when it runs."""
     reserved_bytes: int = 0
-    """What has to be set aside for what runs between its forward and its backward."""
+    """Bytes reserved for what runs between forward and backward."""
     partition: float | None = None
-    """The `activation_memory_budget` of the partition that it is of, with Inductor's kernels."""
+    """The `activation_memory_budget` of its partition, with Inductor's kernels."""
 
     @property
     def part(self) -> Part:
-        """The part of the job that it is for."""
+        """The part of the job that it belongs to."""
         return self.kind.part
 
     @property
     def least_peak_bytes(self) -> int:
-        """The peak, if no more is set aside than has to be: what it has left it sets aside for graphs that follow."""
+        """Peak bytes without the spare room reserved for later graphs."""
         ops = self.plan.graph.ops
         spare = {op.id: max(0, op.workspace_bytes - self.reserved_bytes) for op in ops if op.name == REST}
         each = (

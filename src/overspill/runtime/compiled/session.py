@@ -1,4 +1,7 @@
-"""A session: the compiled models that share a budget, its store, and the plans of all graphs that Dynamo finds in them."""
+"""A session: the compiled models that share one budget.
+
+It owns their store and the plans of all graphs that Dynamo finds in them.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +60,9 @@ from .planned import Frame, Planned, Step
 from .session_budget import SessionBudget
 
 MOST_ROUNDS = 4
-"""How often plans are made anew because several parts keep more at once than was known."""
+"""Most rounds of replanning because concurrent calls keep more than the plans assumed."""
 MOST_WAITING = 1024
-"""So many calls plans that are out of date stay in use while any call waits for its backward."""
+"""Calls for which outdated plans stay in use while any backward is pending."""
 TOGETHER = "keeps what several models need for backward at once"
 _LOG = logging.getLogger("overspill")
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -71,7 +74,10 @@ def plan_captured(options: Options, captured: HasGraph, device: Device, budget_b
 
 
 class Session(PlannedPeaks):
-    """Plans every graph of the models compiled in it within one budget, and owns the engine that moves their tensors.
+    """Compiled models that share one budget, one store and one transfer engine.
+
+    Every graph of the models is planned within the budget. Several models of one job (a GAN, teacher and student) share
+    a budget when they are given one session:
 
     Several models of one job (a GAN, teacher and student) share a budget when they are given one session:
 
@@ -95,9 +101,9 @@ class Session(PlannedPeaks):
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
         self.recorder: Recorder | None = None
-        """Who is told what the models do, while anybody is."""
+        """The recorder of the running `overspill.record`, or None."""
         self.steps: LiveSteps | None = None
-        """What leads the live pool, if one serves the models."""
+        """Drives the live pool through the steps, if the placement has one."""
         self.followed = Followed(parameters, optimizers)
         self._planned: list[Planned] = []
         self._engine: TransferEngine | None = None
@@ -108,57 +114,63 @@ class Session(PlannedPeaks):
         self._where = torch.device("cpu")
         self.arenas = Arenas()
         self.outdated = False
-        """Whether plans have to be made anew, for something has come to the device that they do not know of."""
+        """Whether to plan again, since something on the device is unknown to the plans."""
         self._budget = SessionBudget(self.options)
-        self._keeps: Counter[Kind] = Counter()  # what a call of each kind keeps by its last plan
+        self._keeps: Counter[Kind] = Counter()  # bytes kept for backward by the last plan of each kind of call
         self._rounds = 0
         self._steps: weakref.WeakSet[Step] = weakref.WeakSet()
         self._waited = 0
         self._bystanders = Bystanders()
-        self._late: set[Kind] = set()  # calls of which inputs come when others are pending already
+        self._late: set[Kind] = set()  # kinds of calls whose inputs arrive while others are pending
         self.pending = PendingCalls()
         self._problems: dict[Kind, Problem[Any]] = {}
-        self._rooms: dict[Kind, Room] = {}  # that calls leave to one another, of those that are pending at once
+        self._rooms: dict[Kind, Room] = {}  # bytes reserved for concurrent calls
         self._settled: tuple[bool, dict[Kind, Counter[Kind]]] = False, {}
         self.replans = False
-        """Whether it is called before each call of a model, and so can plan anew."""
+        """Whether `begin_call` is called before each model call, so that replanning is possible."""
         self._calling = 0  # which model is called, where there are several
         self._models = 0  # that were added
         _SESSIONS.add(self)
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
-        """Tell the session of parameters that it may not know; those that are gone it forgets."""
+        """Add parameters by weak reference; those that are gone are dropped."""
         self.followed.follow(parameters)
 
     def watch(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Tell the session of the module's parameters and the optimizer, before the first call."""
+        """Register the module's parameters and its optimizer before the first call."""
         self.follow(module.parameters())
         self.followed.optimizers = [optimizer]
 
     def add(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] | None) -> None:
-        """Another model of the job; without `optimizers` those that step on its parameters are found."""
+        """Add another model of the job.
+
+        Without `optimizers`, those that step on its parameters are found.
+        """
         self._models += 1
         self.followed.add(parameters, optimizers)
         self.outdated |= bool(self._planned)
 
     def add_step(self, step: Step) -> None:
-        """A `train_step` of the job: while it runs, or a compiled model does, the others keep what they have between steps."""
+        """Add a `train_step` to the job.
+
+        While it or a compiled model runs, the others keep their tensors of between steps on the device.
+        """
         ours, itself = weakref.ref(self), weakref.ref(step)
         self._steps.add(step)
         step.join(lambda: 0 if (session := ours()) is None else session._kept_bytes(besides=itself()))
         self.outdated |= bool(self._planned)
 
     def _kept_bytes(self, besides: Step | None = None) -> int:
-        """What the train steps of the job, and its compiled models, have on the device between two steps."""
+        """Bytes that train steps and compiled models keep between steps."""
         steps = sum(step.kept_bytes() for step in self._steps if step is not besides)
         return steps if besides is None else steps + self.followed.kept_bytes()
 
     def place_live(self, where: str | torch.device = "cuda", budget_bytes: int = 0) -> None:
-        """From now on, give the blocks of each step real addresses as the session's placement asks for.
+        """Serve each step's allocations from the live pool that `placement` names.
 
-        On CUDA that is for all that PyTorch allocates; raises RequestError where it has begun to use the GPU already, and for a
-        placement that cannot work there. Without a placement of that kind nothing happens. On the CPU the first plan does it,
-        for its budget.
+        On CUDA that is for all that PyTorch allocates. Raises RequestError where PyTorch has used the GPU already, and
+        for a placement that cannot work there. Other placements change nothing. On the CPU the first plan calls this
+        with its budget.
         """
         device, options = torch.device(where), self.options
         if not check_live(options.placement, options.backend, device):
@@ -170,7 +182,7 @@ class Session(PlannedPeaks):
 
     @contextmanager
     def running(self) -> Iterator[Recorder | None]:
-        """While this lasts a planned graph of the models runs; who is told what it does, if anybody is."""
+        """Run a planned graph; yields the recorder or None."""
         self.watch_calls.graphs_run += 1
         if self.recorder is not None:
             self.recorder.begin_step(self._where)
@@ -183,17 +195,17 @@ class Session(PlannedPeaks):
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in force, one for each graph of the model, in the order in which they were made."""
+        """The current plans, one per graph, in the order they were made."""
         return [planned.plan for planned in self._planned]
 
     @property
     def train_steps(self) -> list[Step]:
-        """Those that share the budget."""
+        """The train steps that share the budget."""
         return list(self._steps)
 
     @property
     def partitions(self) -> list[float | None]:
-        """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
+        """The `activation_memory_budget` of each plan's partition; None with eager kernels."""
         return [planned.partition for planned in self._planned]
 
     @property
@@ -203,50 +215,54 @@ class Session(PlannedPeaks):
 
     @property
     def device(self) -> torch.device:
-        """Where the models run, as far as they have."""
+        """The device that the models last ran on."""
         return self._where
 
     @property
     def measured_times(self) -> MeasuredTimes | None:
-        """Op times of the run so far, if the session profiles."""
+        """Measured op times so far, if the session profiles."""
         return self.timer.times(self.device_name) if self.timer is not None else None
 
     @property
     def pool(self) -> PoolReport | None:
-        """What became of the live pool, if the placement asks for one and a step has run."""
+        """Statistics of the live pool, once a step has run; else None."""
         return None if self.steps is None else self.steps.report()
 
     def room_bytes(self) -> int:
-        """What the budget has room for beside every plan: what was set aside, and what the plans leave."""
+        """Bytes of the budget free alongside every plan, the reserve included."""
         aside = 0 if self.options.reserve is None else parse_bytes(self.options.reserve)
-        # The plan of a graph that others follow has set aside all that it can for them, and for what runs between them.
+        # A graph before a graph break has reserved all it can for later graphs, and for what runs between them.
         last = [p.plan for p in self._planned if not p.frame.broken]
         return aside + min((plan.budget_bytes - plan.peak_bytes for plan in last), default=0)
 
     def close(self) -> None:
-        """End the transfer threads and give the store back."""
+        """Stop the transfer threads and release the store."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
     def gradients_are_kept(self) -> bool:
-        """Whether any parameter of the model has a gradient now."""
+        """Whether any parameter of the models has a gradient now."""
         return self.followed.gradients_are_kept()
 
     def forget_plans(self) -> None:
-        """Drop the plans, before the models are compiled anew."""
+        """Drop all plans, before the models are compiled again."""
         self._planned.clear()
         self.arenas.give_back()
         self._budget.forget()
         self.outdated = False
 
     def begin_call(self, model: int) -> None:
-        """Before each call of one of its models: plan anew where plans are out of date. Raises InfeasibleBudget where that does not end."""
+        """Called before each model call: plan again where plans are outdated.
+
+        Raises InfeasibleBudget where the plans do not settle within MOST_ROUNDS rounds.
+        """
         self._calling = model
         if not self.outdated or not self._may_plan_anew():
             return
         if self.settle():
             self._rounds = 0  # there is always an end to what calls can be beside one another
+        # Give up after some rounds: what calls keep does not settle within this budget.
         self._rounds += 1
         if self._rounds > MOST_ROUNDS:
             worst = max(self._planned, key=self._needs)
@@ -257,11 +273,12 @@ class Session(PlannedPeaks):
                 floor_bytes=self._needs(worst),
                 cause="what several models keep for their backward at once",
             )
+        # Compile again: each graph is then planned with what is known now.
         self.forget_plans()
         torch._dynamo.reset()
 
     def _may_plan_anew(self) -> bool:
-        """Not in the middle of a step, whose calls would all be compiled again one by one."""
+        """Whether no step is under way, whose calls would be recompiled one by one."""
         self._waited += 1
         if len(self.pending) and self._waited < MOST_WAITING:
             return False
@@ -279,10 +296,14 @@ class Session(PlannedPeaks):
         capture: Callable[..., C],
         make: Callable[[Options, C, Device, int], Plan] = plan_captured,
     ) -> tuple[C, Planned]:
-        """The graph of `frame`, as `capture` makes it, and its plan, as `make` makes that. Raises InfeasibleBudget when the budget cannot be met."""
+        """Capture the graph of `frame` with `capture` and plan it with `make`.
+
+        Returns the captured graph and its plan. Raises InfeasibleBudget when the budget cannot be met.
+        """
         where = torch_device(examples)
         device = device_for(self.options, where)
         self.device_name, self._where = device.name, where
+        # Which call this is, and which others are pending when it runs.
         trains = bool(joint.tangents)
         here = [e for e in examples if isinstance(e, nn.Parameter)]
         part = self._part(examples)
@@ -292,6 +313,7 @@ class Session(PlannedPeaks):
         others = retained + sum(
             count * self._keeps[other] for other, count in beside.items() if other.part[0] != part[0]
         )
+        # What the device holds outside this graph, and the budget left for it.
         surroundings = self._surroundings(
             joint, here, self._kept_bytes() + (0 if trains else others), self._beside(joint, inputs, examples)
         )
@@ -301,6 +323,7 @@ class Session(PlannedPeaks):
         given = [i for i, info in enumerate(inputs) if info.kind is TensorKind.INPUT]
         with infeasible_for("training" if trains else "evaluation", (examples[i] for i in given)):
             captured, plan, room, budget = self._made(problem, kind, room, budget, retained)
+        # Set the live pool's limit and record the plan.
         if where.type == "cpu":
             self.place_live(where, budget)
         if self.steps is not None:
@@ -320,7 +343,7 @@ class Session(PlannedPeaks):
         return captured, planned
 
     def captured_again(self, planned: Planned, joint: JointGraph) -> Captured:
-        """The graph of a plan, captured from another trace of the same part."""
+        """The graph of `planned`, captured from another trace of the same part."""
         problem = replace(self._problems[planned.kind], joint=joint)
         captured: Captured = problem.captured(planned.room, planned.plan.budget_bytes)
         return captured
@@ -328,9 +351,10 @@ class Session(PlannedPeaks):
     def _made(
         self, problem: Problem[C], kind: Kind, room: Room, budget: int, retained: int
     ) -> tuple[C, Plan, Room, int]:
-        """A graph and its plan; the room that it leaves to others, and the budget, which are not those given where these do not do.
+        """A captured graph, its plan, its room for concurrent calls, and the budget.
 
-        The model's other frames keep `retained` bytes. Raises InfeasibleBudget.
+        Room and budget may differ from those given, where these are too small. The model's other frames keep `retained`
+        bytes. Raises InfeasibleBudget.
         """
         trains = bool(problem.joint.tangents)
         try:
@@ -352,7 +376,7 @@ class Session(PlannedPeaks):
         return *self._within(problem, room if trains else ALONE, budget), room, budget
 
     def _enough(self, problem: Problem[Any], budget: int) -> int:
-        """A budget with which a graph has a plan beside what the model's frames before it keep by their plans in that budget."""
+        """A budget in bytes that also fits what earlier frames of the model keep."""
         before = {p.frame.id: self._problems[p.kind] for p in self._planned if self._is_before(p)}
         while True:
             pending = 0
@@ -365,18 +389,27 @@ class Session(PlannedPeaks):
                 return budget
 
     def _within(self, problem: Problem[C], room: Room, budget: int) -> tuple[C, Plan]:
-        """A graph and its plan within the budget, which on CUDA is that of a card. Raises InfeasibleBudget."""
+        """Capture and plan within `budget` bytes; on CUDA that of a card.
+
+        Raises InfeasibleBudget.
+        """
         return within_budget(self.options, problem.device, budget, lambda live: problem.planned(room, live))
 
     def _known_beside(self, kind: Kind) -> Counter[Kind]:
-        """Calls that the plan of a call of `kind` has to leave room for: those that were settled, or what is seen of other models."""
+        """Concurrent calls that a call of `kind` must leave room for.
+
+        Those that were settled, else what has been seen of other models.
+        """
         seen = self.pending.beside.get(kind, Counter())
         if kind in self._rooms:
             return Counter(seen)
         return Counter({k: n for k, n in (seen | self.pending.others(None)).items() if k.part[0] != kind.part[0]})
 
     def _plan_anew(self, what: str) -> None:
-        """At the next occasion; until then the user is told what this step does that the plans do not know."""
+        """Mark the plans outdated, and warn that this step may exceed the budget.
+
+        `what` says what the step does that the plans do not know.
+        """
         if not self.outdated:
             self.outdated = True
             later = (
@@ -388,15 +421,20 @@ class Session(PlannedPeaks):
             )
 
     def see(self, planned: Planned, args: Sequence[Any] = (), call: weakref.ref[Node] | None = None) -> None:
-        """A graph is about to run, forward on `args` or (then with its `call`) backward: look which other calls are pending."""
+        """Note which other calls are pending when a planned graph runs.
+
+        Called before forward, with `args`, and before backward, with its `call`.
+        """
         self._reserved.look(lambda: self.reserved_bytes, self._where)
         beside = self.pending.others(call)
         if beside <= planned.beside:
             return
+        # More calls are concurrent than the plan knew.
         planned.beside |= beside
         if any(isinstance(args[i], Tensor) and args[i] not in self._bystanders for i in planned.given if args):
             self._late.add(planned.kind)
         self.pending.learn(planned.kind, planned.beside)
+        # Plan again if any of them no longer fits.
         together = [planned, *(p for p in self._planned if p.kind in beside)]
         if planned.beside.keys() <= self._problems.keys() and any(
             self._needs(p) > p.plan.budget_bytes for p in together
@@ -406,7 +444,7 @@ class Session(PlannedPeaks):
             self._plan_anew(TOGETHER if several else calls)
 
     def _needs(self, planned: Planned) -> int:
-        """The peak of a plan beside all that is now known to be pending when it runs."""
+        """Peak bytes of a plan with all calls known to be concurrent with it."""
         room, problem = planned.room, self._problems.get(planned.kind)
         sums = is_summed(planned.kind, self.pending.beside)
         needed = room_beside(planned.kind, planned.beside, self._problems, self._keeps, sums=sums)
@@ -416,9 +454,9 @@ class Session(PlannedPeaks):
         return planned.least_peak_bytes + more
 
     def settle(self) -> bool:
-        """Settle what calls leave to one another that are pending at once; whether there is anything new in that.
+        """Settle how many bytes concurrent calls leave to one another.
 
-        Raises InfeasibleBudget where they do not fit beside one another.
+        Returns whether anything changed. Raises InfeasibleBudget where they do not fit together.
         """
         known = {kind: others for kind, others in self.pending.beside.items() if others}
         if (self.accumulates, known) == self._settled:
@@ -429,10 +467,13 @@ class Session(PlannedPeaks):
         return True
 
     def _settled_again(self, problem: Problem[Any], kind: Kind) -> Room:
-        """The room of a call around which there is more than when the calls were settled. Raises InfeasibleBudget as `settle` does."""
+        """The room of a call that has more concurrent calls than when rooms were settled.
+
+        Raises InfeasibleBudget as `settle` does.
+        """
         self._problems[kind] = self._as_known(kind, problem)
         self._make_room({kind: others for kind, others in self.pending.beside.items() if others})
-        self.outdated = True  # the plans of the others are by the rooms before
+        self.outdated = True  # the other plans are for the rooms before
         return self._rooms.get(kind, ALONE)
 
     def _make_room(self, known: dict[Kind, Counter[Kind]]) -> None:
@@ -441,12 +482,15 @@ class Session(PlannedPeaks):
             self._rooms = settlement.rooms(self._budget.settle(settlement, self.plans))
 
     def _as_known(self, kind: Kind, problem: Problem[Any]) -> Problem[Any]:
-        """A problem with what has been seen of its calls since."""
+        """`problem` updated with what has been seen of its calls since."""
         around = replace(problem.surroundings, accumulates=self.accumulates)
         return replace(problem, late=kind in self._late, surroundings=around)
 
     def _retained_elsewhere(self, frame: Frame) -> int:
-        """What the model's other frames leave between their forward and their backward: of each, the most of any plan."""
+        """Bytes that the model's other frames keep between forward and backward.
+
+        Of each frame, the most of any plan.
+        """
         found: dict[int, int] = {}
         for planned in self._planned:
             if planned.frame.id != frame.id and self._is_before(planned):
@@ -454,11 +498,11 @@ class Session(PlannedPeaks):
         return sum(found.values())
 
     def _is_before(self, planned: Planned) -> bool:
-        """Whether it is of the model that is called, and may keep something for its backward."""
+        """Whether it belongs to the model being called, and may keep something for backward."""
         return planned.part[0] == self._calling and planned.kind in self._problems
 
     def _tell_of_other_sessions(self, where: torch.device) -> None:
-        """Warn where the plans of several sessions exceed the device together."""
+        """Warn where the plans of several sessions together exceed the device."""
         others = sum(s.peak_bytes for s in _SESSIONS if s is not self and s.followed.parameters)
         if others and self.peak_bytes + others > (whole := usable_bytes(where)):
             warnings.warn(
@@ -468,7 +512,7 @@ class Session(PlannedPeaks):
             )
 
     def engine_for(self, plan: Plan, device: torch.device) -> int:
-        """The number of the engine, with room in its store for what `plan` offloads."""
+        """The transfer engine's number, with store space for what `plan` offloads."""
         if device.type == "cpu":
             suit_heap(plan.unmanaged_peak_bytes)
         if self._engine is None:
@@ -479,7 +523,7 @@ class Session(PlannedPeaks):
         return self._engine_number
 
     def _beside(self, joint: JointGraph, inputs: list[InputInfo], examples: Sequence[Any]) -> list[int]:
-        """Bytes of each batch that is there besides the graph's inputs, where the loss is outside."""
+        """Bytes of each batch on the device outside the graph, if the loss is."""
         outputs = outputs_of(joint)
         if not joint.tangents or not outputs or self.options.reserve is not None:
             return []
@@ -500,9 +544,13 @@ class Session(PlannedPeaks):
         return self._calling, *(id(e) for e in examples if isinstance(e, nn.Parameter))
 
     def _check_whole(self, budget: int, here: list[nn.Parameter], frame: Frame) -> None:
-        """Refuse a further graph whose parameters' gradients no longer fit beside the backward of an earlier one."""
+        """Refuse a later graph whose gradients do not fit alongside an earlier backward.
+
+        Raises InfeasibleBudget.
+        """
         for planned in self._planned:
             known = set(planned.parameters) | {id(p) for p in self.followed.parameters}
+            # Twice: parameter and gradient.
             new = sum(2 * p.nbytes for p in here if id(p) not in known)
             if new and planned.frame.id != frame.id and planned.least_peak_bytes + new > budget:
                 raise InfeasibleBudget(

@@ -1,4 +1,4 @@
-"""The budget of a session in bytes: what was asked for, once the steps that it may follow from are known."""
+"""A session's budget in bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _LOG = logging.getLogger("overspill")
 
 
 class SessionBudget:
-    """One that follows from a step is fixed by the first that trains, and holds for all graphs of the session."""
+    """Turns the requested budget into bytes.
+
+    A relative budget is fixed by the first step that trains, and holds for all graphs of the session.
+    """
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -31,7 +34,7 @@ class SessionBudget:
         self._live = 0
 
     def forget(self) -> None:
-        """The steps that it follows from are planned anew."""
+        """Forget the fixed budget, before its steps are planned again."""
         self._counted.clear()
         self._fixed = None
 
@@ -45,12 +48,13 @@ class SessionBudget:
         is_settled: bool,
         plans: Iterable[Plan],
     ) -> int:
-        """The budget for one graph, of live bytes or of a card; `is_settled`: calls of its kind have their room beside others.
+        """The budget in bytes for one graph: live bytes, or a card's.
 
-        `plans` are those of the session so far.
+        `is_settled`: calls of its kind have their room alongside others. `plans` are those of the session so far.
         """
         if not self._options.limit.is_relative:
             return fixed_budget(self._options, problem.device, where)
+        # A relative budget follows from the first training step.
         captured = problem.captured(replace(room, keep_bytes=None), 0)
         graph = captured.graph
         counted = (*kind.part, len(graph.ops))
@@ -69,7 +73,10 @@ class SessionBudget:
         return self._fixed
 
     def grow(self, problem: Problem[Any], room: Room, error: InfeasibleBudget) -> int:
-        """The smallest budget, where a graph needs more than those before it: that of a further model, or of a larger batch."""
+        """The new smallest budget, where a graph needs more than those before.
+
+        Such a graph is that of a further model, or of a larger batch.
+        """
         needed = error.floor_bytes
         if not is_of_card(self._options, problem.device):
             captured = problem.captured(replace(room, keep_bytes=None), 0)
@@ -79,7 +86,10 @@ class SessionBudget:
         return needed
 
     def settle(self, settlement: Settlement, plans: Iterable[Plan]) -> int:
-        """The live bytes that calls beside one another may have, by the `plans` in force, or those before them."""
+        """Live bytes for concurrent calls together.
+
+        By the `plans` in force, or those before them.
+        """
         limit = self._options.limit
         if not limit.is_relative:
             self._live = max((plan.budget_bytes for plan in plans), default=self._live)

@@ -1,4 +1,12 @@
-"""What autograd hands to a compiled graph's backward: nothing for some outputs, or gradients in another order in memory.
+"""Gradients that autograd passes to backward: some None, some with other strides.
+
+AOTAutograd replaces None by zeros, and passes zeros on where eager gives None: an optimizer then makes state for
+parameters that it leaves alone in eager, and weight decay changes them. So gradients that depend only on None are None
+here too.
+
+It also copies a gradient into the strides that backward was traced for, the output's. Kernels whose rounding depends on
+the order of their input then differ from eager, and so do those after a sum with such zeros. So for gradients of other
+strides, or None, backward is traced again, and follows the first plan as far as that goes.
 
 AOTAutograd makes zeros of nothing, and gives zeros on where eager gives nothing: an optimizer then makes state for parameters that it
 leaves alone in eager, and weight decay changes them. So gradients that follow from nothing are nothing here too.
@@ -29,11 +37,11 @@ from overspill.capture.compiled.effects import is_token
 from overspill.capture.compiled.joint import JointGraph
 
 Layout = tuple[tuple[int, ...] | None, ...]
-"""The strides of the gradients of a graph's outputs, in their order; None where nothing is given."""
+"""Strides of the gradients of a graph's outputs, in their order; None where the gradient is None."""
 
 
 class _Given(threading.local):
-    """What the backward that is about to run in this thread is given, one for each output."""
+    """Gradients for the next backward in this thread, one per output."""
 
     gradients: Sequence[Any] = ()
 
@@ -42,12 +50,15 @@ _GIVEN = _Given()
 
 
 def begin_backward(given: Sequence[Any]) -> None:
-    """Backward of a graph is about to run, and is `given` these, one for each output."""
+    """Store the gradients `given` to the backward about to run."""
     _GIVEN.gradients = given
 
 
 class Gradients:
-    """The gradients that a joint graph's backward is given and gives; of each of these, the outputs from whose gradients it follows."""
+    """Gradients that a joint graph's backward takes and returns.
+
+    For each returned one it knows the outputs whose gradients it depends on.
+    """
 
     def __init__(self, joint: JointGraph) -> None:
         # Tokens, by which AOTAutograd orders checks of matrices, stand before the outputs and behind their gradients.
@@ -57,6 +68,7 @@ class Gradients:
         self._can_differ = len(tangents) == len(joint.tangents)
         self._outputs = [number[repr(tangent.meta["desc"].output)] for tangent in tangents]
         self._layout: Layout = tuple(tangent.meta["val"].stride() for tangent in tangents)
+        # Propagate through the graph which outputs' gradients each node depends on.
         follows: dict[fx.Node, frozenset[int]] = {
             tangent: frozenset({output}) for tangent, output in zip(tangents, self._outputs, strict=True)
         }
@@ -65,7 +77,7 @@ class Gradients:
         self._follow = [follows.get(output, frozenset()) for output in joint.backward_outputs]
 
     def given(self) -> tuple[dict[int, Tensor], Layout | None]:
-        """The gradients of this backward, by their number among its inputs, and their strides if not those of the trace."""
+        """This backward's gradients by input number; strides if not the traced ones."""
         given, _GIVEN.gradients = _GIVEN.gradients, ()
         self._absent = frozenset(i for i, gradient in enumerate(given) if gradient is None)
         there = {i: given[output] for i, output in enumerate(self._outputs) if given and given[output] is not None}
@@ -73,19 +85,19 @@ class Gradients:
         return there, layout if given and self._can_differ and layout != self._layout else None
 
     def of(self, made: Sequence[Any]) -> list[Any]:
-        """What backward has `made`, without the gradients that are zeros only because nothing was given."""
+        """Backward's results, with None where every gradient it depends on was None."""
         return [None if why and why <= self._absent else one for one, why in zip(made, self._follow, strict=True)]
 
 
 def fake_examples(examples: Sequence[Any]) -> list[Any]:
-    """`examples` without their bytes, for another trace."""
+    """`examples` as fake tensors, for another trace."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
 
 
 @contextmanager
 def laid_out(layout: Layout) -> Iterator[None]:
-    """While this lasts AOTAutograd traces backward for gradients of these strides."""
+    """Context in which AOTAutograd traces backward for gradients of these strides."""
     name, strides = "coerce_tangent_and_suggest_memory_format", iter(layout)
     plain = getattr(collect_metadata_analysis, name)
 
@@ -101,15 +113,17 @@ def laid_out(layout: Layout) -> Iterator[None]:
 
 
 def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
-    """Leave out of `joint` the sums with gradients that follow from nothing, as autograd does, and those gradients.
+    """Remove sums with absent gradients from `joint`, as autograd does.
 
-    What follows from one of the other summands is described anew: its strides may be others, and it may be a view of it.
+    `layout` has None for an absent gradient. What depends on the remaining summand gets new metadata: its strides may
+    differ, and it may be a view of it.
     """
     tangents = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
     absent = {tangent for tangent, strides in zip(tangents, layout, strict=True) if strides is None}
     if not absent:
         return
     follows, others = set(tangents), set[fx.Node]()
+    # A node is absent if all its gradients are; a sum with one absent is its other summand.
     for node in list(joint.graph.nodes):
         given = [n for n in node.all_input_nodes if n in follows]
         if not given or node.op == "output":
@@ -128,7 +142,10 @@ def without_absent(joint: fx.GraphModule, layout: Layout) -> None:
 
 
 def _describe(node: fx.Node) -> None:
-    """Say in `node` what it makes of what its inputs are now; a view that these do not allow copies, as eager's reshape."""
+    """Recompute the node's fake value from its present inputs.
+
+    A view that their strides do not allow becomes a reshape, which copies, as in eager.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with detect_fake_mode([args, kwargs]) or nullcontext():
         try:
@@ -141,7 +158,7 @@ def _describe(node: fx.Node) -> None:
 
 
 def same_steps(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two lowered graphs call the same ops in the same order, on the same things."""
+    """Whether two lowered graphs call the same ops on the same arguments."""
 
     def spelled(module: fx.GraphModule) -> list[Any]:
         return [(n.op, str(n.target), str(n.args), str(n.kwargs)) for n in module.graph.nodes]

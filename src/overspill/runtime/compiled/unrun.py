@@ -1,4 +1,4 @@
-"""The plan that a compiled step would have with Inductor's kernels, without compiling or running them."""
+"""Plans for Inductor's kernels without compiling or running them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 
 def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, options: Options) -> Plan:
-    """The best plan of `step(*batch)`, its loss, over the partitions that a session would try; all tensors are fake.
+    """The best plan of `step(*batch)`, its loss, over all partitions; tensors are fake.
 
-    Library calls are taken to allocate nothing for themselves. Raises InfeasibleBudget, and as `write` does.
+    The partitions are those that a session would try. Library calls are assumed to allocate no workspace. Raises
+    InfeasibleBudget, and what `write` raises.
     """
     device = device_for(options, CPU)
 
@@ -49,7 +50,10 @@ def of_unrun(
     options: Options,
     use: Callable[[Partitioned[Captured]], T],
 ) -> T:
-    """What `use` makes of the programs of `step(*batch)`; all tensors are fake. Raises what it raises, and as `write` does."""
+    """What `use` returns for the programs of `step(*batch)`; tensors are fake.
+
+    Raises what `use` and `write` raise.
+    """
     found: list[T | InfeasibleBudget] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -64,9 +68,11 @@ def of_unrun(
                 found.append(error)
             raise Written
 
+        # Backward is outside the caller's autocast region.
         with torch._functorch.config.patch({"backward_pass_autocast": "off"}):
             return compile_with_inductor(module, examples, plan, nullcontext, options.partition)
 
+    # Let Inductor write the programs; `plan` above ends the compilation with Written.
     write(step, batch, backend)
     (made,) = found
     if isinstance(made, InfeasibleBudget):
