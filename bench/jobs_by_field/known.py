@@ -46,7 +46,9 @@ KNOWN: dict[tuple[str, str], Known] = {
     **{("pinn", f"{way}-inductor"): DERIVED for way in ("compile", "train_step")},
     **{(name, "train_step-inductor"): SHAPED for name in ("conformer", "gat")},
     ("segformer", "train_step-inductor"): Known(
-        OTHER_BITS, "", "last bits of most gradients; the cause is not known yet"
+        OTHER_BITS,
+        "",
+        "stock torch.compile breaks the graph in two at a lock, and so has other kernels; whole it has the same bits",
     ),
 }
 """By job and way."""

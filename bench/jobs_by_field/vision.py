@@ -38,7 +38,7 @@ def vit(way: Way, layers: int = 3) -> Steps:
 
 
 @job("SegFormer", needs=HF)
-def segformer(way: Way) -> Steps:
+def segformer(way: Way, *, evaluated: bool = False) -> Steps:
     import transformers
 
     config = transformers.SegformerConfig(
@@ -48,7 +48,16 @@ def segformer(way: Way) -> Steps:
     batches = [
         {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 4, (2, 64, 64))} for _ in range(3)
     ]
-    return way.train(transformers.SegformerForSemanticSegmentation(config), own_loss, batches)
+    model = transformers.SegformerForSemanticSegmentation(config)
+    if evaluated:
+        with torch.no_grad():
+            model.eval()(**batches[0])
+    return way.train(model, own_loss, batches)
+
+
+@job("SegFormer, evaluated before it is trained", needs=HF)
+def segformer_evaluated(way: Way) -> Steps:
+    return segformer(way, evaluated=True)
 
 
 @job("ConvNeXt of timm", needs=TIMM)

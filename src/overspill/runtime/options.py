@@ -265,7 +265,9 @@ def infeasible_for(what: str, inputs: Iterable[Any], *, whole_step: bool = False
         elif f"at {REST} of" in error.cause:
             instead = "; it is set aside for the loss outside of the model: compute that inside, or say what it takes with reserve="
         would_do = f"budget={error.floor_bytes} would do"
-        if not whole_step and what == "training":
+        if whole_step:
+            would_do += " for steps on such inputs"
+        elif what == "training":
             would_do += (
                 ', if no other calls or graphs need room beside it: budget="smallest" finds what is enough for all'
             )

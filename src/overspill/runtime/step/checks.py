@@ -111,15 +111,16 @@ def check_optimizer(optimizer: Any) -> None:
 def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
     """Raises UnsupportedError for what may be set on an optimizer at any time and a planned step cannot honour.
 
-    `own_hooks` of its step pre-hooks are ours.
+    And RequestError if more than `own_hooks` of its step pre-hooks are of steps.
     """
     name = type(optimizer).__name__
     for key in ("capturable", "differentiable"):
         if any(group.get(key) for group in optimizer.param_groups):
             raise UnsupportedError(f"{name} was made with {key}=True; a planned step needs {key}=False")
-    if len(optimizer._optimizer_step_pre_hooks) > own_hooks or any(
-        not getattr(hook, "__module__", "").startswith(OURS) for hook in _global_optimizer_pre_hooks.values()
-    ):
+    ours = [_is_ours(hook) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    if sum(ours) > own_hooks:
+        raise RequestError("another train_step has this optimizer; call its close() first")
+    if not all((*ours, *map(_is_ours, _global_optimizer_pre_hooks.values()))):
         raise UnsupportedError(
             f"{name} or all optimizers have step pre-hooks, and a planned step is never where all gradients are there; "
             "remove them, or use clip_norm, clip_value or a post-hook for what they do"
@@ -128,8 +129,12 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
 
 def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """The hooks that are called behind each step of `optimizer`, its own first; not those of ours, which need nothing of it."""
-    of_all = (h for h in _global_optimizer_post_hooks.values() if not getattr(h, "__module__", "").startswith(OURS))
+    of_all = (hook for hook in _global_optimizer_post_hooks.values() if not _is_ours(hook))
     return [*optimizer._optimizer_step_post_hooks.values(), *of_all]
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith(OURS)
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
