@@ -89,6 +89,7 @@ def compare(
     policies: Iterable[str] | None = None,
     batch: int | None = None,
     whole_step: bool = False,
+    backend: str = "eager",
     torch: str | None = None,
     cuda: str | None = None,
     **how: Any,
@@ -105,6 +106,7 @@ def compare(
         policies: Names that `overspill policies` lists; by default all of them.
         batch: Samples in a step.
         whole_step: Parameters, gradients and optimizer state may move too.
+        backend: With `inductor` the step is as stock `torch.compile` has it.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
         **how: How it is trained, as of `overspill.plan`.
@@ -123,7 +125,9 @@ def compare(
     names = tuple(POLICIES.loaded()[0] if policies is None else policies)
     for name in names:
         policy_named(name)
-    options = Options(budget, device=_device(device), software=software_named(torch, cuda), whole_step=whole_step)
+    options = Options(
+        budget, device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend
+    )
     return compare_on(options, *graph_for(_job(build, inputs, loss, batch, optimizer, how), options), names)
 
 
@@ -138,6 +142,7 @@ def sweep(
     points: int | None = None,
     batch: int | None = None,
     whole_step: bool = False,
+    backend: str = "eager",
     torch: str | None = None,
     cuda: str | None = None,
     **how: Any,
@@ -154,6 +159,7 @@ def sweep(
         points: The most budgets to plan for; None: 12.
         batch: Samples in a step.
         whole_step: Parameters, gradients and optimizer state may move too.
+        backend: With `inductor` the step is as stock `torch.compile` has it.
         torch: The PyTorch release that a GPU runs it with.
         cuda: The CUDA release.
         **how: How it is trained, as of `overspill.plan`.
@@ -174,7 +180,9 @@ def sweep(
     for name in names:
         policy_named(name)
     check_points(asked)
-    options = Options(device=_device(device), software=software_named(torch, cuda), whole_step=whole_step)
+    options = Options(
+        device=_device(device), software=software_named(torch, cuda), whole_step=whole_step, backend=backend
+    )
     return sweep_on(options, *graph_for(_job(build, inputs, loss, batch, optimizer, how), options), names, asked)
 
 

@@ -82,8 +82,7 @@ def test_measured_op_times_of_a_whole_step_serve_its_plan(overspill: Overspill) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train nets:shallow --batch 8 --accumulate 2", "accumulation and clipping are planned with the whole step only"),
-        ("plan nets:shallow --batch 8 --clip-norm 1", "add --whole-step"),
+        ("train nets:shallow --batch 8 --whole-step --no-set-to-none", "a step with --whole-step gives gradients back"),
         ("train nets:shallow --batch 8 --whole-step --clip-norm 0", "--clip-norm 0.0 is not a positive number"),
         ("train nets:shallow --batch 8 --whole-step --accumulate 0", "'--accumulate'"),
     ],

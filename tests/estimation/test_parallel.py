@@ -16,9 +16,9 @@ from overspill.costs.nccl import nccl_bytes
 from overspill.devices import load_device
 from overspill.estimation import Estimate
 from overspill.estimation.programs import ITERATIONS, program_of
-from overspill.estimation.training.wrappers import repeated_blocks
 from overspill.job import GivenModel, Job, NamedModel, Parallel
 from overspill.job.parallel import parallel_of
+from overspill.job.prepare.checkpointing import repeated_blocks
 from overspill.models import DTYPES
 
 A100 = load_device("a100-80gb")

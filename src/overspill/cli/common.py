@@ -61,6 +61,14 @@ WholeStep = Annotated[
         "--whole-step", help="Plan the update too: parameters, gradients and optimizer state may be in the store."
     ),
 ]
+Backend = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Whose kernels run: eager or inductor.",
+        autocompletion=complete.constants("eager", "inductor"),
+    ),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Save the plan there, as JSON.", show_default=False)
 ]

@@ -15,6 +15,7 @@ from overspill.job import Job
 from . import complete
 from .common import (
     AsJson,
+    Backend,
     Budget,
     Gpu,
     Narrator,
@@ -70,6 +71,7 @@ def compare(
     budget: Budget = None,
     policies: PolicyNames = None,
     whole_step: WholeStep = False,
+    backend: Backend = "eager",
     placement: Placement = False,
     placers: PlacerNames = None,
     plot: PlotFile = None,
@@ -104,7 +106,9 @@ def compare(
         from overspill.runtime.options import Options, compare_on
         from overspill.runtime.training import graph_for
 
-        options = Options(budget=limit, device=device, software=software_named(torch, cuda), whole_step=whole_step)
+        options = Options(
+            budget=limit, device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend
+        )
         narrator.now(f"capturing {job.name} for {device.name}")
         graph, device = graph_for(job, options)
         narrator.parts(len(names))
@@ -112,6 +116,7 @@ def compare(
         crossings = _crossings(rows, placing, narrator)
     request = job.request() | {
         "whole_step": whole_step,
+        "backend": backend,
         "gpu": device.name,
         "budget_bytes": rows.budget_bytes,
         "baseline": BASELINE,

@@ -13,6 +13,7 @@ from overspill.job import Job
 
 from .common import (
     AsJson,
+    Backend,
     Budget,
     Gpu,
     Outcome,
@@ -62,6 +63,7 @@ def plan(
     placement: PlacerName = None,
     gpu: Gpu = None,
     whole_step: WholeStep = False,
+    backend: Backend = "eager",
     out: PlanFile = None,
     report: ReportFile = None,
     plot: MemoryPlot = None,
@@ -99,6 +101,7 @@ def plan(
             "gpu": device.name,
             "policy": policy,
             "whole_step": whole_step,
+            "backend": backend,
         }
         try:
             measured = None if times is None else MeasuredTimes.load(times)
@@ -111,6 +114,7 @@ def plan(
                 placement=placement,
                 software=software,
                 whole_step=whole_step,
+                backend=backend,
             )
             made = preview(job, options)
         except InfeasibleBudget as error:

@@ -14,6 +14,7 @@ from overspill.job import Job
 from . import complete
 from .common import (
     AsJson,
+    Backend,
     Gpu,
     Outcome,
     ReportFile,
@@ -50,6 +51,7 @@ def sweep(
     policies: PolicyNames = "auto",
     points: Points = 12,
     whole_step: WholeStep = False,
+    backend: Backend = "eager",
     torch: Torch = None,
     cuda: Cuda = None,
     report: ReportFile = None,
@@ -72,12 +74,13 @@ def sweep(
         from overspill.runtime.options import Options, sweep_on
         from overspill.runtime.training import graph_for
 
-        options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step)
+        options = Options(device=device, software=software_named(torch, cuda), whole_step=whole_step, backend=backend)
         narrator.now(f"capturing {job.name} for {device.name}")
         graph, device = graph_for(job, options)
         found = sweep_on(options, graph, device, names, points, narrator.now)
     request = job.request() | {
         "whole_step": whole_step,
+        "backend": backend,
         "gpu": device.name,
     }
     title = f"{job.titled} on {device.name}{job.manner(whole_step=whole_step)}, at every budget: simulated"

@@ -16,6 +16,7 @@ from overspill.job import Job
 from . import complete
 from .common import (
     AsJson,
+    Backend,
     Budget,
     Narrator,
     Outcome,
@@ -59,14 +60,6 @@ Check = Annotated[
 ]
 Checksum = Annotated[
     bool, typer.Option("--checksum", help="Compare what comes back from the store with what went there (on the CPU).")
-]
-Backend = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Whose kernels run: eager or inductor.",
-        autocompletion=complete.constants("eager", "inductor"),
-    ),
 ]
 Partition = Annotated[
     float | None,

@@ -93,6 +93,8 @@ class Op:
 
     `frames` are the lines of Python that ran it, the innermost ones, by their positions in the graph's `frames`: one, of a
     kernel that does the work of several ops those of all, and none where they are not known.
+
+    `checkpoint` is the number of the program's own checkpoint that computes it again in backward; 0: none does.
     """
 
     id: int
@@ -110,6 +112,7 @@ class Op:
     recompute_writes: tuple[int, ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
     frames: tuple[int, ...] = ()
+    checkpoint: int = 0
 
     def workspace_of(self, algorithm: int) -> int:
         """Workspace in bytes under algorithm number `algorithm`. Raises IndexError where there is none."""

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.job import Job
+from overspill.job.prepare import prepared_batch
 from overspill.models import BuiltModel
 from overspill.models.step import clip, whole_dtype
 
@@ -23,7 +24,7 @@ from .training.generation import forward_of
 from .training.host import host_bytes
 from .training.optimizers import optimizer_of
 from .training.pipeline import Stage
-from .training.prepare import on_device, prepared, surroundings
+from .training.prepare import prepared, surroundings
 
 ITERATIONS = 3  # optimizer state appears in the first step, gradients of the last one live through the second
 
@@ -150,7 +151,7 @@ def _pipeline(loop: _Loop, iterations: int) -> Program:
             with recorder.fabricating():
                 inputs = [loop.make_inputs() for _ in range(parallel.pieces)]
             if stage.reads:
-                inputs = on_device(inputs, job)
+                inputs = prepared_batch(inputs, job, device="cuda")
             stage.step(inputs, partial(_autocast, job.dtype), scaler)
             _update(module, optimizer, scaler, job)
 
@@ -209,4 +210,4 @@ def _autocast(dtype: str) -> AbstractContextManager[Any]:
 def _batch(recorder: Recorder, loop: _Loop) -> Any:
     with recorder.fabricating():
         made = loop.make_inputs()
-    return on_device(made, loop.job)
+    return prepared_batch(made, loop.job, device="cuda")

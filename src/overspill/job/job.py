@@ -231,7 +231,17 @@ class Job:
         )
         refuse("estimated of eager PyTorch alone; leave out that or the compiled step", changed)
 
-    def check_planned(self, *, whole_step: bool) -> None:
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None or self.clip_value is not None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are there when a backward adds to them."""
+        return self.accumulate > 1 or not self.set_to_none
+
+    def check_planned(self, *, whole_step: bool = False) -> None:
         """Raise RequestError for what has no plan of Overspill's."""
         if isinstance(self.model, (Script, Source)):
             raise RequestError(
@@ -243,32 +253,50 @@ class Job:
             raise RequestError(
                 "amp scales the loss by a GradScaler, which is not planned; amp-bfloat16 takes the same bytes beside it"
             )
-        if not whole_step:
-            changed = self.changed("accumulate", "clip_norm", "clip_value")
-            refuse("accumulation and clipping are planned with the whole step only; add whole_step=", changed)
-        changed = self.changed(
-            "set_to_none", "parallel", "checkpointing", "attention", "channels_last", "lora", "quantize",
-            "offload_optimizer", "cudnn_benchmark",
-        )  # fmt: skip
-        refuse("not planned; leave that out", changed)
-        if self.eight_bit:
-            raise RequestError(f"optimizer={self.optimizer}: not planned; take one of torch.optim, as adamw")
+        if self.parallel is not None:
+            raise RequestError(
+                f"parallel={self.parallel.kind}: a plan is of one GPU's step; leave it out, or estimate it"
+            )
+        if self.offload_optimizer:
+            raise RequestError(
+                "offload_optimizer=: a plan moves the optimizer's state with whole_step=; take that in its place"
+            )
+        if self.cudnn_benchmark:
+            raise RequestError(
+                "cudnn_benchmark=: its trials are in the first step, and a plan is of a later one; leave it out"
+            )
+        if whole_step and not self.set_to_none:
+            raise RequestError(
+                "set_to_none=False: a step with whole_step= gives gradients back; leave one of the two out"
+            )
+        if whole_step and self.eight_bit:
+            raise RequestError(
+                f"optimizer={self.optimizer}: whole_step= runs updates of torch.optim alone; leave one of the two out"
+            )
 
-    def check_trained(self, *, whole_step: bool) -> None:
-        """Raise RequestError for what is not trained here."""
+    def check_trained(self, *, whole_step: bool = False) -> None:
+        """Raise RequestError for what is not trained here: what bitsandbytes computes."""
         self.check_planned(whole_step=whole_step)
+        if self.quantize:
+            raise RequestError(
+                f"quantize={self.quantize}: estimated and planned, not trained, for its values are bitsandbytes'; leave it out"
+            )
+        if self.eight_bit:
+            raise RequestError(
+                f"optimizer={self.optimizer}: estimated and planned, not trained, for its updates are bitsandbytes'; take adamw"
+            )
 
     def manner(self, *, whole_step: bool) -> str:
         """In which dtype, what is planned where it is the whole step, and what else is not as in the plain loop, for a title."""
         parts = [] if self.dtype == "float32" else [f"in {self.dtype}"]
         if whole_step:
             parts.append("whole step")
-        if self.accumulate > 1:
-            parts.append(f"{self.accumulate} micro-batches")
-        if self.clip_norm is not None:
-            parts.append(f"gradients clipped to norm {self.clip_norm:g}")
-        if self.clip_value is not None:
-            parts.append(f"gradients clipped to ±{self.clip_value:g}")
+        worded = {
+            "accumulate": f"{self.accumulate} micro-batches",
+            "clip_norm": f"gradients clipped to norm {self.clip_norm:g}" if self.clip_norm else "",
+            "clip_value": f"gradients clipped to ±{self.clip_value:g}" if self.clip_value else "",
+        }
+        parts += [worded.get(name) or self._way(name) for name in self.ways()]
         return "".join(f", {part}" for part in parts)
 
     def ways(self) -> list[str]:
@@ -280,16 +308,18 @@ class Job:
         """All of it in words, and what batch and bytes are of where several GPUs take part."""
         by = self.optimizer if isinstance(self.optimizer, str) else getattr(self.optimizer, "__name__", "an optimizer")
         parts = ["run without gradients" if self.optimizer is None else f"trained by {by}", f"in {self.dtype}"]
-        for name in self.ways():
-            value = getattr(self, name)
-            word = name.replace("_", " ")
-            parts.append(f"no {word}" if value is False else word if value is True else f"{word} {value}")
+        parts += [self._way(name) for name in self.ways()]
         if self.parallel is not None:
             kind, of = self.parallel.kind, "batch and bytes are of each GPU"
             if kind == "pp":
                 of = "the batch is of all, bytes are of the GPU that needs most"
             parts.append(f"{kind} over {self.parallel.gpus} GPUs: {of}")
         return ", ".join(parts)
+
+    def _way(self, name: str) -> str:
+        """A field that is not as in the plain loop, in words."""
+        value, word = getattr(self, name), name.replace("_", " ")
+        return f"no {word}" if value is False else word if value is True else f"{word} {value}"
 
     def changed(self, *names: str) -> list[str]:
         """Those of `names` that are not as they are by default."""

@@ -36,6 +36,14 @@ class Blockwise8bit(Optimizer):
                     self._begin(parameter)
         return loss
 
+    def state_bytes(self, parameter: Tensor) -> int:
+        """What the state of `parameter` takes, the maps of all aside."""
+        count = parameter.numel()
+        if count < _SMALLEST_8BIT:
+            return 4 * count * self._states
+        held = 0 if self._paged and count >= _SMALLEST_PAGED else count
+        return (held + 4 * -(-count // _BLOCK)) * self._states
+
     def _begin(self, parameter: Tensor) -> None:
         count, state = parameter.numel(), self.state[parameter]
         state["step"] = 0

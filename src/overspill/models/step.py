@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,21 +102,23 @@ def without_memory(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, copies)
 
 
-def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """`module.to(dtype)`, which torch does to real tensors only; what is shared stays shared."""
+def convert(module: nn.Module, dtype: torch.dtype | None, memory_format: torch.memory_format | None = None) -> None:
+    """`module.to(dtype, memory_format=…)`, which torch does to real tensors only; what is shared stays shared."""
     made: dict[int, Tensor] = {}
     for part in module.modules():
         for of in (part._parameters, part._buffers):
             for name, value in of.items():
                 if value is not None and id(value) not in made:
                     new = cast(value.detach(), dtype)
+                    if memory_format is not None and value.dim() == 4:
+                        new = new.contiguous(memory_format=memory_format)
                     made[id(value)] = nn.Parameter(new, value.requires_grad) if of is part._parameters else new
                 of[name] = None if value is None else made[id(value)]
 
 
-def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """`value` in `dtype`, where it is of floating point."""
-    return value.to(dtype) if value.is_floating_point() else value
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def whole_dtype(dtype: str) -> torch.dtype | None:
@@ -126,16 +126,8 @@ def whole_dtype(dtype: str) -> torch.dtype | None:
     return None if dtype == "float32" or dtype.startswith("amp") else getattr(torch, dtype)
 
 
-def in_dtype(job: BuiltModel, dtype: str) -> BuiltModel:
-    """`job` with model and batches in `dtype`, or for amp-bfloat16 with its model and loss under autocast."""
-    whole = whole_dtype(dtype)
-    if whole is not None:
-        convert(job.module, whole)
-        return replace(job, make_batch=lambda size: tuple(cast(value, whole) for value in job.make_batch(size)))
-    return replace(job, loss=partial(_under_autocast, job.loss)) if dtype.startswith("amp") else job
-
-
-def _under_autocast(loss: Callable[..., Tensor], model: nn.Module, *batch: Tensor) -> Tensor:
+def under_autocast(loss: Callable[..., Tensor], model: nn.Module, *batch: Tensor) -> Tensor:
+    """The loss of `model` on `batch`, under autocast in bfloat16."""
     with torch.autocast(batch[0].device.type, torch.bfloat16):
         return loss(model, *batch)
 

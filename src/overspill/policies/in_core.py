@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overspill.core import Device, Graph, Schedule, TensorKind
+from overspill.core import Device, Graph, Phase, Schedule, TensorKind
 from overspill.planning.assemble import assemble
 from overspill.planning.step_program import StepProgram
 
@@ -26,14 +26,36 @@ class InCore(Policy):
 
 
 class Liveness(Policy):
-    """Every tensor is freed at its last use: what autograd does, and the least memory without moving or recomputing."""
+    """Every tensor is freed at its last use: what autograd does, and the least memory without moving or recomputing.
+
+    What the program's own checkpoints compute again in backward, they do here.
+    """
 
     name = "liveness"
     summary = "free every tensor at its last use, as autograd does"
     source = "SuperNeurons (PPoPP'18) §3.2; vDNN §III-A"
 
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
-        return assemble(StepProgram(graph), (), self.name, budget_bytes)
+        return assemble(StepProgram(graph, checkpointed(graph)), (), self.name, budget_bytes)
+
+
+def checkpointed(graph: Graph) -> list[int]:
+    """What the program's own checkpoints drop in forward: feature maps that are used in one alone, and can be made again."""
+    reads: dict[int, set[int]] = {}
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD:
+            for tensor in op.reads:
+                reads.setdefault(tensor, set()).add(op.checkpoint)
+    return [
+        tensor
+        for op in graph.ops
+        if op.checkpoint
+        for tensor in op.recompute_writes
+        if graph.tensors[tensor].kind is TensorKind.ACTIVATION
+        and graph.producer[tensor] == op.id
+        and tensor not in graph.outputs
+        and reads.get(tensor, set()) == {op.checkpoint}
+    ]
 
 
 class Oracle(Liveness):
@@ -46,3 +68,6 @@ class Oracle(Liveness):
     summary = "unlimited memory and the fastest algorithms: the time to measure others against"
     source = "vDNN §IV-A, §V (oracular baseline)"
     unlimited = True
+
+    def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:  # noqa: ARG002
+        return assemble(StepProgram(graph), (), self.name, budget_bytes)

@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.core.units import format_bytes
+from overspill.models.eight_bit import Blockwise8bit
 
 from .tracker import LiveBytes
 
@@ -86,6 +87,8 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
     if isinstance(optimizer, torch.optim.LBFGS):  # whose state is that of its first parameter, for all
         vectors = 2 * group["history_size"] + LBFGS_VECTORS[group["line_search_fn"] is not None]
         return OptimizerNeeds(vectors * sum(sizes) + _SCALAR_BYTES, LBFGS_TEMPORARIES * sum(sizes))
+    if isinstance(optimizer, Blockwise8bit):  # the state of a tiny parameter is another
+        return OptimizerNeeds(sum(map(optimizer.state_bytes, parameters)) + 8 * _SCALAR_BYTES, _SCALAR_BYTES)
     try:
         state = _state_bytes(optimizer, group, parameters)
         update = _temporaries(optimizer, group, parameters[0], sizes)

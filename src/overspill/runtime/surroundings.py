@@ -12,6 +12,7 @@ from overspill.capture.compiled.graph import Surroundings
 from overspill.capture.compiled.joint import JointGraph
 from overspill.core import TensorKind
 from overspill.core.units import parse_bytes
+from overspill.job import Job
 
 from .optimizers import find_optimizers, optimizer_needs
 from .parallel import bucket_bytes
@@ -26,12 +27,13 @@ def surroundings_of(
     *,
     retained_bytes: int = 0,
     accumulates: bool = False,
+    clips: bool = False,
     beside: Sequence[int] = (),
 ) -> Surroundings:
     """What is on the device besides the graph `joint`, which reads the parameters `here` of all the model's `parameters`.
 
     `optimizers`: those that step on them; None: found among those that exist. `reserve`: bytes for a loss outside the
-    model; None: those of `LossOutside`. `retained_bytes`: what other graphs of the model leave there. `beside`: bytes of
+    model; None: those of `LossOutside`. `clips`: gradients are clipped by their norm before the update. `retained_bytes`: what other graphs of the model leave there. `beside`: bytes of
     each batch that is there besides the model's inputs.
     """
     loss = LossOutside.of(joint, beside) if reserve is None else LossOutside(parse_bytes(reserve))
@@ -47,6 +49,9 @@ def surroundings_of(
         reserved_bytes=loss.workspace_bytes,
         previous_bytes=loss.previous_bytes,
         accumulates=accumulates,
+        clip_bytes=_norm_bytes(p for o in stepping for group in o.param_groups for p in group["params"])
+        if clips
+        else 0,
         elsewhere=(
             (TensorKind.PARAMETER, sum(p.nbytes for p in outside)),
             (TensorKind.GRADIENT, sum(p.nbytes for p in outside if p.requires_grad)),
@@ -56,6 +61,26 @@ def surroundings_of(
             (TensorKind.TEMPORARY, loss.held_bytes),
         ),
     )
+
+
+def surroundings_of_job(
+    job: Job,
+    joint: JointGraph,
+    here: Sequence[nn.Parameter],
+    *,
+    parameters: Iterable[Tensor],
+    optimizer: Optimizer,
+    reserve: str | float | None,
+) -> Surroundings:
+    """What is on the device besides the graph of a job's model and loss."""
+    return surroundings_of(
+        joint, here, parameters, [optimizer], reserve, accumulates=job.keeps_gradients, clips=job.clips
+    )
+
+
+def _norm_bytes(parameters: Iterable[Tensor]) -> int:
+    """What clip_grad_norm_ has at once: the norm of each gradient, all of them together, and what follows from these."""
+    return 2 * 4 * sum(p.requires_grad for p in parameters) + 64
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.compiled.elsewhere import captured_for
@@ -22,8 +24,10 @@ from overspill.capture.programs.allocations import allocations, peak_of
 from overspill.core import Device, Graph, Phase
 from overspill.core.errors import RequestError, StoreError, is_out_of_memory
 from overspill.costs import MeasuredTimes, with_algorithms
+from overspill.devices import load_device
 from overspill.job import Job
-from overspill.models.step import TrainingStep, clip, in_dtype
+from overspill.job.prepare import attention_kernel, check_attention, prepare, prepared_batch
+from overspill.models.step import TrainingStep, clip, under_autocast
 from overspill.plans.plan import Plan
 
 from . import accelerator, batches
@@ -40,7 +44,7 @@ from .recording.recorder import Recorder
 from .recording.sources import sources_of
 from .step.train_step import TrainStep
 from .step.updates import as_on
-from .surroundings import surroundings_of
+from .surroundings import surroundings_of_job
 from .tracker import LiveBytes
 
 SEED = 0
@@ -89,35 +93,67 @@ def preview(job: Job, options: Options) -> Plan:
     its card, as in training there. With Inductor's
     kernels, whose programs are written and not compiled, library calls have no workspaces (`plan_unrun`).
     """
-    job.check_planned(whole_step=options.whole_step)
     device = _device_of(options)
-    by_inductor = options.backend == "inductor"
-    if by_inductor or (options.whole_step and device.kind == "cpu"):
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            step, (batch, *_) = _prepare(job)
-            optimizer = job.make_optimizer(step.parameters())
-            if not options.whole_step:
-                from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
+    if options.whole_step and options.backend == "eager" and device.kind == "cpu":
+        with _whole_step(job, options, device) as (step, batch):
+            return step.preview(*batch)
+    if options.backend == "eager":
+        graph, device = graph_for(job, options)
+        return plan_graph(options, graph, device, budget_for(options, graph, device, torch.device("cpu")))
+    from .compiled.unrun import plan_unrun  # noqa: PLC0415 - Inductor takes seconds to import
 
-                return plan_unrun(step, batch, optimizer, options)
-        with _nothing_compiled() if by_inductor else nullcontext():
-            return TrainStep(step.model, step.loss, optimizer, options, job.gradients).preview(*batch)
-    graph, device = graph_for(job, options)
-    return plan_graph(options, graph, device, budget_for(options, graph, device, torch.device("cpu")))
-
-
-def _nothing_compiled() -> AbstractContextManager[None]:
-    from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
-
-    return nothing_compiled()
+    return _of_programs(job, options, device, TrainStep.preview, plan_unrun)
 
 
 def graph_for(job: Job, options: Options) -> tuple[Graph, Device]:
-    """The Graph of one step of a job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU."""
+    """The Graph of one step of a job, and the device that any policy is to plan it for: that of `step_graph`, with menus on a GPU.
+
+    With Inductor's kernels it is that of the programs that stock torch.compile runs.
+    """
     device = _device_of(options)
-    with captured_for(device):
-        graph = _captured(job, options.reserve, device.kind, whole_step=options.whole_step)
-    return with_algorithms(graph, device) if device.kind == "cuda" else graph, device
+    if options.backend == "eager":
+        with captured_for(device):
+            graph = _captured(job, options.reserve, device, whole_step=options.whole_step)
+        return with_algorithms(graph, device) if device.kind == "cuda" else graph, device
+    from .compiled.unrun import graph_unrun  # noqa: PLC0415 - Inductor takes seconds to import
+
+    return _of_programs(job, options, device, TrainStep.graph, graph_unrun), device
+
+
+T = TypeVar("T")
+
+
+def _of_programs(job: Job, options: Options, device: Device, of_step: Callable[..., T], unrun: Callable[..., T]) -> T:
+    """What is made of the programs that Inductor writes for a step: `of_step` of a whole step, or `unrun` of model and loss."""
+    from overspill.capture.programs.unrun import nothing_compiled  # noqa: PLC0415 - Inductor takes seconds to import
+
+    if options.whole_step:
+        with _whole_step(job, options, device) as (step, batch), nothing_compiled():
+            return of_step(step, *batch)
+    with _fakes(job, device) as (model, batch, optimizer):
+        return unrun(model, next(batches.split(batch, job.accumulate)), optimizer, options, job)
+
+
+@contextmanager
+def _fakes(
+    job: Job, device: Device | None, *, whole_step: bool = False
+) -> Iterator[tuple[TrainingStep, Any, Optimizer]]:
+    """Model with loss, batch and optimizer on fake tensors, to be planned for `device`. Raises RequestError."""
+    job.check_planned(whole_step=whole_step)
+    with FakeTensorMode(allow_non_fake_inputs=True), attention_kernel(job):
+        model, (batch, *_) = _prepare(job, device)
+        yield model, batch, job.make_optimizer(model.parameters())
+
+
+@contextmanager
+def _whole_step(job: Job, options: Options, device: Device | None) -> Iterator[tuple[TrainStep, Any]]:
+    """The whole step of a job and its batch, on fake tensors, to be planned for `device`."""
+    with _fakes(job, device, whole_step=True) as (model, batch, optimizer):
+        if device is not None:
+            for group in optimizer.param_groups:
+                group.update(as_on(torch.device(device.kind), group))
+    with attention_kernel(job):
+        yield TrainStep(model.model, model.loss, optimizer, options, job.gradients), batch
 
 
 def _device_of(options: Options) -> Device:
@@ -133,21 +169,14 @@ def step_graph(job: Job, *, whole_step: bool = False) -> Graph:
     return _captured(job, whole_step=whole_step)
 
 
-def _captured(job: Job, reserve: str | float | None = None, kind: str = "cpu", *, whole_step: bool) -> Graph:
-    """The Graph of a step, captured on the CPU, whose update is as on a device of `kind`."""
-    job.check_planned(whole_step=whole_step)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        step, (batch, *_) = _prepare(job)
-        optimizer = job.make_optimizer(step.parameters())
-        for group in optimizer.param_groups:
-            group.update(as_on(torch.device(kind), group))
-        if not whole_step:
-            return trace(
-                step,
-                batch,
-                lambda joint, here: surroundings_of(joint, here, step.parameters(), [optimizer], reserve),
-            ).graph
-    return TrainStep(step.model, step.loss, optimizer, Options(), job.gradients).graph(*batch)
+def _captured(job: Job, reserve: str | float | None = None, device: Device | None = None, *, whole_step: bool) -> Graph:
+    """The Graph of a step, captured on the CPU, whose update is as on `device`; None: as here."""
+    if whole_step:
+        with _whole_step(job, Options(), device) as (step, batch):
+            return step.graph(*batch)
+    with _fakes(job, device) as (model, batch, optimizer):
+        around = partial(surroundings_of_job, job, parameters=model.parameters(), optimizer=optimizer, reserve=reserve)
+        return trace(model, next(batches.split(batch, job.accumulate)), around).graph
 
 
 def train(
@@ -247,11 +276,12 @@ def _running(
 def _train(running: _Running, session: Session | None, *, compiled: bool) -> Run:
     job = running.job
     _leave_nothing(running.device)
-    step, given = _prepare(job, running.device, running.steps)
+    step, given = _made(running)
     optimizer = job.make_optimizer(step.parameters())
     model: Callable[..., Tensor] = step
     if session is not None:
         session.watch(step, optimizer)
+        session.accumulates, session.clips = job.keeps_gradients, job.clips
         model = compile_in(session, step, fullgraph=True)
     elif compiled:
         model = torch.compile(step, fullgraph=True, dynamic=False)
@@ -297,7 +327,7 @@ def _train(running: _Running, session: Session | None, *, compiled: bool) -> Run
 def _train_whole(running: _Running, options: Options) -> Run:
     job = running.job
     _leave_nothing(running.device)
-    step, given = _prepare(job, running.device, running.steps)
+    step, given = _made(running)
     optimizer = job.make_optimizer(step.parameters())
     whole = TrainStep(step.model, step.loss, optimizer, options, job.gradients)
     run, offloaded = Run(), [0]
@@ -342,7 +372,7 @@ def _run_steps(
     torch.manual_seed(SEED + 1)
     for index in range(running.steps):
         recorded = nullcontext() if running.recorder is None else running.recorder.step()
-        with recorded, around_last() if index == running.steps - 1 else nullcontext():
+        with attention_kernel(running.job), recorded, around_last() if index == running.steps - 1 else nullcontext():
             begun = time.perf_counter()
             run.losses.append(one_step(index).item())
             run.step_seconds.append(time.perf_counter() - begun)
@@ -397,14 +427,14 @@ def _recorded(managed: Session | TrainStep | None, recorder: Recorder | None, ru
     run.record = recorder.record
 
 
-def _prepare(job: Job, device: str = "cpu", steps: int = 1) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
-    """The model with its loss, and what a step reads: a batch for all of them, or where they vary one for each."""
-    torch.manual_seed(SEED)
+def _made(running: _Running) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
+    """The model with its loss where it is trained, and a batch for all steps, or where they vary one for each."""
+    job, device = running.job, running.device
+    if job.attention is not None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _prepare(job, load_device("cpu") if device == "cpu" else None)
     try:
-        built = in_dtype(job.build(), job.dtype)
-        step = TrainingStep(built)
-        samples = (job.batch or 1) * job.accumulate
-        given = [built.make_batch(samples) for _ in range(steps if built.varied else 1)]
+        step, given = _prepare(job, steps=running.steps)
         if device != "cpu":
             step, given = step.to(device), [tuple(t.to(device) for t in batch) for batch in given]
     except (MemoryError, RuntimeError) as error:
@@ -414,6 +444,21 @@ def _prepare(job: Job, device: str = "cpu", steps: int = 1) -> tuple[TrainingSte
                 f"the model and its batch alone do not fit in memory: {what}; take a smaller batch or model"
             ) from None
         raise
+    return step, given
+
+
+def _prepare(job: Job, device: Device | None = None, steps: int = 1) -> tuple[TrainingStep, list[tuple[Tensor, ...]]]:
+    """The model with its loss as the job has it, and what a step reads; with a `device`, to be planned for it."""
+    torch.manual_seed(SEED)
+    built = job.build()
+    prepare(built.module, job)
+    if job.dtype.startswith("amp"):
+        built = replace(built, loss=partial(under_autocast, built.loss))
+    step = TrainingStep(built)
+    samples = (job.batch or 1) * job.accumulate
+    given = [prepared_batch(built.make_batch(samples), job) for _ in range(steps if built.varied else 1)]
+    if device is not None and job.attention is not None:
+        check_attention(job, device, lambda: step(*given[0]))
     return step, given
 
 

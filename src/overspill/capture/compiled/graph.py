@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from overspill.capture.layers import LayerNames, op_name
+from overspill.capture.programs.checkpoints import checkpoint_of
 from overspill.core import Graph, LayerType, Op, Phase, Tensor, TensorKind
 
 from .batch_norm import recomputes_without_statistics, results_without_statistics
@@ -20,8 +21,8 @@ from .joint import JointGraph, StorageKey, is_random, mutated_args, storage_byte
 from .lines import NodeLines
 from .scratch import AS_LARGE_AS_INPUT, scratch_bytes
 
-GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, UPDATE = (
-    "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.update",
+GUARDS, PENDING, PREVIOUS, RETURN, REST, TANGENTS, WRITE_BACK, GRADIENTS, CLIP, UPDATE = (
+    "step.guards", "step.pending", "step.previous", "step.return", "step.rest", "step.tangents", "step.write_back", "step.gradients", "step.clip", "step.update",
 )  # fmt: skip
 """Ops of the step outside of the captured graph: autograd's, the caller's and the optimizer's."""
 
@@ -56,7 +57,8 @@ class Surroundings:
     what runs between this graph's forward and backward (a loss outside the model, later graphs). `pending_bytes`:
     activations that other calls of the model keep for a backward before the update. `sums`: gradients of these calls,
     of the same parameters, are there in backward. `previous_bytes`: outputs of the step before, until forward returns
-    its own. `guard_bytes`: taken before forward by the guard program.
+    its own. `guard_bytes`: taken before forward by the guard program. `clip_bytes`: temporaries of
+    clipping gradients; 0: they are not clipped.
     """
 
     optimizer_state_bytes: int = 0
@@ -68,6 +70,7 @@ class Surroundings:
     sums: bool = False
     previous_bytes: int = 0
     guard_bytes: int = 0
+    clip_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ class CaptureOfStep:
             op_name(node), layer, layer_type, phase, reads, writes,
             flops=_flops(node), moved_bytes=_moved_bytes(node), workspace_bytes=scratch_bytes(node),
             recomputable=bool(recompute_writes), recompute_reads=recompute_reads, recompute_writes=recompute_writes,
-            frames=frames,
+            frames=frames, checkpoint=checkpoint_of(node) if in_forward else 0,
         )  # fmt: skip
 
     def _add_op(
@@ -363,6 +366,12 @@ class CaptureOfStep:
             kept = (self._add_tensor(nbytes, TensorKind.GRADIENT, "accumulated gradients", persistent=True),)
         reads = tuple(dict.fromkeys((*gradients, *tangents, *kept, *self.pending)))
         self._add_op(GRADIENTS, "", LayerType.UPDATE, Phase.BACKWARD, reads, kept, workspace_bytes=self._relaid_bytes())
+        if nbytes := self.surroundings.clip_bytes:
+            clipped = kept or gradients
+            moved = 3 * sum(self.tensors[t].nbytes for t in clipped)  # read for the norm, and scaled
+            self._add_op(
+                CLIP, "", LayerType.UPDATE, Phase.UPDATE, clipped, (), workspace_bytes=nbytes, moved_bytes=moved
+            )
         owned = tuple(
             t.id for t in self.tensors if t.kind in (TensorKind.PARAMETER, TensorKind.OPTIMIZER_STATE) and t.persistent
         )

@@ -28,6 +28,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
 from overspill.capture.frames import stack_within
+from overspill.capture.programs.checkpoints import checkpoints_marked
 from overspill.core.errors import UnsupportedError
 
 from .backward import Backward, Unheard
@@ -95,7 +96,12 @@ def _heard(step: Callable[..., Any], values: Sequence[FakeTensor], backward: Bac
 def _exported(
     step: Callable[..., Any], values: Sequence[FakeTensor], backward: Backward, casts: Casts
 ) -> fx.GraphModule:
-    with ExitStack() as stack, backward.followed(casts), patch.object(FunctionalTensor, "data", _Data(), create=True):
+    with (
+        ExitStack() as stack,
+        backward.followed(casts),
+        checkpoints_marked(),
+        patch.object(FunctionalTensor, "data", _Data(), create=True),
+    ):
         exported = aot_export_joint_with_descriptors(stack, _Function(backward.traced(step)), tuple(values))
         graph_module: fx.GraphModule = exported._aot_graph_capture.graph_module
     return graph_module

@@ -17,10 +17,17 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from torch import fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import checkpoint
 
 _numbers = count()
+_AGAIN = (checkpoint.CheckpointPolicy.MUST_RECOMPUTE, checkpoint.CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def checkpoint_of(node: fx.Node) -> int:
+    """The number, from 1, of the checkpoint that computes `node` again in backward; 0: none does."""
+    return 1 + node.meta.get("ac_graph_id", 0) if node.meta.get("recompute") in _AGAIN else 0
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.core import TensorKind
 from overspill.core.errors import RequestError
 from overspill.job import Parallel
+from overspill.job.prepare.checkpointing import repeated_blocks
 from overspill.models.gpt2 import Gpt2
-
-from .wrappers import repeated_blocks
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import RequestError
-
-from .linear import heads, replace_layer
+from overspill.job.prepare.linear import heads, replace_layer
 
 _COLUMNS, _ROWS, _GATHERED = "colwise", "rowwise", ("colwise_gather_output", "colwise_rep")
 _EMBEDDING = "embedding_rowwise"

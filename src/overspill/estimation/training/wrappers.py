@@ -7,8 +7,6 @@ needed to estimate it: its gradients stay as they are, and each GPU has one fusi
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from overspill.capture.recording.recorder import Recorder
 from overspill.core.errors import RequestError
 from overspill.costs.nccl import horovod_fusion_bytes
 from overspill.job import Parallel
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
+from overspill.job.prepare.checkpointing import repeated_blocks
 
 
 def data_parallel(module: nn.Module, parallel: Parallel, recorder: Recorder) -> nn.Module:
@@ -97,22 +94,6 @@ def _blocks(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
             "name the classes of those that shall be with blocks=(...)"
         )
     return found
-
-
-def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a ModuleList or Sequential repeats: two or more of one class, made of other modules.
-
-    They are the layers of a transformer's encoder and decoder, the blocks of a ResNet's stages. Within such a block no
-    others are looked for; containers and modules that train nothing are none.
-    """
-    children = list(module.children())
-    classes = Counter(type(child) for child in children)
-    for child in children:
-        repeated = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
-        if not repeated or isinstance(child, _CONTAINERS) or not list(child.children()):
-            yield from repeated_blocks(child)
-        elif any(parameter.requires_grad for parameter in child.parameters()):
-            yield child
 
 
 def _horovod(module: nn.Module, recorder: Recorder) -> nn.Module:

@@ -98,6 +98,8 @@ class Session(PlannedPeaks):
         self.options = Options(**asked) if options is None else options
         options = self.options
         self.accumulates = False
+        self.clips = False
+        """Whether gradients are clipped by their norm before the update, where that is known."""
         self.tracker: LiveBytes | None = None
         self.timer: OpTimer | None = None
         self.recorder: Recorder | None = None
@@ -537,7 +539,7 @@ class Session(PlannedPeaks):
     ) -> Surroundings:
         return surroundings_of(
             joint, here, self.followed.parameters, self.followed.optimizers, self.options.reserve,
-            retained_bytes=retained_bytes, accumulates=self.accumulates, beside=beside,
+            retained_bytes=retained_bytes, accumulates=self.accumulates, clips=self.clips, beside=beside,
         )  # fmt: skip
 
     def _part(self, examples: Sequence[Any]) -> Part:

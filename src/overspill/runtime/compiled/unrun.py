@@ -14,10 +14,13 @@ from overspill.capture.compiled.graph import Captured
 from overspill.capture.compiled.joint import JointGraph
 from overspill.capture.compiled.trace import describe_inputs
 from overspill.capture.programs.unrun import Written, write
+from overspill.core import Graph
 from overspill.core.errors import InfeasibleBudget
+from overspill.job import Job
 from overspill.plans.plan import Plan
+from overspill.runtime.hardware import elsewhere
 from overspill.runtime.options import Options, budget_for, device_for, plan_graph
-from overspill.runtime.surroundings import surroundings_of
+from overspill.runtime.surroundings import surroundings_of_job
 
 from .inductor import Capture, compile_with_inductor
 from .partitions import Partitioned
@@ -26,13 +29,13 @@ CPU = torch.device("cpu")
 T = TypeVar("T")
 
 
-def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, options: Options) -> Plan:
+def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, options: Options, job: Job) -> Plan:
     """The best plan of `step(*batch)`, its loss, over all partitions; tensors are fake.
 
     The partitions are those that a session would try. Library calls are assumed to allocate no workspace. Raises
     InfeasibleBudget, and what `write` raises.
     """
-    device = device_for(options, CPU)
+    device = elsewhere(device_for(options, CPU), options.software)
 
     def plan(partitioned: Partitioned[Captured]) -> Plan:
         def within(nbytes: int) -> Plan:
@@ -40,7 +43,12 @@ def plan_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, o
 
         return within(budget_for(options, partitioned.graph, device, CPU, within))
 
-    return of_unrun(step, batch, optimizer, options, plan)
+    return of_unrun(step, batch, optimizer, options, plan, job)
+
+
+def graph_unrun(step: nn.Module, batch: Sequence[Tensor], optimizer: Optimizer, options: Options, job: Job) -> Graph:
+    """The Graph of `step(*batch)` by the partition of stock torch.compile, or by the one that `options` name."""
+    return of_unrun(step, batch, optimizer, options, lambda partitioned: partitioned.graph, job)
 
 
 def of_unrun(
@@ -49,6 +57,7 @@ def of_unrun(
     optimizer: Optimizer,
     options: Options,
     use: Callable[[Partitioned[Captured]], T],
+    job: Job,
 ) -> T:
     """What `use` returns for the programs of `step(*batch)`; tensors are fake.
 
@@ -61,7 +70,9 @@ def of_unrun(
         here = [e for e in examples if isinstance(e, nn.Parameter)]
 
         def plan(joint: JointGraph, capture: Capture) -> Any:
-            around = surroundings_of(joint, here, step.parameters(), [optimizer], options.reserve)
+            around = surroundings_of_job(
+                job, joint, here, parameters=step.parameters(), optimizer=optimizer, reserve=options.reserve
+            )
             try:
                 found.append(use(capture(joint, inputs, around)))
             except InfeasibleBudget as error:

@@ -1,0 +1,59 @@
+"""Activation checkpointing: blocks whose activations are dropped after forward and computed again in backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overspill.core.errors import RequestError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def checkpoint_blocks(module: nn.Module, classes: tuple[str, ...] = ()) -> None:
+    """Checkpoint the modules of these `classes`, without them the `repeated_blocks`; torch's own checkpoint runs.
+
+    Without reentrance, as torch recommends; `gradient_checkpointing_enable` of transformers does so to the same blocks.
+    Raises RequestError where there is none to checkpoint.
+    """
+    if classes:
+        blocks = [part for part in module.modules() if type(part).__name__ in classes]
+        missing = f"has no module of class {' or '.join(classes)}"
+    else:
+        blocks = list(repeated_blocks(module))
+        missing = "repeats no block that could be computed again by itself; name the classes of those that shall be"
+    if not blocks:
+        raise RequestError(f"{type(module).__name__} {missing}")
+    for block in blocks:
+        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]
+
+
+@cache
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of the blocks of a class `kind` that are checkpointed, by the same name."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(kind.forward, self, *args, use_reentrant=False, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a ModuleList or Sequential repeats: two or more of one class, made of other modules.
+
+    They are the layers of a transformer's encoder and decoder, the blocks of a ResNet's stages. Within such a block no
+    others are looked for; containers and modules that train nothing are none.
+    """
+    children = list(module.children())
+    classes = Counter(type(child) for child in children)
+    for child in children:
+        repeated = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
+        if not repeated or isinstance(child, _CONTAINERS) or not list(child.children()):
+            yield from repeated_blocks(child)
+        elif any(parameter.requires_grad for parameter in child.parameters()):
+            yield child

@@ -1,0 +1,113 @@
+"""A model as its job has it: dtype, memory format, quantised weights, adapters, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from overspill.core import Device
+from overspill.core.errors import RequestError
+from overspill.job.job import Job
+from overspill.models.step import convert, whole_dtype
+
+from .adapters import add_adapters
+from .checkpointing import checkpoint_blocks
+from .quantized import quantize_weights
+
+# cuDNN's kernel keeps the same tensors for backward as flash attention does (see capture/fake_cuda/attention.py).
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def prepare(module: nn.Module, job: Job) -> None:
+    """Make `module`, which is on the host, as `job` has it. Raises RequestError where that cannot be done to it."""
+    if job.channels_last and {4} != {parameter.dim() for parameter in module.parameters() if parameter.dim() > 3}:
+        raise RequestError(
+            f"{type(module).__name__} has no convolutions of images to lie channels-last; leave channels_last= out"
+        )
+    dtype, memory_format = whole_dtype(job.dtype), torch.channels_last if job.channels_last else None
+    if dtype is not None or memory_format is not None:
+        convert(module, dtype, memory_format)
+    if job.quantize:
+        quantize_weights(module, job.quantize, _compute_dtype(job.dtype))
+    if job.lora:
+        add_adapters(module, job.lora)
+    if job.checkpointing:
+        checkpoint_blocks(module, () if isinstance(job.checkpointing, bool) else job.checkpointing)
+
+
+def prepared_batch(value: Any, job: Job, **to: Any) -> Any:
+    """`value` with every tensor where `to` says, floating ones in the job's dtype, images in its memory format."""
+    if isinstance(value, Tensor):
+        options = to | ({"dtype": whole_dtype(job.dtype)} if value.is_floating_point() else {})
+        if job.channels_last and value.dim() == 4:
+            options["memory_format"] = torch.channels_last
+        return value.to(**options) if any(option is not None for option in options.values()) else value
+    if isinstance(value, dict):
+        return {name: prepared_batch(item, job, **to) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([prepared_batch(item, job, **to) for item in value])
+    return value
+
+
+def attention_kernel(job: Job) -> AbstractContextManager[Any]:
+    """Inside, scaled_dot_product_attention has the kernels that the job allows it."""
+    return nullcontext() if job.attention is None else sdpa_kernel(_KERNELS[job.attention])
+
+
+def check_attention(job: Job, device: Device, run: Callable[[], Any]) -> None:
+    """Raise RequestError where `device` has no such kernel, or `run`, on fake tensors, calls no attention that could have it."""
+    if device.kind == "cpu" and job.attention in ("efficient", "cudnn"):
+        raise RequestError(
+            f"attention={job.attention}: a kernel of GPUs, and device={device.name} is none; take flash or math"
+        )
+    seen = _Calls()
+    try:
+        with seen:
+            run()
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        raise RequestError(
+            f"attention={job.attention}: that kernel does not take the model's attention, with its dropout, mask or sizes, "
+            f"on device={device.name}; leave it out"
+        ) from None
+    if F.scaled_dot_product_attention not in seen.functions:
+        raise no_attention(job)
+
+
+def no_attention(job: Job) -> RequestError:
+    """The error for a model that the job's kernel is not for."""
+    return RequestError(
+        f"the model calls no scaled_dot_product_attention, which attention={job.attention} would be for; leave it out"
+    )
+
+
+class _Calls(TorchFunctionMode):
+    """What is called of torch's functions inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: set[Any] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.add(function)
+        return function(*args, **(kwargs or {}))
+
+
+def _compute_dtype(dtype: str) -> torch.dtype:
+    """What products with quantised weights are in."""
+    if dtype.startswith("amp"):
+        return torch.bfloat16 if dtype == "amp-bfloat16" else torch.float16
+    return whole_dtype(dtype) or torch.float32
