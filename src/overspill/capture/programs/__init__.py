@@ -1,1 +1,1 @@
-"""Inductor's compiled programs as Graphs: what each kernel reads and writes, and the buffers between them."""
+"""Read Inductor's compiled programs as Graphs, with a kernel or library call as op."""

@@ -1,8 +1,9 @@
-"""What PyTorch's allocator hands out while something runs: compiled kernels and library calls show it to nobody else.
+"""Record what PyTorch's allocator hands out while code runs.
 
-Relies on the profiler's memory events (2.11 to 2.14), which come from the allocator itself, with an address and a negative
-number where a block is freed. Blocks that were there before are not known, nor are their ends: the profiler may report one,
-with the bytes of whatever it once saw come at that address, and it is left out.
+Compiled kernels and library calls report their allocations nowhere else. Relies on the profiler's memory events (2.11
+to 2.14), which come from the allocator itself, with an address, and a negative size where a block is freed. Blocks from
+before the recording are not known, nor are their frees: the profiler may report one, with the size of whatever it once
+saw at that address, and it is left out.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _MARK = "overspill: "
 
 
 class Allocations:
-    """`changes` are the bytes that the allocator gave (positive) or got back, in order; `blocks` is the number of each's block.
+    """Recorded changes of allocated bytes, in order, positive for an allocation and negative for a free.
 
-    `by_part` has those of each `part`, by its number, and `between_parts` those since the part before.
+    `blocks` has the number of the block of each change. `by_part` has the changes of each `part`, `between_parts` those
+    since the part before.
     """
 
     def __init__(self) -> None:
@@ -35,17 +37,18 @@ class Allocations:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """The next part, while this lasts."""
+        """Record the block as the next part."""
         with record_function(_MARK):
             yield
 
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Note what is allocated while this lasts; it is there when it is over."""
+    """Record allocations inside the block; results are there once it ends."""
     found = Allocations()
     with profile(profile_memory=True, activities=[ProfilerActivity.CPU], acc_events=False) as profiled:
         yield found
+    # Changes of the whole block, then by part.
     results = profiled.profiler.kineto_results
     changes = list(_changes(results.experimental_event_tree()))
     found.blocks = [block for _, block, _ in changes]
@@ -59,13 +62,15 @@ def allocations() -> Iterator[Allocations]:
 
 
 def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """When (in nanoseconds) which block came or went, and its bytes: of those that came alone."""
+    """Time (ns), block number and bytes of each change, for blocks that were allocated meanwhile."""
+    # All memory events, from the tree of ops.
     events, left = [], [*reversed(tree)]
     while left:
         event = left.pop()
         left.extend(reversed(event.children))
         if event.tag == _EventType.Allocation:
             events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    # A free counts the bytes that its block was allocated with.
     live = dict[int, tuple[int, int]]()
     for count, (at, address, nbytes) in enumerate(sorted(events, key=itemgetter(0))):
         if nbytes > 0:
@@ -77,7 +82,7 @@ def _changes(tree: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def peak_of(changes: Iterable[int]) -> tuple[int, int]:
-    """The most bytes at once, and those at the end, from nothing."""
+    """Peak bytes and bytes left at the end, starting from none."""
     now = most = 0
     for change in changes:
         now += change

@@ -1,7 +1,7 @@
-"""Checkpoints in a trace for Inductor, as `torch.compile` has them: their ops are marked, and its partition computes them again.
+"""Mark a checkpoint's ops for Inductor's partitioner, as `torch.compile` does.
 
-Dynamo calls a checkpoint so that each op is marked while AOTAutograd traces it; a trace that runs the user's Python itself has
-to do the same, or the partition would be another one, and the bits.
+Dynamo marks each op of a checkpoint while AOTAutograd traces it, and the partitioner recomputes these. A trace that
+runs the user's Python itself has to do the same: otherwise the partition differs, and so do the last bits.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `_checkpoint_without_reentrant_generator` of
 torch.utils.checkpoint and its parameters, `noop_context_fn`, the attribute `ac_graph_id` of the mode that marks, and
@@ -32,7 +32,7 @@ def checkpoint_of(node: fx.Node) -> int:
 
 @contextmanager
 def checkpoints_marked() -> Iterator[None]:
-    """While this lasts, the ops of a checkpoint that is traced are marked."""
+    """Mark the ops of traced checkpoints, inside the block."""
     plain = checkpoint._checkpoint_without_reentrant_generator
     parameters = signature(plain)
 
@@ -42,7 +42,7 @@ def checkpoints_marked() -> Iterator[None]:
             return
         given = parameters.bind(function, *args, **kwargs)
         given.apply_defaults()
-        # The masks that backward needs are those of forward by the partition, whatever the generator does here.
+        # The partition hands forward's dropout masks to backward, whatever the generator does here.
         given.arguments |= {"preserve_rng_state": False, "early_stop": False}
         given.arguments["context_fn"] = _numbered(given.arguments["context_fn"])
         with preserve_node_meta():
@@ -53,7 +53,7 @@ def checkpoints_marked() -> Iterator[None]:
 
 
 def _numbered(contexts: Callable[[], Any]) -> Callable[[], Any]:
-    """The user's `contexts`, or those that compute all again; what they mark has a number of its own."""
+    """The user's checkpoint `contexts`, or ones that recompute everything, with a number of their own."""
 
     def numbered() -> Any:
         found = _all_again() if contexts is checkpoint.noop_context_fn else contexts()

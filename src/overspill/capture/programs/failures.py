@@ -1,4 +1,4 @@
-"""What Inductor raises, as errors of ours.
+"""Turn errors of Inductor and Dynamo into Overspill's own.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `BackendCompilerFailed` and its `inner_exception`;
 `InductorError` is one of these.
@@ -16,9 +16,9 @@ from overspill.core.errors import OverspillError, UnsupportedError, is_out_of_me
 
 @contextmanager
 def inductor_failures(cure: str = "") -> Iterator[None]:
-    """While this lasts, an error of ours that Inductor or Dynamo has wrapped comes as itself, and one of theirs as UnsupportedError.
+    """Raise errors inside the block as UnsupportedError, or as our own where they wrap one.
 
-    The latter ends with `cure`. Memory that has run out is theirs to tell.
+    The message ends with `cure`. Running out of memory is raised unchanged.
     """
     try:
         yield

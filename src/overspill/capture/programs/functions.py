@@ -1,7 +1,7 @@
-"""The calls of compiled programs as functions of tensors: what a graph can have as its nodes.
+"""Calls of compiled programs as Python functions of tensors, to be nodes of a graph.
 
-A function is given the roots of what its call uses, makes views of them, allocates what the call is the first to write
-to (or is given it too), runs the program's own statements, and returns the roots of what is new.
+A function is given the root tensors of what its call uses, makes views of them, allocates what the call writes first
+(unless that is given too), runs the program's own statements, and returns the roots of new tensors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from .text import Text, made_by, sources
 
 
 class Function:
-    """One call of a program, or the expression of an output where `call` is None.
+    """One call of a program, or an output's expression if `call` is None.
 
-    It takes the variables `takes`, and returns those of `makes`: one, or a tuple of several. `updates` are the positions
-    of the arguments that it changes in place; then it returns a tuple in any case. FX reads its name, and `tags` and
-    `updates` as of an op. `allocates` are those of `makes` that it allocates itself, and no library call.
+    It takes the variables `takes`, and returns those of `makes`: one, or a tuple of several. `updates` are the
+    positions of arguments that it changes in place; then it always returns a tuple. FX reads its name, and its `tags`
+    and `updates` as those of an op. `allocates` are those of `makes` that it allocates itself, and no library call
+    does.
     """
 
     allocates: Sequence[str] = ()
     given: Callable[[Sequence[str]], Function]
-    """Of a call: the same, given some of what it allocates, in front of what it takes."""
+    """A function for the same call that takes some of its allocations as leading arguments."""
 
     def __init__(
         self,
@@ -49,17 +50,17 @@ class Function:
         self.run: Callable[..., Any] | None = None
 
     def __call__(self, *values: Any) -> Any:
-        """Run it."""
+        """Run the call on `values`, in the order of `takes`."""
         assert self.run is not None  # as soon as all functions of the programs are made
         return self.run(*values)
 
     def __str__(self) -> str:
-        """For a reader: what runs."""
+        """The name of what runs, for messages."""
         return self.__name__ if self.call is None else self.call.name
 
 
 class Functions:
-    """The functions of `programs`; they run after `compiled`."""
+    """Makes the functions of `programs`; they can run after `compiled`."""
 
     def __init__(self, programs: Storages) -> None:
         self._programs = programs
@@ -68,11 +69,12 @@ class Functions:
         self._count = 0
 
     def of_call(self, call: Call, given: Sequence[str] = ()) -> Function:
-        """The function that is `call`; it is `given` some of what it else allocates, first."""
+        """The function of `call`; the allocations `given` are its leading arguments."""
         programs = self._programs
         makes = made_by(programs, call)
         takes = [*given, *(name for name in sources(programs, call.uses) if name not in makes)]
         updates = tuple(i for i, name in enumerate(takes) if programs.key_of(name) in call.updated)
+        # Its text: views of what it takes, the call's own statements, and the new roots.
         text = Text(programs, takes)
         text.call(call)
         if makes:
@@ -89,14 +91,14 @@ class Functions:
         return function
 
     def of_expression(self, expression: ast.expr) -> Function:
-        """The function that gives an output's value: a view."""
+        """The function that returns an output's value: a view."""
         takes = sources(self._programs, (n.id for n in ast.walk(expression) if isinstance(n, ast.Name)))
         text = Text(self._programs, takes)
         text.line(f"return {text.expression(expression)}")
         return self._add(Function(self._name("view"), takes, []), text)
 
     def compiled(self) -> None:
-        """Let all of them be ready to run."""
+        """Compile the functions made so far, to be run."""
         namespace = self._programs.namespace
         exec(compile(self._source, "<calls of Inductor's programs>", "exec"), namespace)  # noqa: S102
         for function in self._made:
@@ -114,7 +116,7 @@ class Functions:
 
 
 def allocated_as(root: fx.Node) -> str | None:
-    """The variable of a root that its call allocates; None for what a library allocates, and for inputs."""
+    """The variable of a root that its call allocates; None for inputs and libraries' allocations."""
     item = root.target is operator.getitem
     node, place = root.args if item else (root, 0)
     if not (isinstance(node, fx.Node) and isinstance(node.target, Function) and isinstance(place, int)):

@@ -1,4 +1,7 @@
-"""From Inductor's compiled programs to the Graph of one whole step: each kernel and library call is an op."""
+"""Turn Inductor's compiled programs into the Graph of one training step.
+
+Each kernel and library call is an op.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,22 @@ def capture_programs(
     surroundings: Surroundings,
     name: str = "step",
 ) -> Captured:
-    """The Graph of the step around `programs`, whose calls are those of `joint`, and which Inductor made from `traced`."""
+    """The Graph of the step around `programs`, which Inductor made from `traced`.
+
+    `joint` has the calls of the programs as nodes.
+    """
     capture = CallsOfPrograms(joint, inputs, surroundings, name)
     capture.take(programs, traced)
     return capture.build()
 
 
 class CallsOfPrograms(CaptureOfStep):
-    """Adds the calls of compiled programs as ops."""
+    """Adds calls of compiled programs as ops."""
 
     programs: Storages
 
     def take(self, programs: Storages, traced: JointGraph) -> None:
-        """Whose calls these will be, and what Inductor made them from."""
+        """Set the programs whose calls are added, and the graph that Inductor made them from."""
         self.programs = programs
         self.origins = self.lines.by_name(traced.forward, traced.backward)
         self.updated = {k for part in programs.calls for call in part for k in call.updated}
@@ -61,6 +67,7 @@ class CallsOfPrograms(CaptureOfStep):
             super()._add_node(node, phase)
 
     def _add_call(self, call: Call, phase: Phase) -> None:
+        # Tensors that it reads and writes.
         for key in call.writes:
             if key not in self.tensor_of:
                 self._add_made(key, phase)
@@ -70,12 +77,13 @@ class CallsOfPrograms(CaptureOfStep):
         writes = tuple(self.tensor_of[key] for key in call.writes)
         if call.random:
             reads, writes = reads + self.random_state, writes + self.random_state
+        # Whether it can be recomputed: as often as wanted, with the same result.
         again = phase is Phase.FORWARD and call.repeatable and bool(call.writes)
         again = again and self.updated.isdisjoint((*call.reads, *call.writes)) and not call.updated
         again = again and all(len(self.programs.roots[k]) == 1 for k in call.writes)
         name = call.name.rsplit(".", 1)[-1]
         origins = self.origins[phase is Phase.BACKWARD]
-        # What a fused kernel ends with says most of what it makes.
+        # The last op of a fused kernel says most about it.
         frames = dict.fromkeys(at for name in reversed(call.origins) for at in origins.get(name, ()))
         self._add_op(
             name, name, layer_type_of(name), phase, reads, writes,
@@ -85,14 +93,14 @@ class CallsOfPrograms(CaptureOfStep):
         )  # fmt: skip
 
     def _dropped_bytes(self, call: Call) -> int:
-        """What a library call returns and the program does not take."""
+        """Bytes that a library call returns and the program drops."""
         if call.container is None:
             return 0
         results = [v for v in self.programs.values[call.container] if isinstance(v, Tensor)]
         return sum(int(v.untyped_storage().nbytes()) for v in results if storage_key(v) not in self.tensor_of)
 
     def _add_made(self, key: StorageKey, phase: Phase) -> None:
-        """A buffer of the program. It can move if one variable is all of it, and the caller gets none of it."""
+        """Add a buffer of the program; it may move if one variable is all of it and nobody outside gets it."""
         roots = self.programs.roots[key]
         value: Tensor = self.programs.values[roots[0]]
         nbytes = int(value.untyped_storage().nbytes())

@@ -1,7 +1,7 @@
-"""The calls of Inductor's programs as nodes of one joint graph: the form in which every step is planned and lowered.
+"""A joint graph whose nodes are the calls of Inductor's programs.
 
-The values of its nodes are the programs' own fake tensors; forward and backward are the descriptors' of the joint graph
-that Inductor made them from.
+In this form every step is planned and lowered. The nodes' values are the programs' own fake tensors; outputs have the
+descriptors of the joint graph that Inductor made the programs from.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ IN_BACKWARD = {"partitioner_tag": BACKWARD_TAG}
 
 
 def joint_of_call(programs: Storages, traced: JointGraph, unchecked: int = 0) -> JointOfPrograms:
-    """Forward and backward as autograd calls them: backward takes the gradients of the results.
+    """The joint graph for autograd: backward takes the gradients of the results.
 
-    Of what forward saves, autograd does not check the last `unchecked` for changes.
+    Autograd does not check the last `unchecked` saved tensors for in-place changes.
     """
     return _Nodes(programs, traced).call(unchecked)
 
 
 def joint_of_step(programs: Storages, traced: JointGraph, share: int) -> JointOfPrograms:
-    """Forward and backward of a step that begins backward itself, by its loss divided by `share`. Raises UnsupportedError."""
+    """The joint graph of a step that starts backward itself, from its loss divided by `share`.
+
+    Raises UnsupportedError.
+    """
     return _Nodes(programs, traced).step(share)
 
 
 class JointOfPrograms(JointGraph):
-    """Forward and backward as the programs have them: each call where it stands, whoever reads what it makes."""
+    """A joint graph with the programs' own split: all calls stay, in their order."""
 
     def _split(self) -> None:
         body = [n for n in self.module.graph.nodes if n.op == "call_function"]
@@ -48,12 +51,12 @@ class JointOfPrograms(JointGraph):
         self.backward_set = frozenset(self.backward)
 
     def _snapshot_mutated_inputs(self) -> bool:
-        """Backward reads what forward hands to it, as under `torch.compile`."""
+        """None: backward reads what forward saves for it, as under `torch.compile`."""
         return False
 
 
 class _Nodes:
-    """Makes the graph of calls. `nodes` are those of variables that are roots."""
+    """Builds the joint graph of calls; `nodes` are those of root variables."""
 
     def __init__(self, programs: Storages, traced: JointGraph) -> None:
         self.programs = programs
@@ -63,7 +66,7 @@ class _Nodes:
         self.functions = Functions(programs)
 
     def call(self, unchecked: int) -> JointOfPrograms:
-        """Forward and backward as autograd calls them: backward is given the gradients of the results."""
+        """The joint graph for autograd: backward is given the gradients of the results."""
         programs, traced = self.programs, self.traced
         tangents = [] if programs.backward is None else programs.backward.inputs[len(programs.saved) :]
         self._take_inputs()
@@ -74,7 +77,7 @@ class _Nodes:
         return self._made(outputs)
 
     def step(self, share: int) -> JointOfPrograms:
-        """Forward and backward of a step that begins backward itself, with the gradient of its loss. Raises UnsupportedError."""
+        """The joint graph of a step that starts backward itself. Raises UnsupportedError."""
         programs, traced = self.programs, self.traced
         backward = programs.backward
         if backward is None or len(tangents := backward.inputs[len(programs.saved) :]) != 1:
@@ -86,6 +89,7 @@ class _Nodes:
                 f"Inductor's backward returns {len(backward.outputs)} gradients, not {len(traced.backward_outputs)}; "
                 'use backend="eager"'
             )
+        # Backward's seed is made where forward ends, from the loss.
         self._take_inputs()
         outputs = self._forward()
         place = next(i for i, d in enumerate(traced.forward_descs) if type(d).__name__ == "PlainAOTOutput")
@@ -114,7 +118,7 @@ class _Nodes:
         return self._outputs(self.programs.backward.outputs, self.programs.outputs[1], IN_BACKWARD)
 
     def _let_change(self, saved: Sequence[ast.expr]) -> None:
-        """Others may change what was `saved` so: autograd is not to check it."""
+        """Tell autograd not to check these `saved` tensors, which others may change in place."""
         programs = self.programs
         keys = {programs.key_of(name) for expression in saved for name in programs.forward.uses_of(expression)}
         for root in {root for key in keys if key is not None for root in programs.roots[key]} & self.nodes.keys():
@@ -127,7 +131,7 @@ class _Nodes:
         return JointOfPrograms(fx.GraphModule(torch.nn.Module(), self.graph), self.programs.num_forward_outputs)
 
     def _seed(self, loss: fx.Node, tangent: str, share: int) -> fx.Node:
-        """The loss that is returned, and what backward begins with, as autograd makes it outside of the programs."""
+        """The returned loss; adds what backward starts from, as autograd would."""
         value = self.programs.values[tangent]
         seed = self._node(aten.ones_like.default, (loss,), value, IN_BACKWARD)
         if share > 1:
@@ -151,7 +155,7 @@ class _Nodes:
         return [self._output(e, value, meta) for e, value in zip(expressions, values, strict=True)]
 
     def _output(self, expression: ast.expr, value: Any, meta: dict[str, Any]) -> fx.Node | None:
-        """The node of an output of this `value`, a view where it is not all of a variable; None where the program returns none."""
+        """The node of an output, with a view if it is not a whole variable; None if there is no output."""
         if isinstance(expression, ast.Constant) and expression.value is None:
             return None
         if isinstance(expression, ast.Name) and expression.id in self.nodes:

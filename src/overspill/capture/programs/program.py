@@ -1,14 +1,14 @@
-"""The text of one compiled program, statement by statement.
+"""Parse the Python text of one compiled program of Inductor, statement by statement.
 
-For every graph Inductor writes a Python function `call(args)`: a straight line of allocations (`empty_strided_cpu(...)`),
-kernels (`cpp_fused_add_0(buf1, buf2)`), library calls (`extern_kernels.mm(..., out=buf3)`, or ones that allocate their
-results), other names for the same bytes (`reinterpret_tensor(...)`, `buf4 = buf3`), checks, and `del`. It is read as text
-because that is what PyTorch's compile caches keep: a program that comes from a cache is read like a new one.
+For every graph Inductor writes a Python function `call(args)`: a straight line of allocations
+(`empty_strided_cpu(...)`), kernels (`cpp_fused_add_0(buf1, buf2)`), library calls (`extern_kernels.mm(..., out=buf3)`,
+or ones that allocate their results), aliases (`reinterpret_tensor(...)`, `buf4 = buf3`), checks, and `del`. It is read
+as text because that is what PyTorch's compile caches keep: a program from a cache is read like a new one.
 
-Relies on the text that Inductor writes (2.11 to 2.14): the statements above, `async_compile.cpp_pybinding(types, source)`
-and `async_compile.triton(name, source)`, `current_callable` of what is compiled, and the parameters' names in kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A
-statement of any other kind is refused by name. Comments `Source Nodes: [a, b]` above calls are read where they are: C++
-kernels have none.
+Relies on the text that Inductor writes (2.11 to 2.14): the statements above, `async_compile.cpp_pybinding(types,
+source)` and `async_compile.triton(name, source)`, `current_callable` of what is compiled, and the parameters' names in
+kernels (`in_ptr`, `out_ptr`, `in_out_ptr`). A statement of any other kind is refused by name. Comments `Source Nodes:
+[a, b]` above calls are read where they are: C++ kernels have none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ORIGINS = re.compile(r"^\s*#.*\bSource Nodes: \[(.*?)\]")
 
 
 class Kind(StrEnum):
-    """What a statement does."""
+    """Kinds of statements."""
 
     ALLOCATE = "allocate"
     ALIAS = "alias"  # another name, or another view, of the same bytes, or their size
@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 
 class Access(StrEnum):
-    """What a kernel does with an argument."""
+    """How a kernel uses an argument."""
 
     READ = "read"
     WRITE = "write"
@@ -50,9 +50,9 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement; `target` is the variable that it binds, `uses` the variables that it reads.
+    """One statement, the variable `target` that it assigns, and the variables that it `uses`.
 
-    `origins` are the names of the nodes that a call was made from, in their order, as far as a comment says so.
+    `origins` are the names of the nodes that a call was made from, in their order, if a comment has them.
     """
 
     node: ast.stmt
@@ -63,17 +63,17 @@ class Statement:
 
     @property
     def value(self) -> ast.expr:
-        """What is assigned, or called."""
+        """The expression that is assigned or called."""
         assert isinstance(self.node, (ast.Assign, ast.Expr))
         return self.node.value
 
 
 @dataclass
 class Program:
-    """`call(args)`: binds `inputs`, carries out `statements`, returns `outputs`.
+    """The function `call(args)`: takes `inputs`, runs `statements`, returns `outputs`.
 
-    `kernels` says of each compiled kernel what it does with its arguments by position, and whether it adds atomically.
-    `namespace` has the values of all other names.
+    `kernels` has the access of each compiled kernel to its arguments, by position; `atomic` are the kernels that add
+    atomically. `namespace` has the values of all other names.
     """
 
     inputs: list[str]
@@ -86,11 +86,12 @@ class Program:
 
     @classmethod
     def read(cls, source: str, namespace: Mapping[str, Any], prefix: str) -> Program:
-        """The program in `source`, whose module has `namespace`; its variables, kernels and constants get `prefix`.
+        """Parse `source`; variables, kernels and constants get `prefix` in front of their names.
 
-        Raises UnsupportedError for what is not understood.
+        `namespace` is that of its module. Raises UnsupportedError for unknown statements.
         """
         module = ast.parse(source)
+        # Rename in the text whatever the two programs of a step could both define.
         texts = _kernel_texts(module)
         call = _call_of(module)
         variables = {n.id for n in ast.walk(call) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -153,12 +154,12 @@ class Program:
         return tuple(dict.fromkeys(found))
 
     def uses_of(self, value: ast.expr) -> tuple[str, ...]:
-        """The variables in an expression."""
+        """The variables in an expression, in order."""
         return self._uses(value)
 
 
 def not_understood(node: ast.AST) -> UnsupportedError:
-    """What is raised for a statement that this file does not know."""
+    """The error for a statement that this file does not know."""
     text = " ".join(ast.unparse(node).split())
     return UnsupportedError(
         f"the program that Inductor wrote has a statement that Overspill does not understand: {text[:120]}; "
@@ -167,14 +168,17 @@ def not_understood(node: ast.AST) -> UnsupportedError:
 
 
 def namespace_of(compiled: Any) -> dict[str, Any]:
-    """The names of the module that Inductor wrote for `compiled`, what `compile_fx_inner` gives; none where it wrote none in Python."""
+    """Names of the module that Inductor wrote for `compiled`; empty if it wrote no Python.
+
+    `compiled` is what `compile_fx_inner` returns.
+    """
     call = getattr(compiled, "current_callable", None)
     found: dict[str, Any] = getattr(getattr(call, "__func__", call), "__globals__", {})
     return found
 
 
 def _call_of(module: ast.Module) -> ast.FunctionDef:
-    """The function, which is a method of `Runner` in newer releases."""
+    """The function `call`, a method of `Runner` in newer releases."""
     places: list[ast.stmt] = [*module.body, *(s for c in module.body if isinstance(c, ast.ClassDef) for s in c.body)]
     found = [s for s in places if isinstance(s, ast.FunctionDef) and s.name == "call"]
     if len(found) != 1:
@@ -183,7 +187,7 @@ def _call_of(module: ast.Module) -> ast.FunctionDef:
 
 
 def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements, also those within `with` the guard of the device that is current anyway."""
+    """The statements in one list, with those inside a `with` of the current device's guard."""
     found: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.With):
@@ -198,7 +202,7 @@ def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _origins(lines: list[str], line: int) -> tuple[str, ...]:
-    """The names in the comments above the line with this number."""
+    """Node names in the comments right above line number `line`."""
     for text in reversed(lines[: line - 1]):
         if not text.lstrip().startswith("#"):
             break
@@ -208,7 +212,7 @@ def _origins(lines: list[str], line: int) -> tuple[str, ...]:
 
 
 def _kernel_texts(module: ast.Module) -> dict[str, tuple[tuple[Access, ...], str]]:
-    """Of each compiled kernel what it does with its arguments, and its text."""
+    """Argument accesses and text of each compiled kernel, by name."""
     found = {}
     for statement in module.body:
         if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)):
@@ -222,7 +226,7 @@ def _kernel_texts(module: ast.Module) -> dict[str, tuple[tuple[Access, ...], str
 
 
 def _accesses(text: str) -> tuple[Access, ...]:
-    """By the names in the head of a kernel: a C++ function, or a Triton one."""
+    """Accesses by the parameter names of a kernel, a C++ or Triton function."""
     head = re.search(r"(?:\bkernel|\bdef \w+)\s*\(([^)]*)\)", text)
     parameters = head.group(1).split(",") if head else []
     kinds = {"in_ptr": Access.READ, "out_ptr": Access.WRITE, "in_out_ptr": Access.UPDATE}

@@ -1,8 +1,8 @@
-"""A step's compiled programs, followed on fake tensors: which storage each variable is a view of, and who makes it.
+"""Follow a step's compiled programs on fake tensors: storages, views, and calls.
 
-Nothing is computed: allocations and library calls are done on fake tensors, and compiled kernels, which only write to
-arguments, are left out. Forward and backward share their variables here: what backward is given for its arguments are
-forward's outputs, by position.
+Nothing is computed: allocations and library calls run on fake tensors, and compiled kernels, which only write to
+arguments, are skipped. Forward and backward share their variables here: backward's first arguments are what forward
+saves, by position.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .program import Access, Kind, Program, Statement, not_understood
 from .workspaces import Library, workspace_bytes
 
 FORWARD, BACKWARD = "f_", "b_"
-"""What the variables, kernels and constants of the two programs begin with."""
+"""Prefixes of variables, kernels and constants of the two programs."""
 
 
 @dataclass
 class Call:
-    """One kernel or library call, with the picks of its results and the checks of them.
+    """One kernel or library call, with the picks and checks of its results.
 
-    `uses` are the variables among its arguments, `reads` the storages behind those that it reads. It makes the variables
-    `made`, and writes the storages `writes`; what was written before is `updated`. `origins` are as of its Statement.
+    `uses` are the variables among its arguments, `reads` the storages that it reads. It makes the variables `made` and
+    writes the storages `writes`, of which `updated` were written before. `origins` are as in its Statement.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Call:
     moved_bytes: int
     workspace_bytes: int = 0
     container: str | None = None
-    """The variable of all its results, where it returns several."""
+    """The variable that holds all results, if there are several."""
     made: list[str] = field(default_factory=list)
     origins: tuple[str, ...] = ()
 
 
 class Effects(NamedTuple):
-    """What a call does besides reading: `written` are the variables that it may change, and how.
+    """Side effects of a call: `written` are the variables that it may change, and how.
 
-    `repeatable`: with the same inputs it gives the same bits again. `is_kernel`: Inductor compiled it, so it only
-    writes to its arguments.
+    `repeatable`: the same inputs give the same bits. `is_kernel`: Inductor compiled it, so it only writes to its
+    arguments.
     """
 
     name: str
@@ -70,10 +70,10 @@ class Effects(NamedTuple):
 
 @dataclass
 class Storages:
-    """What the variables of `forward`, and of `backward` where there is one, are.
+    """Variables of a step's programs and what they are; `backward` may be None.
 
-    `values` are fake tensors by variable, `aliases` the expressions that make a variable from others, `allocations` those
-    that make one from nothing; `roots` are the variables of each storage that are made otherwise than as an alias.
+    `values` are fake tensors by variable, `aliases` the expressions of variables made from others, `allocations` the
+    statements of those made from nothing; `roots` are each storage's variables that are not aliases.
     """
 
     forward: Program
@@ -88,29 +88,29 @@ class Storages:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     def key_of(self, variable: str) -> StorageKey | None:
-        """The storage that a variable is a view of; None for what is no tensor."""
+        """The storage that a variable is a view of; None if it is not a tensor."""
         value = self.values.get(variable)
         return storage_key(value) if isinstance(value, Tensor) else None
 
     @property
     def namespace(self) -> dict[str, Any]:
-        """The values of all names in both programs but their variables."""
+        """Values of all names in both programs, without their variables."""
         return self.forward.namespace | (self.backward.namespace if self.backward is not None else {})
 
     @cached_property
     def unwritten(self) -> frozenset[StorageKey]:
-        """The storages that the programs allocate and no call of theirs writes to: buffers of no elements."""
+        """Storages that the programs allocate and never write: buffers without elements."""
         written = {key for part in self.calls for call in part for key in call.writes}
         return frozenset(key for name in self.allocations if (key := self.key_of(name)) is not None) - written
 
     @property
     def saved(self) -> list[ast.expr]:
-        """The expressions of what forward hands to backward."""
+        """The expressions of what forward saves for backward."""
         return self.forward.outputs[self.num_forward_outputs :]
 
 
 def storage_key(value: Tensor) -> StorageKey:
-    """The identity of a tensor's storage."""
+    """The identity of a tensor's storage, equal for all its views."""
     return int(value.untyped_storage()._cdata)
 
 
@@ -122,11 +122,12 @@ def follow(
     num_forward_outputs: int,
     mode: FakeTensorMode,
 ) -> Storages:
-    """The storages of a step whose inputs are the fake `primals` and `tangents`. Raises UnsupportedError."""
+    """Follow both programs on the fake `primals` and `tangents`. Raises UnsupportedError."""
     found = Storages(forward, backward, num_forward_outputs)
     follower = _Follower(found, mode)
     follower.enter(forward, primals)
     follower.run(forward, 0)
+    # Backward takes what forward saves, then the gradients of the results.
     if backward is not None:
         if len(backward.inputs) != len(found.saved) + len(tangents):
             raise UnsupportedError(
@@ -178,6 +179,7 @@ class _Follower:
         target = statement.target
         if target is not None and target in self.found.values:
             raise UnsupportedError(f'Inductor\'s program binds {target} twice; use backend="eager"')
+        # By kind: a new buffer, another name, one of several results, a check, or a call.
         if statement.kind is Kind.ALLOCATE:
             assert target is not None
             value = self.found.values[target] = self._value(program, statement.value)
@@ -230,6 +232,7 @@ class _Follower:
         if statement.target is not None and self._is_view(program, node):
             self.alias(statement.target, node, program)
             return
+        # Which storages it reads and writes; one that is written first is new.
         node, own_state = _drawing(node)
         name, written, random, repeatable, is_kernel = self._effects(program, node, statement)
         keys = {n: k for n in statement.uses if (k := self.found.key_of(n)) is not None}
@@ -245,6 +248,7 @@ class _Follower:
             origins=statement.origins if is_kernel else statement.origins[-1:],
         )  # fmt: skip
         self.written.update(writes)
+        # Its results, as tensors that it allocates.
         result = None
         if statement.target is not None:
             result = self.found.values[statement.target] = self._value(program, statement.value)
@@ -258,6 +262,7 @@ class _Follower:
                 return
         self.found.calls[part].append(call)
         tensors = [self.found.values[n] for n in statement.uses] + tree_leaves(result)
+        # Its cost.
         call.moved_bytes = sum(_nbytes(t) for t in tensors if isinstance(t, Tensor))
         if not is_kernel:
             plain = node is statement.value
@@ -266,7 +271,7 @@ class _Follower:
             self.libraries.append((program, call, Library(node, call.lines if plain else alone, statement.uses)))
 
     def _is_view(self, program: Program, call: ast.Call) -> bool:
-        """Whether a library call gives other names for bytes that there are."""
+        """Whether a library call only makes views of existing tensors."""
         target = self._operator(program, call.func)
         if target is None or target._schema.is_mutable or not any(r.alias_info for r in target._schema.returns):
             return False
@@ -274,8 +279,9 @@ class _Follower:
         return all(isinstance(v, Tensor) and storage_key(v) in self.found.roots for v in found)
 
     def _effects(self, program: Program, call: ast.Call, statement: Statement) -> Effects:
-        """Raises UnsupportedError for a call of which nothing tells what it changes."""
+        """Side effects of a call. Raises UnsupportedError if they cannot be known."""
         function = call.func
+        # A compiled kernel, whose parameter names tell.
         if isinstance(function, ast.Attribute) and function.attr == "run":
             function = function.value
         if isinstance(function, ast.Name) and function.id in program.kernels:
@@ -285,6 +291,7 @@ class _Follower:
                 raise not_understood(statement.node)
             written = {n: access for names, access in zip(given, accesses, strict=True) for n in names}
             return Effects(function.id[2:], written, repeatable=function.id not in program.atomic, is_kernel=True)
+        # A library call: by its `out`, by the operator's schema, or by its name.
         written = {n: Access.WRITE for k in call.keywords if k.arg == "out" for n in program.uses_of(k.value)}
         name = ast.unparse(function).removeprefix("torch.ops.").removesuffix(".default")
         if (target := self._operator(program, function)) is not None:
@@ -298,7 +305,7 @@ class _Follower:
         return Effects(name, written)
 
     def _operator(self, program: Program, function: ast.expr) -> Any:
-        """The operator that a library call is of; None where it is another function."""
+        """The operator that a library call runs; None for other functions."""
         target = self._plain(program, function)
         if isinstance(target, torch._ops.OpOverloadPacket) and "default" in target.overloads():
             target = target.default  # `aten.index_put_(…)`, as deterministic mode has it for an embedding
@@ -315,7 +322,7 @@ class _Follower:
         return {n: Access.UPDATE for name in changed for n in program.uses_of(given[name])}
 
     def measure(self) -> None:
-        """Find out what the library calls allocate for themselves."""
+        """Measure the workspaces of all library calls, in bytes."""
         for program in (self.found.forward, self.found.backward):
             if program is not None:
                 calls = [(call, library) for of, call, library in self.libraries if of is program]
@@ -338,7 +345,7 @@ class _Follower:
         return eval(code, {**program.namespace, **FAKES}, self.found.values)  # noqa: S307 - the user's own compiled program
 
     def _flops(self, program: Program, name: str, call: ast.Call, result: Any) -> int:
-        """Of a library call, `aten.op` or `extern_kernels.op`, by torch's own formulas."""
+        """FLOPs of a library call, `aten.op` or `extern_kernels.op`, by torch's formulas."""
         op = name.split(".")[1]
         formula = flop_registry.get(getattr(torch.ops.aten, op, None))
         if formula is None:
@@ -355,9 +362,9 @@ class _Follower:
 
 
 def _drawing(call: ast.Call) -> tuple[ast.Call, bool]:
-    """The op that `call` runs, and whether it draws from a state that it is given.
+    """The op that `call` runs, and whether it draws from a random state that it is given.
 
-    So a checkpoint's random op is run: forward keeps the generator's state, and backward draws from that.
+    A checkpoint's random ops run so: forward keeps the generator's state, and backward draws from it.
     """
     function = ast.unparse(call.func)
     if function not in _WITH_STATE:
@@ -371,7 +378,7 @@ _WITH_STATE = tuple(f"torch.ops.higher_order.run_{name}_rng_state" for name in (
 
 
 def _convolution_flops(x: Sequence[int], weight: Sequence[int], out: Sequence[int], *, transposed: bool) -> int:
-    """Two a multiplication: every element of the output (of the input where transposed) meets a filter."""
+    """FLOPs of a convolution: two for each product of an output element (transposed: input) and a filter."""
     places = x if transposed else out
     count = places[0]
     for size in (*places[2:], *weight):
@@ -393,4 +400,4 @@ FAKES: Mapping[str, Any] = {
         t, size, stride, t.storage_offset() + offset
     ),
 }
-"""What the programs' own helpers, which know nothing of fake tensors, are replaced by."""
+"""Versions for fake tensors of the programs' own helpers."""

@@ -1,4 +1,4 @@
-"""Writing the calls of compiled programs again: the statements of a call, and the other names that they need."""
+"""Write Python text that runs calls of compiled programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .storages import Call, Storages
 
 
 class Text:
-    """The lines of one function that runs calls of `programs`. `bound` are the variables that there are."""
+    """The lines of a function that runs calls of `programs`; `bound` are its known variables."""
 
     def __init__(self, programs: Storages, bound: Iterable[str] = ()) -> None:
         self.programs = programs
@@ -21,21 +21,22 @@ class Text:
         self.lines: list[str] = []
 
     def function(self, name: str, arguments: str = "args") -> str:
-        """The text of the function."""
+        """The text of the function, with its head."""
         return f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in self.lines)
 
     def line(self, text: str) -> None:
-        """One more line."""
+        """Add a line."""
         self.lines.append(text)
 
     def expression(self, expression: ast.expr) -> str:
-        """An expression of the program, with its variables bound."""
+        """The text of an expression, after lines that define its variables."""
         for name in _names(expression):
             self._bind(name)
         return ast.unparse(expression)
 
     def call(self, call: Call) -> None:
-        """The statements of `call`, behind those that allocate what it is the first to write to and is not there."""
+        """Add the statements of `call`, after the allocations and views that it needs."""
+        # First the buffers that it is the first to write.
         for root in made_by(self.programs, call):
             if root in self.programs.allocations and root not in self.bound:
                 self.line(ast.unparse(self.programs.allocations[root]))
@@ -49,7 +50,7 @@ class Text:
             self.line(f"del {call.container}")
 
     def _bind(self, name: str) -> None:
-        """Let a variable of the program be there: another name of something that is."""
+        """Define a variable of the program, as an alias of bound ones. Raises InvalidSchedule if it is gone."""
         programs = self.programs
         if name in self.bound or name not in programs.values:
             return
@@ -63,12 +64,12 @@ class Text:
 
 
 def made_by(programs: Storages, call: Call) -> list[str]:
-    """The variables that are roots of what `call` is the first to write to."""
+    """Root variables of the storages that `call` writes first."""
     return [root for key in call.writes if key not in call.updated for root in programs.roots[key]]
 
 
 def sources(programs: Storages, names: Iterable[str]) -> list[str]:
-    """The variables, each a root, that `names` are made from."""
+    """The root variables that `names` are made from."""
     found: dict[str, None] = {}
 
     def look(name: str) -> None:

@@ -1,12 +1,12 @@
-"""Inductor's programs of a step, written on fake tensors: no kernel is compiled, nothing is computed or allocated.
+"""Let Inductor write a step's programs without compiling or running a kernel.
 
-Inductor writes the text of a program first and has the kernels in it compiled while it imports the text as a module. In
-place of that import stands one in which every `async_compile.…(…)` is a kernel that does nothing. What the step allocates
-and when it frees it is in the program itself, so running it on fake tensors shows it (`StepPrograms.step`).
+Inductor first writes a program's text, and has its kernels compiled while it imports that text as a module. Here that
+import is replaced by one in which every `async_compile.…(…)` is a kernel that does nothing. Allocations and frees of
+the step are in the program itself, so running it on fake tensors shows them (`StepPrograms.step`).
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of Inductor's code cache,
-through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the processor;
-`compile_fx` with its `inner_compile`; `current_callable` of what that returns; of AOTAutograd
+Names private to PyTorch that this file relies on (2.11 to 2.14): `PyCodeCache.load_by_key_path` of Inductor's code
+cache, through which every program is imported, and `config.cpp.vec_isa_ok`, which else runs the compiler to know the
+processor; `compile_fx` with its `inner_compile`; `current_callable` of what that returns; of AOTAutograd
 `force_non_lazy_backward_lowering` and, in its metadata, `num_forward_returns` and `mutated_inp_runtime_indices`.
 """
 
@@ -41,23 +41,23 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Written(BaseException):
-    """Raised in a backend: all programs are there, and the step need not run. Dynamo catches exceptions."""
+    """Raised in a backend once all programs are written; no Exception, for Dynamo catches those."""
 
 
 class UnrunKernel:
-    """A kernel that nobody compiled: called (or `run`, as Triton's are), it does nothing."""
+    """A kernel that does nothing when called (or `run`, as Triton's are)."""
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing: a kernel writes to its arguments, and fake ones have no values."""
+        """Do nothing: a kernel writes to its arguments, and fake tensors have no values."""
 
     run = __call__
 
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """While this lasts, Inductor writes programs, compiles none of their kernels, and leaves its caches alone.
+    """Let Inductor write programs without compiling kernels or touching its caches, inside the block.
 
-    No library call is measured either. What is replaced is replaced for the whole process.
+    No workspace of a library call is measured either. Applies to the whole process.
     """
     settings = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp.vec_isa_ok": True}
     with (
@@ -74,10 +74,10 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def write(step: Callable[..., Any], batch: Sequence[Any], backend: Callable[..., Any]) -> None:
-    """Call `step`, compiled by `backend`, on `batch`, until it raises `Written`.
+    """Call `step`, compiled by `backend`, on `batch` until it raises `Written`.
 
-    Both are of fake tensors in their mode, which is on. Raises UnsupportedError where Inductor cannot compile the step, and
-    what Dynamo raises where it is not one graph.
+    Both use fake tensors, inside their mode. Raises UnsupportedError if Inductor cannot compile the step, and Dynamo's
+    errors if it is not a single graph.
     """
     with nothing_compiled(), inductor_failures():
         try:
@@ -94,7 +94,7 @@ def _load(
     attrs: dict[str, Any] | None = None,
     **_: Any,
 ) -> ModuleType:
-    """The program at `path` as a module, which is kept nowhere; its constants are `attrs`."""
+    """Import the program at `path` as a module without compiled kernels; its constants are `attrs`."""
     source = Path(path).read_text(encoding="utf-8")
     if "async_compile" not in source:
         raise UnsupportedError("Inductor wrote no Python program (cpp_wrapper, perhaps), of which nothing can be read")
@@ -103,14 +103,14 @@ def _load(
     module = ModuleType(f"overspill.unrun.{key}")
     module.__file__ = path
     module.__dict__.update(attrs or {}, UnrunKernel=UnrunKernel, key=key)
-    # No line of it is the user's.
+    # Its lines are none of the user's.
     code = compile(ast.fix_missing_locations(text), "<Inductor's program>", "exec")
     exec(code, module.__dict__)  # noqa: S102 - what Inductor wrote
     return module
 
 
 def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
-    """Without the compiler: a kernel that does nothing, or no statement where it waits for kernels."""
+    """The statement with a kernel that does nothing; None if it only waits for kernels."""
     value = statement.value if isinstance(statement, (ast.Assign, ast.Expr)) else None
     if not isinstance(value, ast.Call) or not ast.unparse(value.func).startswith(_COMPILES):
         return statement
@@ -122,10 +122,10 @@ def _uncompiled(statement: ast.stmt) -> ast.stmt | None:
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The programs of one step: `forward`, and `backward` unless nothing is differentiated, both as `call(args)`.
+    """The programs of one step, as `call(args)`; `backward` is None without gradients.
 
-    `results` is how many of forward's outputs are for the caller; the others are saved for backward. The first of them are
-    new values of the inputs at `updated`. `given` says of each input what it is: the name of a parameter or buffer, the
+    `results` is how many of forward's outputs go to the caller; the others are saved for backward. The first of them
+    are new values of the inputs at `updated`. `given` says what each input is: the name of a parameter or buffer, the
     position of a tensor in the batch, or a tensor of Dynamo's own.
     """
 
@@ -142,10 +142,11 @@ class StepPrograms:
         around: Around = nullcontext,
         on_saved: Callable[[Tensor], object] = lambda _: None,
     ) -> Any:
-        """What the compiled step returns, of `module` and a `batch` like those that it was written for, all fake.
+        """Run the step on fake tensors; returns what the compiled step returns.
 
-        Memory is taken and given back in their mode as the programs do it; `around` is entered while one of them runs, and
-        `on_saved` told of what forward makes and keeps for backward.
+        `module` and `batch` must be like those that it was written for. Memory is allocated and freed in their mode as
+        the programs do it; `around` is entered while one of them runs, and `on_saved` called with each tensor that
+        forward saves for backward.
         """
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         inputs = [named[g] if isinstance(g, str) else batch[g] if isinstance(g, int) else g for g in self.given]
@@ -156,7 +157,7 @@ class StepPrograms:
 
 @dataclass
 class _Call:
-    """One call of the step, between its forward and its backward."""
+    """One call of the step, which keeps saved tensors until its backward."""
 
     programs: StepPrograms
     around: Around
@@ -164,14 +165,14 @@ class _Call:
     saved: list[Any] = field(default_factory=list)
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """The caller's results."""
+        """Run forward; the caller's results."""
         programs = self.programs
         there = {storage_key(v) for v in inputs if isinstance(v, Tensor)}
         with self.around():
             outputs = list(programs.forward(list(inputs)))
             for position, value in zip(programs.updated, outputs, strict=False):
                 inputs[position].detach().copy_(value)
-            # What is returned too would hold this call by its gradient's function.
+            # A result that is saved too would hold this call through its grad_fn.
             self.saved = [v.detach() if isinstance(v, Tensor) else v for v in outputs[programs.results :]]
         for value in self.saved:
             if isinstance(value, Tensor) and storage_key(value) not in there:
@@ -179,7 +180,7 @@ class _Call:
         return tuple(outputs[len(programs.updated) : programs.results])
 
     def backward(self, tangents: Sequence[Any]) -> tuple[Any, ...]:
-        """The gradients of the inputs, from those of the results; the program empties the list that it is given."""
+        """Gradients of the inputs, given those of the results; frees saved tensors as the program does."""
         args, self.saved = [*self.saved, *tangents], []
         del tangents
         assert self.programs.backward is not None
@@ -188,7 +189,7 @@ class _Call:
 
 
 class _Step(torch.autograd.Function):
-    """Forward and backward as AOTAutograd runs them."""
+    """Runs forward and backward of a call under autograd, as AOTAutograd does."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: Any) -> tuple[Any, ...]:
@@ -201,7 +202,7 @@ class _Step(torch.autograd.Function):
 
 
 def write_programs(step: Callable[..., Any], module: nn.Module, batch: Sequence[Any]) -> StepPrograms:
-    """The programs that stock `torch.compile` runs for `step(*batch)`, which calls `module`; as `write` in all else."""
+    """The programs that `torch.compile` would run for `step(*batch)`, which calls `module`; see `write`."""
     writer = _Writer(module, batch)
     write(step, batch, writer.compile)
     return writer.found()
@@ -217,7 +218,7 @@ class _Writer:
         self._updated: Sequence[int] = ()
 
     def compile(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's backend."""
+        """Dynamo's backend: has forward and backward written, then raises Written."""
         self._given = [self._known.get(id(e), e) for e in examples]
         with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
             compile_fx(module, examples, inner_compile=self._compile_inner)
@@ -237,7 +238,7 @@ class _Writer:
         return compiled
 
     def found(self) -> StepPrograms:
-        """What was written. Raises UnsupportedError where Inductor had nothing to write."""
+        """The programs written. Raises UnsupportedError if there are none."""
         if not self._calls:
             raise UnsupportedError("torch.compile found nothing to compile in the step")
         forward, *backward = self._calls

@@ -1,8 +1,8 @@
-"""The whole step around Inductor's programs as one Graph: their calls are its forward and backward.
+"""Capture a whole training step around Inductor's programs as one Graph.
 
-What `capture/compiled/whole_step.py` does with the ops of a joint graph is done here with calls of programs: a graph is
-made whose nodes are these calls, and whose values are the programs' own fake tensors. The updates of parameters, the
-schedule and what runs it are then those of every other step.
+As `capture/compiled/whole_step.py` does with the ops of a joint graph, but with calls of programs: a graph is made with
+these calls as nodes, and the programs' own fake tensors as values. Parameter updates, schedule and execution are then
+the same as for every other step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def capture_step_of_programs(
     name: str = "step",
     elsewhere: tuple[tuple[TensorKind, int], ...] = (),
 ) -> CapturedStep:
-    """The Graph of one training step around `programs`, which Inductor made from the joint graph `traced`.
+    """The Graph of one training step around `programs`, made by Inductor from `traced`.
 
-    The loss is divided by `share`, behind the programs, as a loop over as many micro-batches does it. The rest is as for
+    The loss is divided by `share` after the programs, as in a loop over as many micro-batches. Otherwise as
     `capture_step`. Raises UnsupportedError.
     """
     joint = joint_of_step(programs, traced, share)
@@ -41,4 +41,4 @@ def capture_step_of_programs(
 
 
 class _CaptureOfStep(CallsOfPrograms, CaptureOfWholeStep):
-    """Calls of programs, and what a whole step does with gradients."""
+    """Builds the Graph of a whole step from calls of programs."""

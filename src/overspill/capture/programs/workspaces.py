@@ -1,7 +1,8 @@
-"""What library calls allocate for themselves while they run: measured, by running each once.
+"""Measure the workspaces of library calls, by running each once.
 
-A convolution may copy its inputs into another layout, and no text says so. So each library call of a program is run once on
-zeros of its inputs' shapes, alone, before a plan is made; of equal calls one. Compiled kernels allocate nothing.
+A convolution may copy its inputs into another layout, and no text says so. So before a plan is made, each library call
+of a program is run once by itself, on zeros of its inputs' shapes; equal calls are run once. Compiled kernels allocate
+nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from overspill.core.errors import UnsupportedError
 from .allocations import allocations, peak_of
 
 _known: dict[str, int] = {}
-"""Workspaces in bytes by the signature of a call, for all programs of this process."""
+"""Workspaces in bytes by a call's signature, for all programs of this process."""
 _measures = ContextVar("overspill_measures", default=True)
 
 
 @contextmanager
 def nothing_measured() -> Iterator[None]:
-    """While this lasts no library call is run: it is taken to allocate nothing for itself."""
+    """Run no library call inside the block: its workspace counts as 0 bytes."""
     token = _measures.set(False)
     try:
         yield
@@ -40,7 +41,7 @@ def nothing_measured() -> Iterator[None]:
 
 
 class Library(NamedTuple):
-    """A library call: `node`, the statements `lines` that carry it out, and the variables that it `uses`."""
+    """A library call: its `node`, the statements `lines` that run it, and the variables that it `uses`."""
 
     node: ast.expr
     lines: list[ast.stmt]
@@ -48,13 +49,14 @@ class Library(NamedTuple):
 
 
 def workspace_bytes(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
-    """Of each library call: bytes that it had beyond its results at most.
+    """The workspace of each library call: peak bytes beyond its results.
 
-    `values` are the variables as fake tensors. While a profiler runs nothing can be measured; the user is then warned.
+    `values` are the variables as fake tensors. Nothing can be measured while a profiler runs; the user is then warned.
     Raises UnsupportedError for a call that cannot be run.
     """
     if not _measures.get():
         return [0 for _ in calls]
+    # Only calls that are not known yet are run.
     signed = [(_signature(call, values), call) for call in calls]
     new = {signature: call for signature, call in signed if signature not in _known}
     if new and torch.autograd._profiler_enabled():
@@ -79,6 +81,7 @@ def _signature(call: Library, values: Mapping[str, Any]) -> str:
 def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Mapping[str, Any]) -> list[int]:
     succeeded: list[int] = []
     with allocations() as found:
+        # Zeros first; samplers and solvers refuse them, and get definite inputs.
         parts = count()
         for call in calls:
             code = compile(ast.fix_missing_locations(ast.Module(call.lines, [])), "<a library call>", "exec")
@@ -101,7 +104,7 @@ def _measured(calls: Sequence[Library], namespace: Mapping[str, Any], values: Ma
 
 
 def _failure(code: CodeType, namespace: Mapping[str, Any], given: dict[str, Any]) -> Exception | None:
-    """What a library call raises, or the check of its results; these are then among what is `given`."""
+    """Run a library call; the error that it raised, or None. Its results are added to `given`."""
     try:
         exec(code, dict(namespace), given)  # noqa: S102 - the user's own compiled program
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -118,7 +121,7 @@ def _zeros(value: Any) -> Any:
 
 
 def _definite(value: Any) -> Any:
-    """Positive numbers, and positive definite matrices: what samplers of a distribution and solvers ask for."""
+    """Positive numbers and positive definite matrices, which samplers and solvers ask for."""
     found = _zeros(value)
     if isinstance(found, Tensor):
         found.fill_(1)

@@ -1,1 +1,1 @@
-"""What an eager run did to device memory, written down, and the Graph of one of its steps."""
+"""Recordings of an eager run's device memory, and Graphs of its steps."""

@@ -1,4 +1,4 @@
-"""One step of an eager recording as a Graph: the other way to make one."""
+"""Turn one step of an eager recording into a Graph."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from .recording import Recording
 
 
 def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -> Graph:
-    """The Graph of one iteration, by default the last but one, which has all that a steady step has.
+    """The Graph of one iteration; by default the last but one, a steady step.
 
-    Tensors are storages that ops of the iteration touch. Nothing is recomputable: a recording knows what an op did to
-    memory, not how to run it again. Scratch is left out, since it depends on the GPU.
+    Tensors are storages that ops of the iteration touch. Nothing is recomputable: a recording has an op's memory, not
+    how to run it again. Scratch is left out, since it depends on the GPU.
     """
     if iteration is None:
         iteration = max(recording.iterations - 2, 0)
     if not 0 <= iteration < recording.iterations:
         raise RequestError(f"iteration {iteration} was not recorded; there are {recording.iterations}")
+    # Ops of the iteration, and the storages that they touch.
     begin = recording.starts[iteration]
     end = recording.starts[iteration + 1] if iteration + 1 < recording.iterations else recording.events
     steps = [op for op in recording.ops if op.iteration == iteration and (op.reads or op.writes)]
@@ -29,7 +30,7 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
     tensors = []
     for position, i in ids.items():
         allocation = recording.allocations[position]
-        # What was there before stays as far as the step knows, even if the program drops it on the way.
+        # What was there before persists as far as the step knows, even if the program frees it on the way.
         before = allocation.start < begin
         tensors.append(
             Tensor(
@@ -46,5 +47,6 @@ def graph_of(recording: Recording, name: str, *, iteration: int | None = None) -
         )
         for i, op in enumerate(steps)
     )  # fmt: skip
+    # Tensors that are still there when the iteration ends.
     left = tuple(ids[p] for p in touched if not tensors[ids[p]].persistent and recording.allocations[p].end >= end)
     return Graph(name, tuple(tensors), ops, left, frames=recording.frames)

@@ -1,4 +1,4 @@
-"""What a framework's executor asks of the device, written down in order: for executors that are followed, not run."""
+"""Write a recording by hand, for executors that are modelled instead of run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .recording import Allocation, RecordedOp, Recording
 
 
 class Ledger:
-    """Allocations and their ends, an event each, and the ops in between."""
+    """A list of allocations, frees and ops, with an event number for each allocation and free."""
 
     def __init__(self) -> None:
         self.events = 0
@@ -23,25 +23,25 @@ class Ledger:
     def allocate(
         self, nbytes: int, kind: TensorKind, name: str, phase: Phase, layer: str = "", scratch: Scratch | None = None
     ) -> int:
-        """A new allocation, by its position; it stays until its end is told."""
+        """Add an allocation of `nbytes`; returns its position. It lives until `end`."""
         self.allocations.append(Allocation(self.events, -1, nbytes, kind, name, layer, phase, len(self._ops), scratch))
         self.events += 1
         return len(self.allocations) - 1
 
     def end(self, allocation: int) -> None:
-        """An allocation is given back."""
+        """Free an allocation."""
         self._ends[allocation] = self.events
         self.events += 1
 
     def has_ended(self, allocation: int) -> bool:
-        """Whether an allocation was given back."""
+        """Whether an allocation was freed."""
         return allocation in self._ends
 
     def add(self, op: RecordedOp) -> None:
-        """An op runs."""
+        """Add an op."""
         self._ops.append(op)
 
     def recording(self, starts: Sequence[int], parameters: int) -> Recording:
-        """All that was told, of iterations that began at the events `starts`."""
+        """The recording so far, with iterations that began at the events `starts`."""
         allocations = (replace(a, end=self._ends.get(i, self.events)) for i, a in enumerate(self.allocations))
         return Recording(tuple(allocations), tuple(self._ops), tuple(starts), self.events, parameters)

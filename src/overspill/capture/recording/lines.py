@@ -1,7 +1,7 @@
-"""Which line of the user's Python runs each op of a recording: that of forward for what autograd's engine runs.
+"""Find the user's Python line behind each recorded op; backward ops get forward's.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd._get_sequence_nr`, the number of the next
-autograd node, which is made before its op runs.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch.autograd._get_sequence_nr`, the number of the
+next autograd node, which is made before its op runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from overspill.core import Frame
 
 
 class Lines:
-    """The lines of ops as they run. Where they are not `wanted` there are none, and no time goes by."""
+    """The lines of ops as they run; none, at no cost, unless `wanted`."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
         self._frames = Frames()
-        # The nodes from one number on to below the next were made by the line beside that.
+        # Autograd nodes, by number, up to the next number in the list were made by the line at the same index.
         self._nodes = [-1]
         self._made_by = [-1]
 
@@ -30,7 +30,7 @@ class Lines:
         return self._frames.found()
 
     def enter(self) -> None:
-        """To be called by a hook: a module's forward begins."""
+        """A module's forward begins; to be called directly by its hook."""
         if self._wanted:
             self._frames.enter(sys._getframe(1))
 
@@ -40,7 +40,7 @@ class Lines:
             self._frames.leave()
 
     def now(self, node: int | None, *, in_backward: bool) -> int:
-        """The number of the line of the op that runs, as part of an autograd node with that number; -1 for none."""
+        """The number of the line behind the running op, of autograd node `node` if any; -1 for none."""
         if not self._wanted:
             return -1
         frame = self._frames.running(sys._getframe(2), in_backward=in_backward)

@@ -1,4 +1,4 @@
-"""Watches a program's tensors and writes down what a GPU's allocator would see."""
+"""Record a program's device tensors as a GPU's allocator would see them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class _Life:
 
 
 class Recorder:
-    """Births and deaths of device storages, the ops that touch them, and the layer and phase of each op.
+    """Records allocations and frees of device storages, and ops with their layer and phase.
 
-    A storage is on the device when it was made from one that is, or asked for there; `placing` decides for the
-    ops inside it. Everything else belongs to the host and is not counted. Without `lines` nobody asks which line of Python
-    an op comes from, which takes up to a twelfth of the time.
+    A storage is on the device if it was made from one that is, or asked for there; inside `placing`, that decides. All
+    others belong to the host and are not counted. Without `lines` ops have no line of Python, which saves up to a
+    twelfth of the time.
     """
 
     def __init__(self, *, lines: bool = True) -> None:
@@ -89,15 +89,18 @@ class Recorder:
         return isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._live
 
     def placing(self, *, on_device: bool) -> AbstractContextManager[None]:
-        """What is made inside is on the device, or on the host, whatever it is made from."""
+        """Put tensors made inside the block on the device, or on the host."""
         return self._while(_placement=on_device)
 
     def fabricating(self) -> AbstractContextManager[None]:
-        """Tensors that the host makes inside are fake: they take no memory and no time, whatever their size."""
+        """Make host tensors fake inside the block: they take no memory and no time, whatever their size."""
         return self._while(_fabricating=True)
 
     def communicating(self) -> AbstractContextManager[None]:
-        """What is made inside are buffers of collectives; floating ones made from nothing are on the device too."""
+        """Count tensors made inside the block as buffers of collectives.
+
+        Floating ones made from nothing are on the device too.
+        """
         return self._while(_communicating=True)
 
     @contextmanager
@@ -111,7 +114,7 @@ class Recorder:
 
     @property
     def phase(self) -> Phase:
-        """The phase that an op which runs now belongs to."""
+        """The phase of an op that runs now."""
         if self._updating:
             return Phase.UPDATE
         return Phase.BACKWARD if torch._C._current_graph_task_id() != -1 else Phase.FORWARD
@@ -119,11 +122,12 @@ class Recorder:
     # What the fake mode tells
 
     def observe(self, func: Any, args: Any, kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
-        """The result of an op, and what it did to device memory."""
+        """Run an op on fake tensors, and record what it does to device memory."""
         device = kwargs.get("device")
         if device is not None and device.type == "meta":  # as torch has it: no memory, here or there
             return compute(args, kwargs)
         instead = in_place(func, args, self._made_by)
+        # Which device storages it reads.
         if instead is not None:
             func, compute = instead, lambda args, _: args[0]
         inputs = tensors_in(kwargs.values(), tensors_in(args, []))
@@ -133,6 +137,7 @@ class Recorder:
                 found = self._live.get(tensor.untyped_storage()._cdata)
                 if found is not None and found not in reads:
                     reads.append(found)
+        # Whether its results are on the device.
         placed = self._placed(device, kwargs.get("dtype"), made_from_nothing=not inputs)
         if device is not None and device.type != "cpu":
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -153,7 +158,7 @@ class Recorder:
         return None if position is None else self._lives[position].node
 
     def _placed(self, device: Any, dtype: torch.dtype | None, *, made_from_nothing: bool) -> bool | None:
-        """True: on the device, False: on the host, None: where the inputs are."""
+        """True: on the device, False: on the host, None: where its inputs are."""
         if self._placement is not None:
             return self._placement
         if self._communicating and made_from_nothing and _is_floating(dtype):
@@ -171,6 +176,7 @@ class Recorder:
         name = func._schema.name.partition("::")[2]
         if name in _GEMM:
             self._library_handle("gemm_handle", layer, phase, op)
+        # Its results and scratch, in the order in which the kernel allocates them.
         keys = [tensor.untyped_storage()._cdata for tensor in written_tensors(func, args, kwargs)]
         writes = [self._live[key] for key in keys if key in self._live]
         scratch = retarget.SCRATCH.get(func)
@@ -185,6 +191,7 @@ class Recorder:
             for after, request in wanted:
                 if min(after, len(outputs) - 1) == position:
                     self._scratch(request, layer, phase, op)
+        # A gradient read by another node than its maker's outlives that node.
         for read in reads:
             if self._lives[read].node != node:
                 self._lives[read].outlives = True
@@ -194,7 +201,7 @@ class Recorder:
     def _output(
         self, output: FakeTensor, layer: str, phase: Phase, op: int, node: int | None, frame: int, *, from_host: bool
     ) -> int:
-        """The position of an output's storage among the allocations, which is new or may have grown."""
+        """Position of an output's storage among the allocations: new, or one that may have grown."""
         storage = output.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -208,7 +215,7 @@ class Recorder:
         return made
 
     def _where(self) -> tuple[str, Phase, int | None]:
-        """Layer, phase and autograd node of the op that runs now."""
+        """Layer, phase and autograd node of the running op."""
         phase = self.phase
         if phase is not Phase.BACKWARD:
             return self._modules[-1] if self._modules else "", phase, None
@@ -217,6 +224,7 @@ class Recorder:
             return self._modules[-1] if self._modules else "", phase, None
         if self._modules:  # a checkpointed layer, run again inside backward
             return self._modules[-1], phase, None
+        # Backward: the layer whose forward made the autograd node.
         if node.name() == _ACCUMULATE_GRAD:
             name = self._parameters.get(_place(node.variable), "")
             return name.rpartition(".")[0], phase, -1
@@ -245,7 +253,7 @@ class Recorder:
             del self._live[key]
 
     def resized(self, storage: Any) -> None:
-        """`storage` has another size now; c10/cuda's resize takes the new memory before it gives the old one back."""
+        """Record a new size of `storage`: as in c10/cuda's resize, new memory is allocated before the old is freed."""
         position = self._live.get(storage._cdata)
         if position is None or self._lives[position].nbytes == storage.nbytes():
             return
@@ -264,7 +272,10 @@ class Recorder:
         self._lives.append(life)
 
     def _library_handle(self, family: str, layer: str, phase: Phase, op: int) -> None:
-        """A library's own memory, taken when a thread first uses it and kept; backward is a thread of its own."""
+        """Record a library's own memory, allocated at its first use by each thread and kept.
+
+        Backward is a thread of its own.
+        """
         thread = 1 if phase is Phase.BACKWARD else 0
         if (family, thread) in self._handles:
             return
@@ -278,17 +289,17 @@ class Recorder:
         return self._clock - 1
 
     def has_run(self, *names: str) -> bool:
-        """Whether an op of one of these names has run on the device."""
+        """Whether an op with one of these names has run on the device."""
         return any(op.name in names for op in self._ops)
 
     # Where in the step the program is
 
     def start_iteration(self) -> None:
-        """The next step begins here."""
+        """The next step begins."""
         self._starts.append(self._clock)
 
     def enter(self, module: nn.Module) -> None:
-        """`module`'s forward begins."""
+        """The forward of `module` begins."""
         name = self._names.get(id(module))
         if name is None or not self._modules:
             if module not in self._roots:
@@ -316,14 +327,14 @@ class Recorder:
         self._boundary_layers.append(self._modules[-1] if self._modules else "")
 
     def _adopt(self, root: nn.Module) -> None:
-        """Learn the names of `root`'s layers, and which storages hold its parameters and buffers."""
+        """Learn the names of layers in `root`, and the storages of its parameters and buffers."""
         self._roots.add(root)
         for name, module in root.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), name)
         self.mark_module(root)
 
     def mark_module(self, root: nn.Module) -> None:
-        """Say of every parameter and buffer of `root` what it is."""
+        """Give parameters and buffers of `root` their kind and name."""
         for name, parameter in root.named_parameters():
             if self.mark(parameter, TensorKind.PARAMETER, name):
                 key = _place(parameter)
@@ -334,7 +345,7 @@ class Recorder:
             self.mark(buffer, TensorKind.BUFFER, name)
 
     def mark(self, tensor: torch.Tensor | None, kind: TensorKind, name: str = "") -> bool:
-        """Say what the storage of `tensor` is for; False when it is not on the device."""
+        """Set kind and name of the storage of `tensor`; False if it is not on the device."""
         tensor = _local(tensor)
         if not isinstance(tensor, FakeTensor):
             return False
@@ -347,7 +358,7 @@ class Recorder:
         return True
 
     def begin_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer starts its step over `parameters`."""
+        """An optimizer begins its step over `parameters`."""
         self._updating = True
         for parameter in parameters:
             name = self._parameters.get(_place(parameter), "")
@@ -355,13 +366,13 @@ class Recorder:
             self.mark(parameter.grad, TensorKind.GRADIENT, name)
 
     def end_update(self, states: Iterable[Any]) -> None:
-        """An optimizer's step is over; `states` are the values of its state."""
+        """An optimizer's step ends; `states` are the values of its state."""
         self._updating = False
         for tensor in tensors_in(states, []):
             self.mark(tensor, TensorKind.OPTIMIZER_STATE)
 
     def outside_update(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """`closure`, which an optimizer calls inside its step, as a function whose ops do not belong to the update."""
+        """Wrap an optimizer's `closure` so that its ops do not belong to the update."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._updating = self._updating, False
@@ -375,11 +386,11 @@ class Recorder:
     # What was seen
 
     def _order_frees(self) -> None:
-        """Give frees in a row the order of their allocations.
+        """Sort adjacent frees by the order of their allocations.
 
-        What is freed together, as autocast's weights at the end of its region, goes in the order of a hash table,
-        another one each time. An allocator that joins free neighbours ends in the same state, and recordings of one
-        program become equal.
+        Tensors freed together, as autocast's weights at the end of its region, go in the order of a hash table, which
+        varies. An allocator that joins free neighbours ends in the same state, and recordings of one program become
+        equal.
         """
         for row in _frees_in_a_row(self._lives, set(self._starts)):
             first = row[0].end
@@ -387,9 +398,10 @@ class Recorder:
                 life.end = tick
 
     def recording(self) -> Recording:
-        """Everything so far; what is alive stays alive until the end."""
+        """The recording so far; what is alive stays alive until its end."""
         self._order_frees()
         clock = self._clock  # the garbage collector may run meanwhile
+        # Forward's tensors are activations if backward reads them.
         last_forward: dict[int, bool] = {}
         for op in self._ops:
             if op.phase is Phase.BACKWARD:
@@ -425,7 +437,7 @@ class Recorder:
 
 
 def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life]]:
-    """The lives that end one right after another, between two ops and in one iteration, by their ends."""
+    """Groups of allocations whose frees are adjacent, between two ops and within one iteration."""
     row: list[_Life] = []
     for life in sorted((life for life in lives if life.end >= 0), key=lambda life: life.end):
         apart = row and (life.end != row[-1].end + 1 or life.freed_before != row[-1].freed_before)
@@ -438,12 +450,12 @@ def _frees_in_a_row(lives: list[_Life], starts: set[int]) -> Iterator[list[_Life
 
 
 def _local(tensor: Any) -> Any:
-    """The shard of a DTensor that this GPU holds; any other tensor itself."""
+    """The local shard of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def _place(tensor: Any) -> tuple[int, int]:
-    """The storage of `tensor`, and where in it: several parameters may share one."""
+    """Storage and offset of `tensor`: several parameters may share a storage."""
     tensor = _local(tensor)
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 

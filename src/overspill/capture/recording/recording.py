@@ -1,4 +1,4 @@
-"""What an eager run did to device memory: every allocation with its life, and every op that touched it."""
+"""A recording of device memory: every allocation with its lifetime, and every op."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from overspill.costs.scratch import Scratch
 
 @dataclass(frozen=True)
 class Allocation:
-    """One storage on the device: `nbytes` from the event `start` until before the event `end`.
+    """One storage on the device: `nbytes` from event `start` until before event `end`.
 
-    `end` is the number of events where the storage outlives the recording. `op` is the position of the op that made
-    it, -1 for none (a copy from the host is an op too). `stream` is the CUDA stream that it was asked for on, 0 the
-    default one: an allocator reuses memory within a stream only. `frame` is the line of Python that asked for it, by its
-    position among the recording's `frames`, -1 for none. `shape` and `dtype` are those of the tensor that it was made for.
+    `end` is the number of events if the storage outlives the recording. `op` is the position of the op that made it, -1
+    for none (a copy from the host is an op too). `stream` is its CUDA stream, 0 for the default one: an allocator
+    reuses memory within a stream only. `frame` is the line of Python that asked for it, by position in the recording's
+    `frames`, -1 for none. `shape` and `dtype` are those of the tensor that it was made for.
     """
 
     start: int
@@ -38,7 +38,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """One op that ran on the device: what it read and wrote, by position among the allocations, and the line that ran it."""
+    """One op on the device; `reads` and `writes` are positions of allocations, `frame` of its line."""
 
     name: str
     layer: str
@@ -53,9 +53,9 @@ class RecordedOp:
 class Recording(Saved):
     """A whole run on the device: construction, then `iterations` training (or inference) steps.
 
-    `starts[i]` is the event at which iteration `i` begins, `parameters` counts the elements of all parameters. `frames` are
-    the lines of Python, each once for each stack that led to it. `host_bytes` are of weights, gradients and optimizer state that
-    are kept on the host for this GPU.
+    `starts[i]` is the event at which iteration `i` begins, `parameters` the number of elements of all parameters.
+    `frames` are lines of Python, each once for each stack that led to it. `host_bytes` are weights, gradients and
+    optimizer state kept on the host for this GPU.
     """
 
     allocations: tuple[Allocation, ...]
@@ -71,17 +71,17 @@ class Recording(Saved):
         return source_of(self.frames, (frame,))
 
     def stack(self, frame: int) -> tuple[Frame, ...]:
-        """The line at `frame` and its callers, the outermost first; none for -1."""
+        """The line at `frame` and its callers, outermost first; empty for -1."""
         return stack_of(self.frames, frame)
 
     @property
     def iterations(self) -> int:
-        """How many steps were recorded."""
+        """Number of recorded steps."""
         return len(self.starts)
 
     @cached_property
     def peak_requested_bytes(self) -> int:
-        """The largest number of live bytes as requested, without scratch, rounding or an allocator."""
+        """Peak live bytes as requested, without scratch, rounding or an allocator."""
         changes = [0] * (self.events + 1)
         for a in self.allocations:
             changes[a.start] += a.nbytes
