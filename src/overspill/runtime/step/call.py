@@ -1,4 +1,4 @@
-"""One call of a step while it is under way, and what becomes of it when it is given up or the step is dropped."""
+"""One call of a train step: running, given up, or dropped."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _LOG = logging.getLogger("overspill")
 
 @dataclass
 class Call:
-    """One call of the step: micro-batch `number` of `parts` is next, or under way as `run`; `loss` is of those before.
+    """One call of the step and how far it got.
 
-    `returned` is what the caller gets in place of it, where the loss function returns more.
+    Micro-batch `number` of `parts` is next, or running as `run`; `loss` is the sum of those before. `returned` is what
+    the caller gets, where the loss function returns more than a loss.
     """
 
     inputs: tuple[Any, ...]
@@ -43,16 +44,16 @@ class Call:
     compiled: Compiled | None = None
     run: ProgramRun | None = None
     random: list[Tensor] = field(default_factory=list)
-    """The states of the random generators when it began, if it may have to begin again."""
+    """Random generator states at the beginning, if it may have to start again."""
 
     def remember_random(self, where: torch.device) -> None:
-        """Note the states of the random generators."""
+        """Save the random generators' states."""
         self.random = [torch.get_rng_state()]
         if where.type == "cuda":
             self.random.append(torch.cuda.get_rng_state(where))
 
     def begin_again(self, where: torch.device) -> None:
-        """As if it had just come."""
+        """Reset the call to its beginning, random numbers included."""
         self.number, self.loss, self.returned, self.compiled, self.run = 0, None, None, None, None
         torch.set_rng_state(self.random[0])
         if where.type == "cuda":
@@ -65,31 +66,34 @@ class Call:
 
     @property
     def advice(self) -> str:
-        """What can be done about this call when an error has stopped it."""
+        """What the user can do about this call after an error."""
         return LOST.format(self.run.lost) if self.run is not None and self.run.lost else UNFINISHED
 
 
 class Underway:
-    """The call that is under way, if any: what state and plans ask about it, who must not hold the step itself."""
+    """The call that is running, if any.
+
+    State and plans ask this object, since they must not hold the step itself.
+    """
 
     def __init__(self) -> None:
         self.call: Call | None = None
 
     def advice(self) -> str:
-        """What to say to who reads parameters while a run is under way."""
+        """A message for reads of parameters during a run, or an empty string."""
         return self.call.advice if self.call is not None and self.call.run is not None else ""
 
     def add_up(self, total: Tensor, gradient: Tensor) -> None:
-        """Add a micro-batch's gradient to those before it; the first one's is what they start from."""
+        """Add a micro-batch's gradient to the sum; the first starts it."""
         if self.call is not None and self.call.number == 0:
             total.copy_(gradient)
         else:
             total.add_(gradient)
 
     def has_more_room(self, call: Call, state: StepState, steps: LiveSteps) -> bool:
-        """Whether a live pool can have more for a call that found no room there.
+        """Whether a live pool can grow for a call that ran out of memory.
 
-        The call is begun again then, or goes on where it has changed something that it was given.
+        The call then starts again, or goes on if it has changed something that it was given.
         """
         run = call.run
         if call.number or (run is not None and run.mutated):
@@ -100,10 +104,11 @@ class Underway:
         return steps.enlarge()
 
     def abandon(self, state: StepState) -> None:
-        """Give up the call: what it holds goes back to `state` as far as it got."""
+        """Give up the call; its tensors go back to `state` as they are now."""
         call, self.call = self.call, None
         if call is None:
             return
+        # Residents get back the tensor or the handle that the run has of them.
         if call.run is not None and call.compiled is not None:
             takes = call.compiled.takes
             wanted = [i for i, name in enumerate(takes) if isinstance(name, str) and name in state.residency]
@@ -118,7 +123,10 @@ class Underway:
 
 
 def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
-    """Undo the guards, forget the plans and give the store back; what is only there is lost."""
+    """Remove the guards, drop the plans and release the store.
+
+    What is only in the store is lost.
+    """
     state.release()
     for hook in hooks:
         hook.remove()
@@ -130,7 +138,10 @@ def let_go(state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle])
 
 
 def dropped(underway: Underway, state: StepState, plans: StepPlans, hooks: Sequence[RemovableHandle]) -> None:
-    """The step is no more: bring back what is away if model or optimizer are still there, and let go of all."""
+    """The step was garbage collected: bring tensors back and release everything.
+
+    They are brought back if model or optimizer still exist.
+    """
     if not state.gate.is_forked:  # in a child the guards stay, to say what cannot be read there
         state.gate.alone_or_later(lambda: _dropped(underway, state, plans, hooks))
 

@@ -1,4 +1,7 @@
-"""A step captured on fake tensors, for one kind of inputs: its graph, by aten ops or by Inductor's programs."""
+"""Capture a training step on fake tensors for one kind of inputs.
+
+Its graph is of aten ops or of Inductor's programs.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,18 @@ from .updates import NormClipping
 from .watching import watched
 
 Elsewhere = tuple[tuple[TensorKind, int], ...]
-"""Bytes that are on the device all the while besides what a graph reads, by kind."""
+"""Bytes on the device all the while outside the graph, by kind."""
 CAPTURES = ForkedLock()
-"""One thread at a time captures: what it watches are classes of torch, which all threads share."""
+"""One thread at a time captures, since it patches torch's classes, which all threads share."""
 MOST_TRIES = 4
-"""So often a step is captured for tensors of other models that it is found to change."""
+"""Most captures while a step is found to change tensors of other models."""
 
 
 class Found(NamedTuple):
-    """A step that was captured: with Inductor's kernels by each partition, the `usual` one first.
+    """A captured step.
 
-    `takes` says what the first inputs of each are; the rest follows from the updates that it has.
+    With Inductor's kernels, by each partition, the usual one first. `takes` says what the first inputs are; the rest
+    follows from its updates.
     """
 
     steps: Partitioned[CapturedStep]
@@ -66,11 +70,14 @@ class Found(NamedTuple):
 
 
 Capturing = tuple[CapturedStep, Callable[[Elsewhere], CapturedStep]]
-"""A captured step, and how to capture it with other bytes elsewhere."""
+"""A captured step, and a function that captures it with other bytes outside the graph."""
 
 
 class StepCaptures:
-    """Captures one step; `add_up(sum, gradient)` accumulates gradients."""
+    """Captures one step.
+
+    `add_up(sum, gradient)` accumulates gradients.
+    """
 
     def __init__(
         self,
@@ -97,10 +104,11 @@ class StepCaptures:
         partition: float | None = None,
         tries: int = 1,
     ) -> Found:
-        """The step on a micro-batch of `inputs`, the `last` one's with its update; of what else is on the device `elsewhere`.
+        """The captured step on a micro-batch of `inputs`.
 
-        `partition` is as that of the Options; `tries` counts the captures for tensors of other models that the step was found
-        to change, which the state has taken in. Raises UnsupportedError.
+        The `last` micro-batch's has the update. `elsewhere` are bytes outside the graph. `partition` is as that of the
+        Options; `tries` counts the captures for tensors of other models that the step was found to change, which the
+        state has taken in. Raises UnsupportedError.
         """
         leaves, spec = tree_flatten(inputs)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -113,6 +121,7 @@ class StepCaptures:
                 'backend="inductor" does not call; use backend="eager"'
             )
 
+        # The step as a function of tensors: parameters, buffers, inputs.
         def function(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal results
             known.begin()
@@ -128,6 +137,7 @@ class StepCaptures:
                 )
             return (loss if share == 1 or by_inductor else loss / share), *others
 
+        # Capture it on fake values; once more if the model is held by other references.
         infos, values, takes, known = self._described([leaves[i] for i in tensors])
         ops = self._gradient_ops(values, last=last)
 
@@ -144,6 +154,7 @@ class StepCaptures:
                 except Held:
                     swapped.follows_references = True
                     made, python = capture()
+        # It changes tensors of other models: take these in and capture again.
         except Strangers as found:
             if not found.tensors or tries == MOST_TRIES:  # nobody can tell which they are
                 raise ChangesStranger from found
@@ -152,7 +163,7 @@ class StepCaptures:
         return Found(Partitioned(_with_others(made, elsewhere, swapped)), tuple(takes), results, python, known)
 
     def state_of(self, captured: CapturedStep) -> list[str]:
-        """What a captured step takes besides parameters, buffers and inputs: optimizer state, and sums of gradients."""
+        """Names of the optimizer state and gradient sums among a step's inputs."""
         names = [*self.state.parameters]
         found = [f"{names[u.parameter]}.{state.name}" for u in captured.updates for state in u.state]
         return found + (self._sum_residents(captured) if self.gradients.accumulate > 1 else [])
@@ -165,7 +176,7 @@ class StepCaptures:
         ops: GradientOps,
         elsewhere: Elsewhere,
     ) -> tuple[Iterator[Capturing], PythonState]:
-        """The step `function` as aten ops, and the Python that it follows from."""
+        """Capture `function` as aten ops; with the Python state it read."""
 
         def captured(step: Step, elsewhere: Elsewhere) -> CapturedStep:
             with told(compiles=False):
@@ -185,7 +196,10 @@ class StepCaptures:
         elsewhere: Elsewhere,
         partition: float | None,
     ) -> tuple[Iterator[Capturing], PythonState]:
-        """The same by Inductor's programs, by each partition; for several processes, which have to agree, by one."""
+        """Capture `function` as Inductor's programs, by each partition.
+
+        Several processes, which have to agree, use one partition. Also returns the Python state it read.
+        """
         if partition is None and self.processes.size > 1:
             partition = float(torch._functorch.config.activation_memory_budget)
         lasting = len(self.state.parameters) + len(self.state.buffers)
@@ -202,10 +216,14 @@ class StepCaptures:
     def _described(
         self, inputs: Sequence[Tensor]
     ) -> tuple[list[InputInfo], list[FakeTensor], list[str | int], KnownValues]:
-        """Kind, fake value and source of parameters, buffers and inputs, in this order, and what is known of their values."""
+        """Kind, fake value and source of each input, and known values.
+
+        Parameters, buffers and inputs, in this order.
+        """
         infos, takes = [], []
         values: list[Any] = []
         with KnownValues(draws=self.options.backend != "inductor") as known:
+            # Parameters first, then buffers and inputs, whose values may be read.
             for name, parameter in self.state.parameters.items():
                 values.append(self.state.spec(name, parameter).empty().requires_grad_(self.state.trains(name)))
                 infos.append(InputInfo(TensorKind.PARAMETER, readable(name), name in self.state.residency))
@@ -223,6 +241,7 @@ class StepCaptures:
 
     def _gradient_ops(self, values: Sequence[FakeTensor], *, last: bool) -> GradientOps:
         updates = []
+        # One update per trained parameter, in the last micro-batch.
         for position, (name, parameter) in enumerate(self.state.parameters.items()):
             if last and self.state.trains(name):
                 owned = self.state.owned[name]
@@ -243,7 +262,7 @@ class StepCaptures:
         )
 
     def _sum_residents(self, captured: CapturedStep) -> list[str]:
-        """The residents of accumulated gradients, one for each parameter that gets one."""
+        """Names of the residents of accumulated gradients."""
         nodes = captured.joint.primals
         names = list(self.state.parameters)
         found = []
@@ -259,7 +278,10 @@ class StepCaptures:
 
 
 def _with_others(made: Iterator[Capturing], elsewhere: Elsewhere, swapped: Swapped) -> Iterator[CapturedStep]:
-    """The captured steps, each made when it is asked for, with room for the tensors that the step before has returned."""
+    """The captured steps, made on demand, with room for earlier outputs.
+
+    The caller may still hold the tensors that the step before has returned.
+    """
     while True:
         with CAPTURES.lock, without_collections(), closing(swapped):
             if (found := next(made, None)) is None:

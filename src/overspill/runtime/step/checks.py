@@ -1,4 +1,6 @@
-"""What a whole step refuses, each with one line that says what was wrong and what would work.
+"""What `train_step` refuses: models, optimizers, hooks and inputs.
+
+Each error is one line that says what was wrong and what would work.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the hook tables `_optimizer_step_pre_hooks` and
 `_optimizer_step_post_hooks` of optimizers and those of all optimizers, `_backward_hooks` and `_post_accumulate_grad_hooks` of tensors.
@@ -22,7 +24,7 @@ from overspill.core.errors import RequestError, UnsupportedError
 from .residency import Guarded, Spec, readable
 
 OURS = f"{__name__.partition('.')[0]}."
-"""How the modules of this package begin: a hook of these only looks whether other models have plans, or that a step has ended."""
+"""Prefix of this package's modules, whose optimizer hooks only check for plans or notice the end of a step."""
 INSTEAD = (
     "use one that updates each parameter by itself, such as AdamW or SGD, "
     "or overspill.compile, which leaves the optimizer as it is"
@@ -30,7 +32,10 @@ INSTEAD = (
 
 
 def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises RequestError or UnsupportedError for a model whose parameters cannot be moved and updated one by one."""
+    """Raise RequestError or UnsupportedError for a model that cannot be planned.
+
+    Its parameters must be movable and updatable one by one.
+    """
     for path, module in step.named_modules():
         if isinstance(module._parameters, Guarded):
             raise RequestError("another train_step has this model; call its close() first")
@@ -38,6 +43,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
             raise UnsupportedError(
                 f"{readable(path)} makes sparse gradients, which a planned step cannot hold; make it with sparse=False"
             )
+    # The parameters: there are some, with values, on one device, and plain.
     if not parameters:
         raise RequestError("the model has no parameters to train")
     _check_values(step)
@@ -59,7 +65,7 @@ def check_model(step: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None
 
 
 def _check_values(step: nn.Module) -> None:
-    """Raises RequestError for parameters without values, on meta, which hooks bring or nobody does."""
+    """Raise RequestError for parameters on meta, without values."""
     for path, module in step.named_modules():
         hooked = hasattr(module, "_hf_hook") and module._hf_hook is not None
         if any(p.is_meta for p in module.parameters(recurse=False)) and (
@@ -73,7 +79,7 @@ def _check_values(step: nn.Module) -> None:
 
 
 def check_hooks(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Raises UnsupportedError for hooks on parameters that a planned step does not call."""
+    """Raise UnsupportedError for parameter hooks that a planned step does not call."""
     hooked = any(parameter._backward_hooks for parameter in parameters.values())
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]} if hooked else ()
     for name, parameter in parameters.items():
@@ -90,9 +96,13 @@ def check_hooks(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) ->
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises RequestError or UnsupportedError for an optimizer whose step cannot be cut into updates of parameters."""
+    """Raise RequestError or UnsupportedError for an optimizer that cannot be planned.
+
+    Its step must be separable into updates of single parameters.
+    """
     if not isinstance(optimizer, Optimizer):
         raise RequestError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    # Those that look at several parameters, or at the model.
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
@@ -109,9 +119,9 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
-    """Raises UnsupportedError for what may be set on an optimizer at any time and a planned step cannot honour.
+    """Raise UnsupportedError for optimizer settings that a plan cannot honour.
 
-    And RequestError if more than `own_hooks` of its step pre-hooks are of steps.
+    They may change at any time. `own_hooks` of its step pre-hooks are ours.
     """
     name = type(optimizer).__name__
     for key in ("capturable", "differentiable"):
@@ -128,7 +138,10 @@ def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
 
 
 def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """The hooks that are called behind each step of `optimizer`, its own first; not those of ours, which need nothing of it."""
+    """Hooks called after each step of `optimizer`, its own first.
+
+    Ours, which need nothing of it, are left out.
+    """
     of_all = (hook for hook in _global_optimizer_post_hooks.values() if not _is_ours(hook))
     return [*optimizer._optimizer_step_post_hooks.values(), *of_all]
 
@@ -138,7 +151,10 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 
 def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
-    """Raises RequestError for inputs that are not where the model is, or that want a gradient; UnsupportedError for nested ones."""
+    """Raise RequestError for inputs on another device or with gradients.
+
+    UnsupportedError for nested ones.
+    """
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -155,7 +171,7 @@ def check_inputs(leaves: Iterable[Any], where: torch.device) -> None:
 
 
 def check_same_places(known: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-    """Raises RequestError where a parameter is not in the place that it was in."""
+    """Raise RequestError where a parameter is no longer at its place."""
     anew = "close() this step, then make optimizer and train_step anew for the model as it is"
     if gone := [name for name in known if name not in now]:
         raise RequestError(f"the model has no parameter {readable(gone[0])} any more; {anew}")
@@ -167,7 +183,7 @@ def check_same_places(known: Mapping[str, Tensor], now: Mapping[str, Tensor]) ->
 
 
 def check_unchanged(name: str, parameter: Tensor, known: Spec) -> None:
-    """Raises RequestError where a parameter is not of the kind that it was."""
+    """Raise RequestError where a parameter's shape, dtype or device has changed."""
     now = Spec.of(parameter)
     if (now.dtype, now.device, now.size) != (known.dtype, known.device, known.size):
         raise RequestError(

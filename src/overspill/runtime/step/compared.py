@@ -1,6 +1,6 @@
-"""Values of the user's Python that are compared before each step: how they are read, and when two are the same.
+"""Reading and comparing Python values before each step.
 
-Identity comes first, for that is what costs least and nearly always holds.
+Identity comes first, for that costs least and nearly always holds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 MISSING = object()
-"""Stands for an attribute that is not there."""
+"""Stands for a missing attribute."""
 
 
 class Compared(NamedTuple):
-    """`read(where)` gave `values` when the step was captured; `names` says what they are, for a message."""
+    """`read(where)` gave `values` at the capture; `names` names them for messages."""
 
     read: Callable[[Any], Sequence[Any]]
     where: Any
@@ -29,7 +29,7 @@ class Compared(NamedTuple):
     names: Callable[[], Sequence[str]]
 
     def changed(self) -> str:
-        """What is otherwise now; an empty text if nothing is."""
+        """The name of what differs now; an empty string if nothing does."""
         try:
             now = self.read(self.where)
         except KeyError as gone:
@@ -42,23 +42,26 @@ class Compared(NamedTuple):
 
 
 def compared(table: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...], owner: str) -> Compared:
-    """The attributes `names` of `owner`, which stand in `table` and had these `values`."""
+    """A comparison of `owner`'s attributes `names`, in `table`, with `values`."""
     read = itemgetter(*names) if len(names) > 1 else (lambda where: (where[names[0]],))
     return Compared(read, table, values, lambda: [f"{owner}.{name}" for name in names])
 
 
 def present(absent: frozenset[str], where: dict[str, Any]) -> tuple[Any, ...]:
-    """How many of those that were `absent` are there now, and which."""
+    """How many of the `absent` names exist now, and which."""
     return (0,) if absent.isdisjoint(where) else (len(now := sorted(absent & where.keys())), *now)
 
 
 def items(value: Any) -> tuple[Any, ...]:
-    """With their number first, for the shorter of two sequences is the end of a comparison."""
+    """A container's contents, with their number first.
+
+    Comparison ends with the shorter of two sequences.
+    """
     return (len(value), *value, *value.values()) if isinstance(value, Mapping) else (len(value), *value)
 
 
 def put_back(where: Any, values: tuple[Any, ...]) -> None:
-    """Let a container hold what `items` gave."""
+    """Restore a container to what `items` gave."""
     if not hasattr(where, "clear"):
         return
     held = values[1:]
@@ -85,17 +88,20 @@ def value_of(variable: ContextVar[Any]) -> tuple[Any, ...]:
 
 
 def tensor_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What a graph knows of a tensor, whose values it reads anew."""
+    """A tensor's metadata; the graph reads its values at each step."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def array_kind(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """What an array holds, for a graph has its values."""
+    """An array's shape, dtype and checksum, for the graph has its values."""
     return array.shape, str(array.dtype), zlib.crc32(array.tobytes())
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal plain values of one type; 0.0 is not -0.0, and NaN is NaN."""
+    """Whether two values are one object, or equal plain values.
+
+    Of one type; 0.0 is not -0.0, and NaN is NaN.
+    """
     if one is other:
         return True
     if type(one) is not type(other):

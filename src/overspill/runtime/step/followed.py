@@ -1,7 +1,7 @@
-"""Which of the Python values that a step may read are followed, told by what they are, wherever their files lie.
+"""Which Python values of a step are followed for changes.
 
-Followed are functions of all packages but Python's own, torch, NumPy and this one, and objects of all classes but
-those of these: a logger, a lock, a file or a thread is what it is, whatever is in it. Their containers are looked into.
+Followed are functions of all packages but Python's own, torch, NumPy and this one, and objects of all classes but those
+of these: a logger, a lock, a file or a thread counts as unchanged, whatever is in it. Their containers are looked into.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from .compared import same
 
 _APART = frozenset({*sys.stdlib_module_names, "torch", "numpy", "overspill", "overspill_papers"})
 _OPEN = (types.SimpleNamespace, argparse.Namespace, threading.local)
-"""Classes of Python's own whose attributes are what users put there."""
+"""Standard library classes whose attributes are the user's."""
 
 
 def is_followed(module: str | None) -> bool:
-    """Whether the code of a module is followed."""
+    """Whether code of this module is followed."""
     return module is not None and module.split(".")[0] not in _APART
 
 
 def is_open(value: Any) -> bool:
-    """Whether the attributes of an object are looked at."""
+    """Whether this object's attributes are compared."""
     return isinstance(value, _OPEN) or is_followed(type(value).__module__)
 
 
 @lru_cache(4096)
 def names_of(code: types.CodeType) -> frozenset[str]:
-    """All names that a function uses, and those of the functions in it."""
+    """All names that a function and its inner functions use."""
     return frozenset(code.co_names).union(*map(names_of, _inner(code)))
 
 
 @lru_cache(4096)
 def globals_of(code: types.CodeType) -> frozenset[str]:
-    """The names that a function, or one in it, looks up in its module."""
+    """Global names that a function and its inner functions read."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return frozenset(own).union(*map(globals_of, _inner(code)))
 
@@ -54,7 +54,10 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def methods_of(kind: type, used: frozenset[str]) -> list[types.FunctionType]:
-    """What may run of a class when its objects are made and `used` of them is called."""
+    """Methods of a class that may run.
+
+    Its special ones, and those that `used` names.
+    """
     if not is_followed(kind.__module__):
         return []
     own = vars(kind).items()
@@ -65,14 +68,17 @@ def methods_of(kind: type, used: frozenset[str]) -> list[types.FunctionType]:
 
 
 def advances(value: Any) -> bool:
-    """Whether `value` gives something else each time it is asked: an iterator, or a random generator of Python's or NumPy's."""
+    """Whether `value` changes when it is used.
+
+    An iterator, or a random generator of Python's or NumPy's.
+    """
     if isinstance(value, io.IOBase):
         return False
     return hasattr(type(value), "__next__") or isinstance(value, _RANDOM)
 
 
 def position_of(value: Any) -> Any:
-    """How far `value`, which `advances`, has come, to be compared; None where nobody can tell."""
+    """How far an iterator or generator has come; None if unknown."""
     if isinstance(value, types.GeneratorType):
         return (value.gi_frame is None, 0 if value.gi_frame is None else value.gi_frame.f_lasti)
     for kind, read in _STATES.items():
@@ -86,14 +92,14 @@ def position_of(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """What an iterator is made of, with the positions of the iterators in it."""
+    """An iterator's parts, with the positions of the iterators in it."""
     if isinstance(value, tuple):
         return tuple(map(_parts, value))
     return position_of(value) if hasattr(type(value), "__next__") else value
 
 
 def has_advanced(value: Any, since: Any) -> bool:
-    """Whether `value` is no longer where it was `since`."""
+    """Whether `value` has moved from position `since`."""
     now = position_of(value)
     return now is None or not same(now, since)
 

@@ -1,8 +1,8 @@
-"""Who may look at what a step holds, and when: one thread at a time, nobody from within, and no signal handler midway.
+"""Lock on a step's tensors: one thread, not re-entrant, signals deferred.
 
 A step takes the bytes of parameters out of their objects, and a read brings them back. In between they are neither the
-old nor the new ones. So both go through the `Gate` of the step. Other threads wait there. What runs in the middle of a
-step in its own thread cannot wait: a finalizer gets an error, and signal handlers are held until the step is over.
+old nor the new ones. So both go through the `Gate` of the step. Other threads wait there. Code in the middle of a step
+in its own thread cannot wait: a finalizer gets an error, and signal handlers run when the step is over.
 """
 
 from __future__ import annotations
@@ -45,43 +45,43 @@ FORKED = (
     "What was on the device or in host memory can be read"
 )
 READERS_SECONDS = 60.0
-"""So long a step waits for other threads to end their loops over parameters."""
+"""Longest wait of a step for other threads' loops over parameters."""
 WAIT_SECONDS = 0.0005
-"""So often it looks whether they have."""
+"""Interval at which waiting threads look again."""
 LONGEST_WAIT_SECONDS = 1.0
-"""So long at most a reader lets a step go first that waits for other readers."""
+"""Longest time that a new reader lets a waiting step go first."""
 GRACE_SECONDS = 0.02
-"""So long a tensor that another thread has just read stays there, for it to be used."""
+"""How long a tensor that another thread has just read stays on the device."""
 
 
 class Gate:
-    """Lets one thread at a time at the tensors of a step.
+    """Lets one thread at a time access the tensors of a step.
 
-    `stepper` is the thread of the last step; any other one's read delays the next step while it lasts.
+    `stepper` is the thread of the last step; a read by any other thread delays the next step while it lasts.
     """
 
     def __init__(self) -> None:
         self.stepper = get_ident()
         self.is_busy = False
-        """Whether what the step holds is neither the old nor the new."""
+        """Whether the step's tensors are neither the old nor the new values."""
         self.is_tracing = False
-        """Whether the model runs on fake parameters, which the thread that does so may read."""
+        """Whether the model is being traced on fake parameters, which the tracing thread may read."""
         self.is_forked = False
         """Whether this process is a child of the one that made the step."""
         self.may_go_on: Callable[[], None] = _nothing
-        """To be called between two instructions; raises KeyboardInterrupt at the second Ctrl-C."""
+        """Called between two instructions; raises KeyboardInterrupt at the second Ctrl-C."""
         self._forked_within = False
         self._lock = RLock()
         self._owner = 0
         self._wanted = False
-        self._readers: dict[int, tuple[int, bool]] = {}  # a reading: its thread, and whether it may last
+        self._readers: dict[int, tuple[int, bool]] = {}  # by reading: its thread, and whether it may take long
         self._waiting: dict[int, bool] = {}  # threads that wait to read
-        self._grace: dict[int, float] = {}  # a thread and the time until which what it read stays
+        self._grace: dict[int, float] = {}  # by thread: until when what it read stays
         self._later: list[Callable[[], None]] = []
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """This is a child now, and the only thread."""
+        """Reset in a forked child, whose only thread this is."""
         self._lock = RLock()
         self._forked_within = self._forked_within or self.is_busy
         self.is_tracing = self._wanted = False
@@ -93,10 +93,10 @@ class Gate:
         self._grace.clear()
 
     def alone(self, work: Callable[[], T], *, steps: bool = False) -> T:
-        """What `work()` returns, which no other thread and no signal handler gets in the way of.
+        """Run `work()` without other threads or signal handlers; returns its result.
 
-        If it `steps`, it waits for other threads that are reading. Raises RequestError from within a step and in a child
-        that was forked within one, and whatever `work`, or the handler of a signal that came meanwhile, raises.
+        If it `steps`, it first waits for other threads that are reading. Raises RequestError from within a step and in
+        a child that was forked within one, and whatever `work`, or the handler of a signal that came meanwhile, raises.
         """
         if self._owner == get_ident():
             if self.is_busy:
@@ -127,6 +127,7 @@ class Gate:
                             return self._own(work, steps=steps)
                     finally:
                         lock.release()
+            # Readers are in the way: wait for them. Else another thread has the lock.
             if is_mine:
                 self._wanted = True
                 self._check_patience(time.monotonic() - since)
@@ -166,12 +167,12 @@ class Gate:
                 self.is_busy = False
 
     def check_process(self) -> None:
-        """Raises RequestError in a forked child, where no step is taken."""
+        """Raise RequestError in a forked child, where no step is taken."""
         if self.is_forked:
             raise RequestError(FORKED)
 
     def alone_or_later(self, work: Callable[[], None]) -> None:
-        """`work()` alone; at the end of what is under way if that is in this thread."""
+        """Run `work()` alone, after what is under way in this thread."""
         if self.is_busy and self._owner == get_ident():
             self._later.append(work)
         elif is_lane():  # which may not wait for itself
@@ -181,7 +182,7 @@ class Gate:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """For whoever is alone: meanwhile all is in order, and this thread may read."""
+        """Context within a step in which this thread may read."""
         self.is_busy = False
         try:
             yield
@@ -197,7 +198,10 @@ class Gate:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def read(self, bring: Callable[[], None], *, loops: bool = False) -> Reading | None:
-        """Let what `bring()` brings be there. To a thread that `loops` and is not that of the steps: what keeps it there."""
+        """Run `bring()` before a read.
+
+        A thread that `loops` and is not that of the steps gets a Reading, which keeps the tensors there.
+        """
         if self.is_tracing and self._owner == get_ident():
             return None
         if self._wanted and not any(thread == get_ident() for thread, _ in list(self._readers.values())):
@@ -214,13 +218,16 @@ class Gate:
         return None
 
     def _let_go_first(self) -> None:
-        """A step waits for readers that have begun: those that have not let it begin."""
+        """Let a waiting step go before this reader."""
         end = time.monotonic() + LONGEST_WAIT_SECONDS
         while self._wanted and time.monotonic() < end:
             time.sleep(WAIT_SECONDS)
 
     def reading(self, *, for_long: bool = False) -> Reading:
-        """What keeps other threads from stepping while it lives; if it lasts `for_long`, without their losing patience."""
+        """A Reading: while it lives, other threads do not step.
+
+        `for_long`: they wait for it without limit.
+        """
         return self.alone(lambda: Reading(self._readers, for_long=for_long))
 
     def _others_read(self) -> bool:
@@ -236,7 +243,7 @@ class Gate:
         return False
 
     def _check_patience(self, waited: float) -> None:
-        """Raises RequestError for a reading that seems to be forgotten."""
+        """Raise RequestError for a reading that seems forgotten."""
         if waited > READERS_SECONDS and not any(for_long for _, for_long in list(self._readers.values())):
             raise RequestError(
                 f"another thread has been in a loop over parameters or optimizer state for {waited:.0f} s, and a step would "
@@ -245,7 +252,7 @@ class Gate:
 
 
 class Reading:
-    """Keeps other threads from stepping while it lives."""
+    """While it lives, other threads do not step."""
 
     __slots__ = ("_readers",)
 
@@ -258,7 +265,7 @@ class Reading:
 
 
 class During(Collection[Any]):
-    """A view of a dictionary, and a reading that lasts as long as that or a loop over it."""
+    """A dictionary view that keeps its Reading alive while it is used."""
 
     def __init__(self, view: Collection[Any], reading: Reading) -> None:
         self._view = view
@@ -276,7 +283,10 @@ class During(Collection[Any]):
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """While a model is captured: finalizers and callbacks of a collection would see its fake parameters, or make some."""
+    """Context without garbage collection while a model is captured.
+
+    Finalizers and callbacks of a collection would see its fake parameters, or make some.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -293,16 +303,16 @@ def _nothing() -> None:
 # -- signals
 
 _NOT_HELD = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGBUS, signal.SIGABRT})
-"""Raised by what the process itself does."""
+"""Signals that the process itself causes."""
 _HELD = tuple(int(number) for number in signal.valid_signals() - _NOT_HELD)
 
 
 @contextmanager
 def held_signals() -> Iterator[Callable[[], None]]:
-    """While this lasts, the Python handlers of signals wait for its end, each for one call.
+    """Context that defers Python signal handlers to its end.
 
-    A second Ctrl-C has its handler called by the next call of what is yielded. Outside the main thread, where no
-    handler runs, nothing changes.
+    Each runs once. A second Ctrl-C has its handler called by the next call of what is yielded. Outside the main thread,
+    where no handler runs, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield _nothing
@@ -317,6 +327,7 @@ def held_signals() -> Iterator[Callable[[], None]]:
             del came[signal.SIGINT]
             handlers[signal.SIGINT](signal.SIGINT, sys._getframe())
 
+    # Replace all handlers by one that notes the signal, then restore and run them.
     handlers: dict[int, Any] = {n: h for n in _HELD if callable(h := signal.getsignal(n))}
     try:
         for number in handlers:
@@ -330,7 +341,10 @@ def held_signals() -> Iterator[Callable[[], None]]:
 
 
 def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
-    """Undo the holding. What a handler raises that is called as soon as it is back is raised when all are back."""
+    """Restore the handlers.
+
+    What a restored handler raises at once is raised when all are restored.
+    """
     error: BaseException | None = None
     while True:
         try:
@@ -344,7 +358,7 @@ def _restore(handlers: dict[int, Any], note: Callable[..., None]) -> None:
 
 
 def _deliver(came: dict[int, int], handlers: dict[int, Any]) -> None:
-    """Call the handlers of what came, all of them, though one raises."""
+    """Call the handlers of all signals that came, even if one raises."""
     if came:
         number = next(iter(came))
         del came[number]

@@ -1,4 +1,4 @@
-"""A plan of a whole step with its updates gathered, so that one step of the optimizer serves several parameters."""
+"""Gathers updates so that one optimizer step serves several parameters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from overspill.simulate import check, simulate
 from .updates import OptimizerUpdates
 
 SHARES = (1.0, 0.85, 0.7)
-"""Of the peak of live bytes, those within which updates are gathered in turn: the less, the fewer blocks come between others."""
+"""Shares of the peak live bytes within which updates are gathered, tried in turn; less means less fragmentation."""
 
 
 def gathered(
     captured: CapturedStep, plan: Plan, updates: OptimizerUpdates, measured: Callable[[Plan], Plan | None]
 ) -> Plan:
-    """`plan` with the groups of updates that one call carries out, at no higher peak of live bytes.
+    """`plan` with updates grouped into one call each, at no higher peak.
 
-    `measured` says what else a plan takes, or None where it takes too much: then less is gathered, or nothing.
+    `measured` gives the plan with what else it takes, or None where it takes too much: then less is gathered, or
+    nothing.
     """
     found = [op for op, node in captured.nodes.items() if (of := node.meta.get(MUTATION)) and of.op == UPDATE]
     whole = [op for op in found if _is_whole(captured, op, updates)]
     before = None
     for share in SHARES:
+        # Gather less and less until the plan still fits.
         schedule, groups = gather(plan.graph, plan.schedule, whole, plan.timeline.live_bytes, share)
         if not groups:
             break

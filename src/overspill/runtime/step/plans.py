@@ -1,4 +1,7 @@
-"""The plans of a step: one for each kind of inputs, captured, planned and lowered when they are first seen."""
+"""The plans of a train step, one for each kind of inputs.
+
+A step is captured, planned and lowered when inputs of a kind are first seen.
+"""
 
 from __future__ import annotations
 
@@ -53,26 +56,26 @@ from .state import StepState
 from .updates import NormClipping
 
 TELLING = 8
-"""So often a step is captured for inputs of one kind before the user is told why."""
+"""Captures for one kind of inputs after which the user is warned why."""
 MOST_ANSWERS = 16
-"""So many plans are made for inputs of one kind that give other answers to what the model asks of them."""
+"""Most plans for one kind of inputs that differ in the values that the model reads."""
 MOST_KEPT = 32
-"""So many plans are kept for inputs of one kind, of what the model's Python was."""
+"""Most plans kept for one kind of inputs, for earlier states of the model's Python."""
 MOST_KINDS = 512
-"""So many kinds of inputs have plans at a time; those of the first are forgotten then."""
+"""Most kinds of inputs with plans at a time; the oldest are dropped."""
 LOSS_BYTES = 8
-"""Room for a loss, whatever its dtype."""
+"""Bytes for a loss of any dtype."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One planned graph of the step: for one kind of inputs, with or without the update.
+    """One planned and lowered graph of the step.
 
-    `takes` says what each input of `program` is: a resident's name, or a position among what is given at each step
-    (buffers, tensors of the caller). Its results are the loss, the other tensors of `results`, and the residents
-    `moving`; `stored` are those that the store has when it begins; so it has `kept_in_store`, which the graph does not know.
-    Those `copied` are there and in the store; their handles are the last inputs. It is right while `python` has not changed,
-    and for inputs and buffers of which `guards` sees no difference.
+    It is for one kind of inputs, with or without the update. `takes` says what each input of `program` is: a resident's
+    name, or a position among what is given at each step (buffers, tensors of the caller). Its results are the loss, the
+    other tensors of `results`, and the residents `moving`. `stored` are those in the store when it begins;
+    `kept_in_store` are also there, unknown to the graph. Those `copied` are on the device and in the store; their
+    handles are the last inputs. It is valid while `python` has not changed and `guards` hold for inputs and buffers.
     """
 
     plan: Plan
@@ -89,7 +92,10 @@ class Compiled:
 
 
 class StepPlans:
-    """The plans of one step; `add_up(sum, gradient)` accumulates gradients."""
+    """The plans of one step.
+
+    `add_up(sum, gradient)` accumulates gradients.
+    """
 
     def __init__(
         self,
@@ -107,28 +113,28 @@ class StepPlans:
         self._captures = StepCaptures(state, options, gradients, clipping, processes, add_up)
         self._compiled: dict[Any, list[Compiled]] = {}
         self.beside: Callable[[], int] = lambda: 0
-        """Bytes that the other models of the session have on the device."""
+        """Gives the bytes that the session's other models keep on the device."""
         self._beside_then = 0
         self._fixed_budget: int | None = None
         self.steps: LiveSteps | None = None
-        """What leads the live pool, if one serves these steps."""
+        """Drives the live pool through the steps, if the placement has one."""
         self._told = False
         self._timers: list[tuple[str, OpTimer]] = []
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in force, in the order in which they were made."""
+        """The current plans, in the order they were made."""
         return [compiled.plan for found in self._compiled.values() for compiled in found]
 
     @property
     def partitions(self) -> list[float | None]:
-        """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
+        """The `activation_memory_budget` of each plan's partition; None with eager kernels."""
         return [compiled.partition for found in self._compiled.values() for compiled in found]
 
     def place_live(self, budget_bytes: int = 0) -> None:
-        """Let a live pool serve the steps, if the placement asks for one; on the CPU it is made for a budget, by the first plan.
+        """Serve the steps from a live pool, if the placement has one.
 
-        Raises RequestError where there cannot be one.
+        On the CPU the first plan makes it, for its budget. Raises RequestError where there cannot be one.
         """
         options, where = self.options, self.state.where
         if self.steps is None and check_live(options.placement, options.backend, where):
@@ -138,27 +144,30 @@ class StepPlans:
                 self.steps.begin_step()
 
     def running(self) -> AbstractContextManager[None]:
-        """While this lasts a planned step runs."""
+        """Context around each planned step."""
         return nullcontext() if self.steps is None else self.steps.running()
 
     def clear(self) -> None:
-        """Forget all plans."""
+        """Drop all plans."""
         self._compiled.clear()
 
     @property
     def measured_times(self) -> MeasuredTimes | None:
-        """Op times of the run so far, if the step profiles."""
+        """Measured op times so far, if the step profiles."""
         found = [timer.times(name) for name, timer in self._timers]
         seconds = {key: value for times in found for key, value in times.seconds.items()}
         return MeasuredTimes(found[0].device, seconds) if found else None
 
     def graph(self, inputs: tuple[Any, ...]) -> Graph:
-        """The Graph of a step on `inputs`; of several micro-batches, of the last."""
+        """The Graph of a step on `inputs`; of several micro-batches, the last."""
         *_, part = batches.split(inputs, self.gradients.accumulate)
         return self._capture(part, self._elsewhere(part, inputs), last=True).steps.graph
 
     def preview(self, inputs: tuple[Any, ...]) -> Plan:
-        """The plan of a step on `inputs`, for which nothing is made ready; of several micro-batches, of the last."""
+        """The plan of a step on `inputs`, without lowering it.
+
+        Of several micro-batches, that of the last.
+        """
         *_, part = batches.split(inputs, self.gradients.accumulate)
         found = self._capture(part, self._elsewhere(part, inputs), last=True)
         planned = self._planner(found.steps)
@@ -166,19 +175,24 @@ class StepPlans:
         return self._gathered(found.steps.of(plan.graph), plan)
 
     def smallest_budget(self, inputs: tuple[Any, ...]) -> int:
-        """The fewest bytes for which a step on `inputs` has a plan."""
+        """The smallest feasible budget in bytes for a step on `inputs`."""
         *_, part = batches.split(inputs, self.gradients.accumulate)
         found = self._capture(part, self._elsewhere(part, inputs), last=True)
         return smallest_budget(self._planner(found.steps))
 
     def compile(self, inputs: tuple[Any, ...], whole: tuple[Any, ...], *, last: bool) -> Compiled:
-        """The plan for `inputs`, a micro-batch of the call's inputs `whole`; the `last` one's has the update."""
+        """The plan of `inputs`, a micro-batch of the call's inputs `whole`.
+
+        The `last` micro-batch's has the update.
+        """
+        # Drop plans made for other tensors, or for other models on the device.
         if self.state.stale:
             self.clear()
             self.state.stale = False
         if (now := self.beside()) != self._beside_then:
             self.clear()
             self._beside_then, self._fixed_budget = now, None
+        # All processes plan anew if one of them must.
         key = self._key(inputs, last=last)
         with self.processes.announcing():
             found = self._known(key, [*self.state.buffers.values(), *batches.tensors(inputs)])
@@ -192,7 +206,7 @@ class StepPlans:
         return found
 
     def _key(self, inputs: tuple[Any, ...], *, last: bool) -> Any:
-        """What a plan depends on, but for the model's Python and for values."""
+        """What a plan depends on besides the model's Python and values."""
         leaves, spec = tree_flatten(inputs)
         return (
             spec, last, tuple(map(batches.kind, leaves)),
@@ -200,15 +214,19 @@ class StepPlans:
         )  # fmt: skip
 
     def share_buffers(self, inputs: tuple[Any, ...]) -> None:
-        """Give the buffers of rank 0 to all ranks, before a model asks for their values. Raises RequestError."""
+        """Broadcast rank 0's buffers before the model reads their values.
+
+        Raises RequestError.
+        """
         if self.processes.size > 1:
             self.processes.agree(self._key(inputs, last=False), known=True)
             self.processes.share_buffers(self.state.buffers.values())
 
     def _known(self, key: Any, given: Sequence[Tensor]) -> Compiled | None:
-        """The plan that was made for inputs of this kind, of the model as it is now, with the answers that `given` has.
+        """An earlier plan for these inputs that is still valid, or None.
 
-        Raises UnsupportedError where there are too many, each for other answers.
+        The model's Python must be unchanged, and the values in `given` must satisfy its guards. Raises UnsupportedError
+        where too many plans differ only in such values.
         """
         known = self._compiled.get(key, [])
         places = []
@@ -227,7 +245,7 @@ class StepPlans:
         )
 
     def _keep(self, key: Any, found: Compiled) -> None:
-        """Remember the plan of a model as it is now, beside those of how it was before."""
+        """Add a plan for the model as it is now; old ones stay."""
         known = self._compiled.setdefault(key, [])
         if not self._told and len(known) >= TELLING and (changed := known[-1].python.changed()):
             self._told = True
@@ -236,13 +254,17 @@ class StepPlans:
                 "between steps; each time takes as long as the first call: make it a tensor or an argument of the step",
                 stacklevel=2,
             )
+        # The newest first; the oldest go.
         known.insert(0, found)
         del known[MOST_KEPT:]
         if len(self._compiled) > MOST_KINDS:
             del self._compiled[next(iter(self._compiled))]
 
     def _elsewhere(self, inputs: tuple[Any, ...], whole: tuple[Any, ...]) -> Elsewhere:
-        """What is on the device all the while besides what a graph reads: the rest of a call's inputs, its loss so far."""
+        """Bytes on the device all the while outside the graph, by kind.
+
+        The rest of a call's inputs, its loss so far, the rest of the optimizer state, other models.
+        """
         rest = batches.bytes_outside(whole, inputs)
         losses = 2 * LOSS_BYTES if self.gradients.accumulate > 1 else 0
         state = sum(
@@ -254,9 +276,10 @@ class StepPlans:
         )  # fmt: skip
 
     def _planned_before(self, last: Compiled, inputs: tuple[Any, ...], outside: Elsewhere) -> Compiled:
-        """The plan of a micro-batch before the last one, whose plan has some state on the device and some in the store.
+        """The plan of a micro-batch before the last one.
 
-        What it has on the device stays there meanwhile if there is room for it, and else goes to the store too.
+        The last one's plan has some optimizer state on the device and some in the store. What it has on the device
+        stays there if there is room, and else goes to the store too.
         """
         state = [f"{name}.{key}" for name, owned in self.state.owned.items() for key in owned.shaped]
         stored = frozenset(name for name in state if name in last.stored)
@@ -264,6 +287,7 @@ class StepPlans:
         budget = last.plan.asked_bytes
         # By one partition all of them, as a loop with `torch.compile` has it.
         partition = self.options.partition if last.partition is None else last.partition
+        # First with the state staying on the device, then with all of it in the store.
         try:
             around = (*outside, (TensorKind.OPTIMIZER_STATE, staying))
             return self._planned(inputs, around, stored, budget, partition)
@@ -273,7 +297,7 @@ class StepPlans:
         return self._planned(inputs, outside, frozenset(state), budget, partition)
 
     def _instrument(self, program: LoweredProgram, plan: Plan) -> None:
-        """Let the lowered step of `plan` tell how long each op takes, where the user wants to know."""
+        """Time each op of the lowered step, if the user profiles."""
         if self.options.profile:
             self._timers.append((plan.device.name, timer := OpTimer(plan.graph, self.state.where)))
             timer.instrument(program)
@@ -286,10 +310,12 @@ class StepPlans:
         budget: int | None = None,
         partition: float | None = None,
     ) -> Compiled:
-        """The plan of one micro-batch, the last one if no set of state is `kept_in_store` in the store during it.
+        """Capture, plan and lower one micro-batch.
 
+        It is the last one, with the update, unless `kept_in_store` names the state that stays in the store meanwhile.
         `partition` is as that of the Options.
         """
+        # Capture, and work out the budget.
         may_grow = budget is None and self.options.limit.smallest
         with self.processes.together():
             found = self._capture(inputs, elsewhere, last=kept_in_store is None, partition=partition)
@@ -300,6 +326,7 @@ class StepPlans:
         def agreed(nbytes: int) -> Plan:
             return self.processes.plan(found.steps.graph, nbytes, planned)
 
+        # Plan; all processes agree on one plan.
         with infeasible_for("training", tree_flatten(inputs)[0], whole_step=True):
             try:
                 plan = agreed(budget)
@@ -308,6 +335,7 @@ class StepPlans:
                     raise
                 self._fixed_budget = budget = error.floor_bytes
                 plan = agreed(budget)
+        # Gather updates, and reserve the store and the live pool.
         captured = found.steps.of(plan.graph)
         names = (*found.takes, *self._captures.state_of(captured))
         plan = self._gathered(captured, plan)
@@ -321,12 +349,14 @@ class StepPlans:
         self.place_live(budget)
         if self.steps is not None:
             self.steps.limit_for(plan, budget)
+        # Lower the plan.
         made = made_by(captured, plan, self.steps)
         together = self.state.updates.together
         program = LoweredProgram(
             lower_step(captured, plan.schedule, self.state.engine_number, plan.groups, together, made)
         )
         self._instrument(program, plan)
+        # Match the graph's inputs with the residents by name.
         primals = captured.joint.primals
         tensor_of = {node: captured.tensor_of[storages(node)[0]] for node in primals}
         stored = frozenset(plan.schedule.stored)
@@ -353,18 +383,21 @@ class StepPlans:
         return found
 
     def _gathered(self, captured: CapturedStep, plan: Plan) -> Plan:
-        """`plan` with updates together, but where each op is timed by itself."""
+        """`plan` with updates gathered into groups, unless each op is timed."""
         if self.options.profile:
             return plan
         return gathered(captured, plan, self.state.updates, partial(measured_again, self.options))
 
     def _planner(self, steps: Partitioned[CapturedStep]) -> Callable[[int], Plan]:
-        """What gives the best plan of `steps` within some bytes."""
+        """A function from bytes to the best plan of `steps`."""
         device = device_for(self.options, self.state.where)
         return lambda nbytes: steps.best_plan(lambda step: plan_graph(self.options, step.graph, device, nbytes))
 
     def _budget(self, graph: Graph, planned: Callable[[int], Plan]) -> int:
-        """The budget in bytes; one that follows from a step is fixed by the first, and holds for all kinds of inputs."""
+        """The budget in bytes.
+
+        A relative one is fixed by the first step, and holds for all kinds of inputs.
+        """
         device = device_for(self.options, self.state.where)
         if not self.options.limit.is_relative:
             return budget_for(self.options, graph, device, self.state.where)
@@ -374,7 +407,7 @@ class StepPlans:
 
 
 def _settings_of_torch(device: str) -> tuple[Any, ...]:
-    """What torch itself is told, and which kernels and casts follow from when a step is captured."""
+    """PyTorch's global settings that decide which kernels and casts are captured."""
     return (
         torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype(),
         torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),

@@ -1,7 +1,7 @@
-"""A step's loss function compiled by Inductor: its programs of forward and backward, for a plan of the whole step.
+"""Inductor's programs of a loss function, for a plan of the whole step.
 
-The function is traced twice: once watched, as for the eager backend, so that a change of the model is noticed, and
-once for Inductor.
+The function is traced twice: once watched, as for the eager backend, so that a change of the model is noticed, and once
+for Inductor.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ def step_programs(
     partition: float | None,
     backward: Backward,
 ) -> tuple[Iterator[StepPrograms], PythonState]:
-    """The programs of `step(*values)` by each partition, made when they are asked for, and the Python that it follows from.
+    """Programs of `step(*values)` by each partition, and the Python state read.
 
-    The step is a function of `module`, and the first `lasting` values are parameters and buffers. `partition` is that of
-    the Options; `backward` checks what gets gradients. Raises UnsupportedError.
+    They are made on demand. The step is a function of `module`, and the first `lasting` values are parameters and
+    buffers. `partition` is that of the Options; `backward` checks what gets gradients. Raises UnsupportedError.
     """
+    # First trace: what the model's Python depends on.
     with told(compiles=True):
         watched_joint, python = watched(
             lambda begin: joint_of_step(after(begin, step), module, values, backward, has_checks=False),
@@ -52,6 +53,7 @@ def step_programs(
         raise UnsupportedError(
             f'the step makes shapes that follow from values{mode.shaped_at}, which backend="inductor" does not plan; use backend="eager"'
         )
+    # Second trace, by Inductor, each partition on demand.
     count = len(returned(watched_joint.module.graph))
     made = programs_of(lambda: _graph_of(backward.traced(step), len(values), count), values, range(lasting), partition)
 
@@ -77,7 +79,7 @@ def after(begin: Callable[[], None], step: Step) -> Step:
 
 
 def _graph_of(step: Step, takes: int, returns: int) -> fx.GraphModule:
-    """A graph that calls `step`, which AOTAutograd traces as it runs."""
+    """A graph that calls `step`, for AOTAutograd to trace through."""
 
     def step_of_overspill(*values: Any) -> tuple[Tensor, ...]:
         return step(*values)

@@ -1,20 +1,21 @@
-"""What of the user's Python a captured step was made from, and whether it is still so.
+"""The Python values that a captured step depends on, checked before each step.
 
-A captured step is a graph: it has the numbers, flags, layers, hooks and functions that the model's Python had when it was
-captured. While a capture lasts (`watching.py`), it notes what it reads: attributes of modules (`nn.Module` tells of every
-access), what lists, dictionaries and plain objects found there hold, and what the user's own functions read besides
-(closures, defaults, globals). `PythonState.changed` looks at all of it before each step: identity first, so that a step
-of a hundred layers is looked through in a fraction of a millisecond.
+A captured step is a graph: it has the numbers, flags, layers, hooks and functions that the model's Python had when it
+was captured. During a capture (`watching.py`), every read is noted: attributes of modules (`nn.Module` reports every
+access), the contents of lists, dictionaries and plain objects found there, and what else the user's own functions read
+(closures, defaults, globals). `PythonState.changed` compares all of it before each step: identity first, so that a step
+of a hundred layers is checked in a fraction of a millisecond.
 
-A graph would do once what the model's Python does at every step. So `PythonState.settle` refuses a step that changes what
-it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or NumPy's
-random numbers. What a model sets at its first call is no such change if it comes out the same without it (`watching.py`).
+A graph would do once what the model's Python does at every step. So `PythonState.settle` refuses a step that changes
+what it has read (a counter, a cache, a list that a hook appends to), reads an iterator, or draws from Python's or
+NumPy's random numbers. What a model sets at its first call is no such change if the result is the same without it
+(`watching.py`).
 
-Not noticed: what Python's own functions, torch's and NumPy's read besides the attributes of modules (`followed.py`), and clocks,
-files and the like.
+Not noticed: reads by Python's own functions, torch's and NumPy's, apart from attributes of modules (`followed.py`), and
+clocks, files and the like.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): the instance dictionaries `_modules`, `_parameters` and
-`_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): the instance dictionaries `_modules`, `_parameters`
+and `_buffers` of modules, the tables of hooks of all modules, and the classes of `torch.ops`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from .followed import advances, globals_of, has_advanced, is_followed, is_open, 
 from .structure import TABLES
 
 MOST_VALUES = 50_000
-"""So many values that a step's Python reads are compared before each step."""
+"""Most Python values that are compared before each step."""
 INSTEAD = "make it a tensor, an argument of the step, or a buffer; or use overspill.compile"
 _ATOMS = (
     int,
@@ -80,10 +81,10 @@ _ATOMS = (
 _BY_IDENTITY = (
     nn.Module, types.ModuleType, Optimizer, LRScheduler, Dataset, DataLoader, OperatorBase, OpOverloadPacket
 )  # fmt: skip
-"""What modules hold is noted when it is read; torch's ops look their overloads up when they are first called; the rest is no
-part of forward or loss, though it may be found near by."""
+"""Objects whose contents are not followed. A module's attributes are noted when they are read; torch's ops look up their
+overloads at the first call; the others are no part of forward or loss."""
 _NOT_STATE = frozenset({"__class__", "_parameters", "_buffers", "_flat_weights", "_flat_weight_refs"})
-"""What they hold is compared as the model's structure (`structure.py`); the last two are lists of a recurrent layer's parameters."""
+"""Attributes compared as the model's structure (`structure.py`); the last two list a recurrent layer's parameters."""
 _GLOBAL_HOOKS = tuple(
     getattr(torch_module, name)
     for name in (
@@ -96,7 +97,7 @@ _GLOBAL_HOOKS = tuple(
 
 
 class PythonState:
-    """What one captured step has read."""
+    """The Python values that one captured step has read."""
 
     def __init__(self) -> None:
         self._compared: list[Compared] = []
@@ -114,9 +115,10 @@ class PythonState:
             self._watch(hooks, "the hooks of all modules")
 
     def changed(self) -> str:
-        """The name of something that is no longer what it was when the step was captured; an empty text if there is none."""
+        """The name of a value that differs from the capture; else an empty string."""
         if any(self._empty_values):
             return next(found for one in self._empty if (found := one.changed()))
+        # By identity first, which is fast; then one by one.
         for one in self._compared:
             read, where, values, _ = one
             try:
@@ -131,22 +133,24 @@ class PythonState:
     # -- while the step is captured
 
     def begin_module(self, module: nn.Module) -> None:
-        """A module that the step makes itself is the step's own affair."""
+        """Ignore a module that the step itself makes."""
         self._created[id(module)] = module
 
     def read(self, module: nn.Module, name: str) -> None:
-        """Note that attribute `name` of `module` is read, and what it is."""
+        """Note that attribute `name` of `module` is read, with its value."""
         if name in _NOT_STATE or id(module) in self._created or (id(module), name) in self._written:
             return
         _, names = self._modules.setdefault(id(module), (module, {}))
         if name in names or (name == "__dict__" and sys._getframe(2).f_code.co_filename == torch_module.__file__):
             return
+        # A read of `__dict__` is a read of all in it.
         own = object.__getattribute__(module, "__dict__")
         label = f"{type(module).__name__}.{name}"
         if name == "__dict__":
             for key in [key for key in own if key not in TABLES]:
                 self.read(module, key)
             return
+        # Follow what the attribute holds, or the class's if the object has none.
         names[name] = value = own.get(name, MISSING)
         if name in own:
             self._watch(value, label)
@@ -154,20 +158,25 @@ class PythonState:
             self._watch_class(type(module), name, label)
 
     def write(self, module: nn.Module, name: str) -> None:
-        """Note that attribute `name` of `module` is set, before it is."""
+        """Note that attribute `name` of `module` is about to be set."""
         own = object.__getattribute__(module, "__dict__")
         read = name in self._modules.get(id(module), (module, {}))[1]
         if id(module) not in self._created and not read and not any(name in own.get(t, ()) for t in TABLES):
             self._written[id(module), name] = module
 
     def settle(self) -> None:
-        """The capture is over. Raises UnsupportedError where the step does what a graph would do only once; Changed if it may not."""
+        """End the capture.
+
+        Raises UnsupportedError where the step does what a graph would do only once; Changed if it may not.
+        """
         self.drop_fakes()
+        # Compare the attributes and globals read from now on.
         for module, names in self._modules.values():
             self._compare_attributes(module, names)
         for namespace, where, values in self._globals_read.values():
             if values:
                 self._compared.append(compared(namespace, (*values,), (*values.values(),), where))
+        # Refuse iterators that moved, values that changed, and random numbers drawn.
         if advanced := next((label for label, value, since in self._advancing if has_advanced(value, since)), ""):
             raise UnsupportedError(
                 f"{advanced} is an iterator or a random generator, which a planned step would advance once; {INSTEAD}"
@@ -184,13 +193,15 @@ class PythonState:
         self._created.clear()
 
     def drop_fakes(self) -> None:
-        """No fake tensor stays in an attribute that the step has set: who reads it is told.
+        """Remove fake tensors from attributes that the step has set.
 
-        Those that it has read before have again what they had. Raises Changed where there was one of these.
+        A later read of one gets an error. Attributes that it had read before get their old values back. Raises Changed
+        where there was one of these.
         """
         for (_, name), module in self._written.items():
             if _holds_fakes(module, name):
                 object.__setattr__(module, name, NotKept(f"{type(module).__name__}.{name}"))
+        # Of attributes and containers that the step reads, fakes are an error.
         spoiled = [
             f"{type(m).__name__}.{name}"
             for m, names in self._modules.values()
@@ -204,7 +215,7 @@ class PythonState:
             raise Changed(spoiled[0], self, for_good=True)
 
     def undo(self) -> None:
-        """Let what the step has changed after it read it be what it was: attributes of modules, and what containers hold."""
+        """Restore module attributes and containers that the step has changed."""
         for module, names in self._modules.values():
             own = object.__getattribute__(module, "__dict__")  # it may be within a capture still
             for name, before in list(names.items()):
@@ -222,6 +233,7 @@ class PythonState:
         for table, values in ((own, names), (own["_modules"], own["_modules"])):
             if here := tuple(n for n in names if n in table):
                 self._compared.append(compared(table, here, tuple(values[n] for n in here), type(module).__name__))
+        # Attributes that were missing, or have gone, are compared too.
         absent = frozenset(
             n for n in names if names[n] is MISSING and n not in own and not any(n in own[t] for t in TABLES)
         )
@@ -237,7 +249,7 @@ class PythonState:
     # -- what values hold
 
     def _watch(self, value: Any, label: str) -> None:
-        """Compare what `value` holds from now on, and what that holds."""
+        """Follow `value` and all that it holds, to compare later."""
         pending = [(value, label)]
         while pending:
             value, label = pending.pop()
@@ -251,11 +263,12 @@ class PythonState:
             pending.extend((inner, label) for inner in self._contents(value, label))
 
     def _contents(self, value: Any, label: str) -> Sequence[Any]:
-        """Compare `value` itself; what is in it."""
+        """Compare `value` itself later; returns what is in it."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             return self._function(value)
         if isinstance(value, (list, tuple, set, frozenset, deque, Mapping)):
             return self._container(value, label)
+        # Tensors by metadata, arrays by checksum, iterators by position.
         if isinstance(value, Tensor):
             if not _is_of_capture(value):
                 self._compare(tensor_kind, value, label)
@@ -268,6 +281,7 @@ class PythonState:
         elif isinstance(value, ContextVar):
             self._compare(value_of, value, label)
             return value_of(value)
+        # Of other objects, the attributes.
         elif is_open(value) and isinstance(own := getattr(value, "__dict__", None), dict):
             return self._container(own, f"{label} ({type(value).__name__})")
         return ()
@@ -289,6 +303,7 @@ class PythonState:
             return value.func, value.args, value.keywords
         if not is_followed(value.__globals__.get("__name__")):
             return ()
+        # Its defaults, its closure, and the globals that it reads.
         found: list[Any] = [value.__defaults__, value.__kwdefaults__]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             self._compare(contents_of, cell, f"{name} of {value.__name__}")
@@ -299,7 +314,10 @@ class PythonState:
         return found
 
     def _method(self, method: types.MethodType) -> Sequence[Any]:
-        """Of the object that a user's method is bound to only the attributes count that it names, for there may be many."""
+        """A bound method's functions, and the attributes they name.
+
+        Other attributes of its object are left out, for there may be many.
+        """
         of, functions = method.__self__, [method.__func__]
         if isinstance(of, nn.Module) or not isinstance(getattr(of, "__dict__", None), dict):
             return functions
@@ -316,7 +334,10 @@ class PythonState:
         return [*functions, *(vars(of)[n] for n in names)]
 
     def _globals(self, namespace: dict[str, Any], read: frozenset[str], used: frozenset[str], where: str) -> list[Any]:
-        """What a function reads of the module that it stands in, and of the modules that it finds there; it names all of `used`."""
+        """What a function reads of its own module and of modules found there.
+
+        The function names all of `used`.
+        """
         if (id(namespace), read, used) in self._looked:
             return []
         self._looked.add((id(namespace), read, used))
@@ -334,7 +355,7 @@ class PythonState:
         return found
 
     def _watch_class(self, kind: type, name: str, label: str) -> None:
-        """An attribute of the class: a method that might be replaced, or a constant."""
+        """Follow a class attribute: a method that may be replaced, or a constant."""
         owner = next((c for c in kind.__mro__ if name in vars(c)), None)
         if owner is None or not is_followed(owner.__module__):
             return
@@ -348,7 +369,10 @@ class PythonState:
 
 
 class Changed(UnsupportedError):
-    """The step changes `what` it has read. Whether that matters is seen when it is captured again, if not `for_good`."""
+    """The step changes `what` it has read.
+
+    Unless `for_good`, a second capture tells whether that matters.
+    """
 
     def __init__(self, what: str, state: PythonState, *, for_good: bool = False) -> None:
         super().__init__(
@@ -360,7 +384,7 @@ class Changed(UnsupportedError):
 
 
 class NotKept:
-    """Stands in an attribute that forward sets to a tensor, which a planned step does not keep."""
+    """Stands in an attribute that forward set to a tensor, and raises when used."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name

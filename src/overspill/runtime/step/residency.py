@@ -1,8 +1,8 @@
-"""Where the tensors that outlive a step are between two steps: on the device, or in the store with a placeholder here.
+"""Where parameters and optimizer state live between steps: device or store.
 
 The user's own tensor objects stay what they are. While the store has the bytes of one, its data is a *placeholder*: one
-NaN, expanded to its shape, so that whoever reads it past all guards sees NaN, not plausible numbers, and whoever writes
-it gets an error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
+NaN, expanded to its shape, so that a read that bypasses all guards sees NaN, not plausible numbers, and a write gets an
+error. The guards are the dictionaries that hold the tensors (a module's parameters, an optimizer's state of
 one parameter): while any tensor in it is away, such a dictionary brings back all that it holds when it is read.
 
 Private to PyTorch (2.11 to 2.14): `torch._C._get_dispatch_mode`, `FakeTensor`.
@@ -26,7 +26,7 @@ from .gate import During, Gate, Reading
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor looks like when it is there."""
+    """Shape, strides, dtype and device of a tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -35,24 +35,24 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """The spec of a tensor that is there."""
+        """The spec of a tensor that is on the device."""
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, which has its storage to itself."""
+        """Bytes of the tensor, which shares its storage with none."""
         return self.size.numel() * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """Such a tensor, its bytes not set."""
+        """An uninitialised tensor of this spec."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def like(self, dtype: torch.dtype) -> Spec:
-        """The spec of a tensor that differs in its dtype."""
+        """The same spec with another dtype."""
         return Spec(self.size, self.stride, dtype, self.device)
 
     def placeholder(self) -> Tensor:
-        """What stands for such a tensor while it is away."""
+        """The placeholder for such a tensor while it is away."""
         # `.data`, for a view would count writes to any other view as its own.
         return _stand_in(self.dtype, self.device).expand(self.size).data
 
@@ -62,7 +62,7 @@ _STAND_INS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The one element that all placeholders of a kind are views of: NaN, or 0 where there is none."""
+    """The single element that placeholders are views of: NaN, or 0 for integers."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     if torch._C._get_dispatch_mode(_FAKE) is not None:  # the model is fake, and so is this
         return torch.full((), value, dtype=dtype, device=device)
@@ -72,13 +72,14 @@ def _stand_in(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Resident:
-    """One tensor object that outlives the step; `handle` is that of the store's copy while it is away.
+    """One tensor that outlives the step, on the device or in the store.
 
-    A *blank* one has no bytes yet, here or there: the state of an optimizer before its first step.
+    `handle` is that of the store's copy while it is away. A *blank* one has no bytes yet, on the device or in the
+    store: the state of an optimizer before its first step.
     """
 
     def __init__(self, name: str, tensor: Tensor, spec: Spec | None = None) -> None:
-        """`spec` makes it blank; `tensor` is then put in place of by a placeholder."""
+        """`spec` makes it blank; `tensor` is then a placeholder."""
         self.name = name
         self.tensor = tensor
         self.spec = spec or Spec.of(tensor)
@@ -86,12 +87,12 @@ class Resident:
         self.away = spec is not None
         """Whether the object holds only its placeholder."""
         self.hidden: Tensor | None = None
-        """The bytes on the device of what the store has too: nobody else sees them, so that both stay the same."""
+        """The device's copy of what the store has too, hidden from the user so that both stay equal."""
         self._placeholder: Tensor | None = None
         self._seen = tensor._version
 
     def _let_go(self) -> None:
-        """Let the object hold its placeholder only."""
+        """Give the object its placeholder as data."""
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             self.tensor.data = self.spec.placeholder()
         else:
@@ -102,11 +103,14 @@ class Resident:
         self.away = True
 
     def is_replaced(self) -> bool:
-        """Whether the object was given other data while it was away (`w.data = new`)."""
+        """Whether the user assigned other data while it was away (`w.data = new`)."""
         return self.away and not _is_placeholder(self.tensor)
 
     def is_written(self) -> bool:
-        """Whether somebody wrote to the placeholder, by an operation that knows whose it is, since this was last asked."""
+        """Whether the placeholder was written to since this was last asked.
+
+        Only writes that bump the tensor's version are seen.
+        """
         before, self._seen = self._seen, self.tensor._version
         return self.away and before != self._seen
 
@@ -117,11 +121,11 @@ class Resident:
 
     @property
     def here(self) -> Tensor | None:
-        """The bytes on the device, if it has them, hidden or not."""
+        """The data on the device, hidden or not; None if away."""
         return self.hidden if self.away else self.tensor.data
 
     def take(self) -> Tensor:
-        """The data, which the object lets go of. Only for what is there."""
+        """Take the data out of the object; only if it is on the device."""
         data, self.hidden = self.here, None
         assert data is not None
         if not self.away:
@@ -129,19 +133,19 @@ class Resident:
         return data
 
     def put(self, data: Tensor) -> None:
-        """Give the object its data; the store's copy, if any, is given up."""
+        """Give the object its data; the store's copy, if any, is dropped."""
         self.tensor.data = data
         self.handle = self.hidden = None
         self.away = False
 
     def blanked(self) -> None:
-        """Let go of the data, here and in the store."""
+        """Drop the data, on the device and in the store."""
         self.handle = self.hidden = None
         if not self.away:
             self.take()
 
     def stored(self, handle: Tensor) -> None:
-        """From now on the store alone has the bytes, as `handle`."""
+        """From now on only the store has the bytes, as `handle`."""
         self.handle, self.hidden = handle, None
         if not self.away:
             self.take()
@@ -160,18 +164,21 @@ class Residency:
         return name in self.residents
 
     def adopt(self, name: str, tensor: Tensor) -> Resident:
-        """The resident for the object `tensor`: a new one, which is there, where the name stood for another object."""
+        """The resident of `tensor`; a new one if the name had another tensor."""
         found = self.residents.get(name)
         if found is None or found.tensor is not tensor:
             found = self.residents[name] = Resident(name, tensor)
         return found
 
     def away(self) -> list[str]:
-        """The names of all that is in the store."""
+        """Names of all residents whose bytes are in the store."""
         return [name for name, resident in self.residents.items() if resident.away]
 
     def check_untouched(self, names: Iterable[str]) -> None:
-        """Take over data that these were given while they were away. Raises RequestError for a write that is lost."""
+        """Take over data assigned while away; refuse lost writes.
+
+        Raises RequestError for a write to a placeholder.
+        """
         lost = ""
         for name in names:
             resident = self.residents[name]
@@ -189,9 +196,13 @@ class Residency:
             )
 
     def bring(self, names: Iterable[str], engine: TransferEngine) -> None:
-        """Let these be on the device. Raises StoreError; what could not be read stays in the store."""
+        """Bring these to the device.
+
+        Raises StoreError; what could not be read stays in the store.
+        """
         coming = []
         failure: StoreError | None = None
+        # Start all reads, then wait for each.
         try:
             for resident in map(self.residents.__getitem__, names):
                 if resident.hidden is not None:
@@ -214,7 +225,11 @@ class Residency:
             raise failure
 
     def send(self, names: Iterable[str], engine: TransferEngine) -> bool:
-        """Let these be in the store; whether any was not. Raises StoreError; what could not be written stays here."""
+        """Move these to the store; whether any had to be.
+
+        Raises StoreError; what could not be written stays on the device.
+        """
+        # Start all writes, then wait for each.
         going = []
         for resident in map(self.residents.__getitem__, names):
             resident.hidden = None
@@ -229,7 +244,10 @@ class Residency:
         return bool(going)
 
     def copy(self, names: Iterable[str], engine: TransferEngine) -> None:
-        """Let these be on the device, and in the store too; what is so already is not moved. Raises StoreError."""
+        """Have these on the device and in the store.
+
+        What is so already is not moved. Raises StoreError.
+        """
         lacking = [name for name in names if self.residents[name].hidden is None]
         self.bring(lacking, engine)
         going = [(r, engine.offload(r.tensor.data)) for r in map(self.residents.__getitem__, lacking)]
@@ -245,7 +263,10 @@ def _is_placeholder(tensor: Tensor) -> bool:
 
 
 def _mended_stand_ins() -> bool:
-    """Whether any placeholder on the CPU was overwritten through `.data`, which nothing else tells; they are NaN again."""
+    """Reset placeholders overwritten through `.data`; whether any was.
+
+    Only on the CPU; nothing else notices such a write.
+    """
     found = False
     for (dtype, device), element in _STAND_INS.items():
         if device.type == "cpu" and (dtype.is_floating_point or dtype.is_complex) and not element.isnan():
@@ -255,14 +276,15 @@ def _mended_stand_ins() -> bool:
 
 
 def readable(name: str) -> str:
-    """A parameter's or a layer's name as the user's model has it."""
+    """A parameter's or layer's name as the user's model has it."""
     return "" if name == "model" else name.removeprefix("model.")
 
 
 class Guarded(dict[str, Any]):
-    """A dictionary of tensors that brings them back before they are read; its copies and pickles are plain.
+    """A dictionary of tensors that brings them back before they are read.
 
-    Every read asks `gate` whether it may; to other threads than that of the steps, a loop over it keeps the next step off.
+    Its copies and pickles are plain dictionaries. Every read asks `gate` for permission; a loop in another thread than
+    that of the steps delays the next step.
     """
 
     def __init__(self, content: Mapping[str, Any], gate: Gate) -> None:
@@ -275,7 +297,7 @@ class Guarded(dict[str, Any]):
         self._bring = bring
 
     def disarm(self) -> None:
-        """Be as any dictionary from now on."""
+        """Be an ordinary dictionary from now on."""
         self._gate = self._bring = None
 
     def __hash__(self) -> int:  # type: ignore[override]

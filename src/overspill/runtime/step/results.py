@@ -1,4 +1,7 @@
-"""What a loss function returns besides its loss: its tensors are results of the step, which gives them back in their places."""
+"""Tensors that a loss function returns besides its loss.
+
+They are results of the step, which returns them in their places.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ from overspill.core.errors import RequestError, UnsupportedError
 
 @dataclass(frozen=True)
 class Results:
-    """The places of a loss and of `count` other tensors in what the loss function returned."""
+    """Where the loss and other tensors were in a loss function's return value."""
 
     rebuild: Callable[[Any, list[Any]], Any] | None = None
     spec: TreeSpec | None = None
     places: tuple[int, ...] = ()
 
     def filled(self, loss: Tensor, others: list[Tensor]) -> Any:
-        """What the loss function returned, with these tensors in their places; the loss, if that was all."""
+        """The same structure with these tensors in it.
+
+        The loss alone, if that was all.
+        """
         if self.rebuild is None or self.spec is None:
             return loss
         leaves: list[Any] = [None] * self.spec.num_leaves
@@ -31,7 +37,7 @@ class Results:
 
 
 def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
-    """The loss, the other tensors as values of their own without gradients, and where they were in `returned`.
+    """The loss, the other tensors detached, and their places in `returned`.
 
     `returned` is a loss, or a tuple or list that begins with one, or a mapping or a dataclass that has one as `loss`.
     Raises RequestError and UnsupportedError.
@@ -40,6 +46,7 @@ def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
     if parts is None:
         return returned, [], Results()
     loss, rest, rebuild = parts
+    # Only tensors can be results of a planned step.
     leaves, spec = tree_flatten(rest)
     for path, leaf in tree_flatten_with_path(rest)[0]:
         if leaf is not None and not isinstance(leaf, Tensor):
@@ -54,8 +61,9 @@ def split_results(returned: Any) -> tuple[Any, list[Tensor], Results]:
 
 
 def _parts(returned: Any) -> tuple[Any, Any, Callable[[Any, Any], Any]] | None:
-    """The loss in `returned`, the rest of it, and how both are put together again."""
+    """The loss in `returned`, the rest, and a function that rebuilds it."""
     kind = type(returned)
+    # The loss comes first in a sequence, and as `loss` in a mapping or dataclass.
     if isinstance(returned, (tuple, list)) and returned:
         if hasattr(kind, "_fields"):
             return returned[0], list(returned[1:]), lambda loss, rest: kind(loss, *rest)

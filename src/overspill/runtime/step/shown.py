@@ -1,4 +1,4 @@
-"""The optimizer of a step as others see it: what is in the store is brought back before they read, load or step."""
+"""Hooks that bring the optimizer's tensors back before others use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .state import StepState
 
 
 def optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHandle]:
-    """What lets `optimizer` show, load and step on what is there."""
+    """Hooks that let `optimizer` save, load and step with its tensors there."""
     readings: dict[int, Reading] = {}
 
     def synchronize(*_: Any) -> None:
@@ -39,7 +39,7 @@ def optimizer_hooks(optimizer: Optimizer, state: StepState) -> list[RemovableHan
 
 
 def _with_plain_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's state as a snapshot that later steps do not take away."""
+    """A state dict whose tensors later steps do not take away."""
     state = {
         key: {name: v.detach() if isinstance(v, Tensor) else v for name, v in of.items()}
         if isinstance(of, dict)

@@ -1,4 +1,6 @@
-"""What outlives a step: the model's parameters and buffers, the optimizer's state, where they are, and who guards them.
+"""Tensors that outlive a step: parameters, buffers and optimizer state.
+
+Where they are, and the guards on them.
 
 Private to PyTorch (2.11 to 2.14): `torch.utils._python_dispatch._disable_current_modes`.
 """
@@ -27,12 +29,12 @@ from .updates import OptimizerUpdates, ParameterState, settings_of
 
 
 class StepState:
-    """The tensors of model and optimizer that a step may leave in the store.
+    """Tensors of model and optimizer that a step may leave in the store.
 
-    `strangers` are tensors of other models that a step changes in place, as their batch norms do in training. `owned` are the parameters that the optimizer updates, `sums` names the residents in which gradients add up. `stale`
-    says that plans no longer fit, for a tensor is not what they were made for. `advice` is what to say to who reads
-    parameters while a step is under way; an empty text where none is. Whatever is done to all this is done alone, as
-    `gate` sees to.
+    `strangers` are tensors of other models that a step changes in place, as their batch norms do in training. `owned`
+    are the parameters that the optimizer updates; `sums` names the residents in which gradients accumulate. `stale`:
+    plans no longer fit, since a tensor differs from what they were made for. `advice` gives a message for reads of
+    parameters during a step, else an empty string. Everything here is done within `gate`, one thread at a time.
     """
 
     def __init__(self, module: StepLoss, optimizer: Optimizer, updates: OptimizerUpdates) -> None:
@@ -59,13 +61,16 @@ class StepState:
         self.advice: Callable[[], str] = str
 
     def take_hold(self) -> None:
-        """Adopt what there is, and guard it from now on."""
+        """Adopt parameters and optimizer state, and guard them from now on."""
         self.adopt_optimizer()
         self.adopt_parameters()
         self._guard_modules()
 
     def _guard_modules(self) -> None:
-        """Guard the parameters of every module that has some, or has buffers, which are read behind them."""
+        """Guard the parameters of each module that has some, or has buffers.
+
+        A read of a buffer looks among the parameters first.
+        """
         for module in self.module.modules():
             own = module.__dict__["_parameters"]
             if (own or module._buffers) and self.guards.get(module) is not own:
@@ -74,15 +79,19 @@ class StepState:
         self.structure = Structure(self.module)
 
     def _look_again(self) -> None:
-        """The model's modules have changed: their parameters must be those that the step was made for, each in its place."""
+        """The module tree has changed: check that all parameters are in place."""
         now = Structure(self.module)
         check_same_places(self.structure.parameters, now.parameters)
         self._guard_modules()
 
     def check_model(self) -> None:
-        """Notice what has been done to the model behind our back. Raises RequestError or UnsupportedError."""
+        """Notice changes to model and optimizer since the last step.
+
+        Raises RequestError or UnsupportedError.
+        """
         if not self.guards:
             raise RequestError("this step is closed; make another with train_step")
+        # Settings and hooks, then modules, parameters and buffers.
         check_optimizer_settings(self.optimizer, own_hooks=1)
         check_hooks(self.parameters, self.optimizer)
         hooks = {n: tuple(p._backward_hooks.values()) for n, p in self.parameters.items() if p._backward_hooks}
@@ -102,7 +111,7 @@ class StepState:
 
     @contextmanager
     def taking_in(self, strangers: Iterable[Tensor]) -> Iterator[None]:
-        """From now on steps change these tensors too, unless there is an error while this lasts."""
+        """Add `strangers` that steps change, unless the block raises."""
         before = self.strangers
         self.strangers = before | {f"tensor {i} of another model": t for i, t in enumerate(strangers, len(before))}
         try:
@@ -117,7 +126,8 @@ class StepState:
         return {name: Spec.of(buffer) for name, buffer in self.buffers.items()}
 
     def adopt_parameters(self) -> None:
-        """Take notice of parameters that `load_state_dict` or their owner has changed."""
+        """Notice parameters that `load_state_dict` or the user has changed."""
+        # A parameter that shares its storage with another stays on the device.
         shared = Counter(p.untyped_storage()._cdata for p in self.parameters.values())
         for name, parameter in self.parameters.items():
             parameter.grad = None  # a step makes its own, as behind zero_grad()
@@ -130,13 +140,17 @@ class StepState:
                 self.stale = True
 
     def adopt_optimizer(self) -> None:
-        """Take notice of new groups, settings and state: at the start, and after `load_state_dict`."""
+        """Notice new parameter groups, settings and state.
+
+        Called at the start, and after `load_state_dict`.
+        """
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         if strangers := sum(1 for key in groups if key not in self.names):
             raise RequestError(
                 f"the optimizer has {strangers} parameters that are not the model's or the loss's; "
                 "make it from model.parameters() of this model"
             )
+        # Adopt the state of each parameter whose settings or state have changed.
         for name, parameter in self.parameters.items():
             group = groups.get(id(parameter))
             if group is None:
@@ -156,7 +170,7 @@ class StepState:
             self._adopt_state(name, parameter, group, state)
 
     def _disown(self, name: str) -> None:
-        """The optimizer has let go of a parameter: what it kept for it, it has back, and nobody moves it any more."""
+        """A parameter has left the optimizer: bring its state back for good."""
         if (owned := self.owned.pop(name, None)) is None:
             return
         self.stale = True
@@ -168,7 +182,7 @@ class StepState:
             self._unguard_state(name, guard)
 
     def _unguard_state(self, name: str, guard: Guarded) -> None:
-        """Give the optimizer a plain dictionary of what it keeps for a parameter."""
+        """Replace a guarded state dictionary by a plain one."""
         guard.disarm()
         if self.optimizer.state.get(self.parameters[name]) is guard:
             self.optimizer.state[self.parameters[name]] = dict(guard)
@@ -180,6 +194,7 @@ class StepState:
             self._disown(name)
             state, owned = self.optimizer.state.get(parameter, {}), None
             self.updates.check_state(group, parameter, state)
+        # Make residents of the state tensors of the parameter's shape.
         fresh = self.updates.state_of(parameter, group, state)
         if owned is None or owned.shaped != fresh.shaped:
             self.stale = True
@@ -195,11 +210,11 @@ class StepState:
                 self.residency.residents[where] = Resident.blank(where, spec.like(dtype))
 
     def spec(self, name: str, parameter: Tensor) -> Spec:
-        """What `parameter` looks like when it is there."""
+        """The spec of `parameter` on the device."""
         return self.residency[name].spec if name in self.residency else Spec.of(parameter)
 
     def whole_bytes(self) -> int:
-        """Bytes of parameters, buffers and optimizer state when all of them are on the device."""
+        """Bytes of parameters, buffers and optimizer state, all on the device."""
         moving = sum(of.spec.nbytes for name, of in self.residency.residents.items() if name not in self.sums)
         fixed = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
@@ -209,22 +224,22 @@ class StepState:
         return moving + sum(fixed.values()) + rest
 
     def present_bytes(self) -> int:
-        """Bytes of parameters, buffers, optimizer state and sums of gradients that are on the device now."""
+        """Bytes on the device now, sums of gradients included."""
         residents = self.residency.residents
         away = sum(of.spec.nbytes for name, of in residents.items() if of.here is None and name not in self.sums)
         return self.whole_bytes() - away + sum(residents[n].spec.nbytes for n in self.sums if not residents[n].away)
 
     def present(self) -> list[Tensor]:
-        """What may leave the device, and what an optimizer has besides, as far as it is there now."""
+        """Movable tensors, and the optimizer's others, on the device now."""
         found = [of.hidden if of.away else of.tensor for of in self.residency.residents.values() if of.here is not None]
         for owned in self.owned.values():
             found += [value for value in owned.rest.values() if isinstance(value, Tensor)]
         return found
 
     def renew(self) -> int:
-        """Let all that is on the device and may leave it lie in memory that is handed out now; its bytes.
+        """Reallocate all movable tensors on the device; returns their bytes.
 
-        Who counts what PyTorch's allocator hands out, and gets back, has to have seen both.
+        For counting what PyTorch's allocator hands out, which must see each tensor's allocation and its release.
         """
         present = self.present()
         for tensor in present:
@@ -236,7 +251,7 @@ class StepState:
         return name in self.owned and self.parameters[name].requires_grad
 
     def release(self) -> None:
-        """Undo the guards; model and optimizer then have plain dictionaries, of what is there."""
+        """Remove the guards; model and optimizer get plain dictionaries."""
         for module, guard in self.guards.items():
             guard.disarm()
             if module.__dict__["_parameters"] is guard:
@@ -247,7 +262,7 @@ class StepState:
         self.state_guards.clear()
 
     def disown(self) -> None:
-        """Undo the guards and forget whose tensors these are: no step will follow, and who is gone needs none back."""
+        """Remove the guards and drop model and optimizer, as no step follows."""
         self.release()
         self.owned.clear()
         self.strangers.clear()
@@ -259,15 +274,16 @@ class StepState:
         )  # the plans' graphs still have the updates
 
     def forget_sums(self) -> None:
-        """What gradients have added up to so far counts no longer."""
+        """Drop the accumulated gradients."""
         for name in self.sums:
             self.residency[name].blanked()
 
     def arm(self) -> None:
-        """Let the guards bring back what is away from now on."""
+        """Let the guards bring back what is away now."""
         for guard in self.guards.values():
             names = [self.names[id(p)] for p in dict.values(guard) if p is not None]
             guard.arm(self._bringer(names))
+        # The optimizer gets a guarded dictionary for each parameter's state.
         for name, owned in self.owned.items():
             if owned.order:
                 content = {
@@ -283,14 +299,17 @@ class StepState:
         return (lambda: self.bring(away)) if away or self.advice() else None
 
     def bring(self, names: Iterable[str]) -> None:
-        """Let these be on the device. Raises RequestError while a step is under way, and StoreError."""
+        """Bring these to the device.
+
+        Raises RequestError while a step is under way, and StoreError.
+        """
         if advice := self.advice():
             raise RequestError(f"parameters and state are neither the old nor the new ones: {advice}")
         names = list(names)
         with _disable_current_modes():  # a finalizer may bring them while something else runs on fake tensors
             try:
                 self.residency.check_untouched(names)
-            finally:  # what is lost is lost, and told when the values that there were are back
+            finally:  # a lost write is reported only after the stored values are back
                 if found := [name for name in names if self.residency[name].handle is not None]:
                     assert self.engine is not None
                     self.residency.bring(found, self.engine)
@@ -301,7 +320,7 @@ class StepState:
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:
-        """While the model is traced, its parameters are fake, and nothing but the model may see that."""
+        """Context for tracing the model with fake parameters, past the guards."""
         self.gate.is_tracing = True
         try:
             yield
@@ -310,7 +329,7 @@ class StepState:
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is dense and all that its storage holds."""
+    """Whether `tensor` is dense and fills its whole storage."""
     if tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of dense ones it keeps the strides

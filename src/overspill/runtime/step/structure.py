@@ -1,4 +1,4 @@
-"""Which modules, parameters and buffers a model has, and where.
+"""A model's modules, parameters and buffers, and where they stand.
 
 Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary.
 """
@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 TABLES = "_parameters", "_buffers", "_modules"
-"""Where a module keeps them."""
+"""Dictionaries in which a module keeps them."""
 
 
 class Structure:
-    """What there is in a model, compared by identity before each step.
+    """The module tree, compared by identity before each step.
 
     `parameters` and `buffers` are by name, the former under every name that they have.
     """
@@ -31,7 +31,7 @@ class Structure:
         self.buffers = dict(module.named_buffers())
 
     def holds(self) -> bool:
-        """Whether the model still is so."""
+        """Whether the model still has this structure."""
         for part, tables in self._tables:
             own = part.__dict__
             for name, (table, entries) in zip(TABLES, tables, strict=True):

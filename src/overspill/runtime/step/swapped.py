@@ -1,4 +1,6 @@
-"""A model that runs with other tensors in place of its parameters and buffers, also where backward runs parts of it again.
+"""Runs a model with other tensors as its parameters and buffers.
+
+Also where backward runs parts of it again, as checkpointing does.
 
 Private to PyTorch (2.11 to 2.14): the tables of `TABLES` in a module's instance dictionary, `_wrap_for_grad`, by which transforms take a tensor in,
 and `_is_param`, which makes a tensor an instance of nn.Parameter.
@@ -27,18 +29,25 @@ from .structure import TABLES
 
 
 class Swapped:
-    """The model of `state`. From a call until the next one, or the end, it has the tensors that the call was given."""
+    """The model of `state` with other tensors swapped in.
+
+    They stay in from a call until the next one, or `close`.
+    """
 
     def __init__(self, state: StepState) -> None:
         self._state = state
         self._open = ExitStack()
         self.follows_references = False
-        """Whether forward finds them too where it reads the model's own by references from outside."""
+        """Whether references from outside to the model's own tensors also see the swapped ones."""
 
     def call(self, tensors: Mapping[str, Tensor], args: Sequence[Any]) -> Any:
-        """What the model returns for `args`. Raises UnsupportedError where it assigns one of its `tensors` anew."""
+        """What the model returns for `args` with `tensors` as its own.
+
+        Raises UnsupportedError where it assigns one of them anew.
+        """
         self.close()
         self._open.enter_context(self._state.unguarded())
+        # Find where each tensor stands in the module tables, and put the new one there.
         own = {**self._state.parameters, **self._state.buffers}
         names = {id(tensor): name for name, tensor in own.items()}
         places = [
@@ -53,12 +62,14 @@ class Swapped:
         for table, key, name in places:
             dict.__setitem__(table, key, tensors[name])
             self._open.callback(dict.__setitem__, table, key, own[name])
+        # Run it, with hooks and outside references redirected too.
         instead = {id(own[name]): tensors[name] for name in tensors}
         follows = self.follows_references or bool(self._state.strangers)
         following = partial(_in_place, instead) if follows else nullcontext
         self._call_hooks(tensors, following)
         with following():
             returned = self._returned(args)
+        # Refuse assignments to the swapped places.
         for table, key, name in places:
             if dict.get(table, key) is not tensors[name]:
                 raise UnsupportedError(
@@ -67,7 +78,7 @@ class Swapped:
         return returned
 
     def _call_hooks(self, tensors: Mapping[str, Tensor], following: Callable[[], AbstractContextManager[None]]) -> None:
-        """Let backward call the hooks of parameters with the gradients of the `tensors` in their place."""
+        """Have backward call parameter hooks with the swapped tensors' gradients."""
 
         def called(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor | None:
             with following():
@@ -79,7 +90,10 @@ class Swapped:
                     self._open.callback(tensors[name].register_hook(partial(called, hook)).remove)
 
     def _returned(self, args: Sequence[Any]) -> Any:
-        """What the model returns. Raises Strangers where it changes tensors that are neither its own nor `args`."""
+        """What the model returns.
+
+        Raises Strangers where it changes tensors that are neither its own nor `args`.
+        """
         try:
             return self._state.module(*args)
         except (RuntimeError, UnsupportedError) as error:
@@ -99,7 +113,10 @@ class Swapped:
 
 
 class Strangers(UnsupportedError):
-    """A step changes `tensors` in place that are neither its model's nor inputs, as batch norms of another model do."""
+    """A step changes `tensors` in place that are not its model's or inputs.
+
+    As batch norms of another model do.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], error: Exception) -> None:
         super().__init__(str(error))
@@ -107,7 +124,10 @@ class Strangers(UnsupportedError):
 
 
 class _Strangers(TorchFunctionMode):
-    """While this lasts a trace changes copies of what it does not follow, for which those `tensors` are given."""
+    """Mode that redirects changes of untraced tensors to copies.
+
+    `tensors` are the ones copied.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +147,7 @@ class _Strangers(TorchFunctionMode):
 
 
 def _changed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `function` of torch may change of what it is given."""
+    """Arguments that this torch `function` may change in place."""
     name = getattr(function, "__name__", "")
     if name in ("batch_norm", "instance_norm"):
         return args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")
@@ -140,7 +160,10 @@ _IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 
 @contextmanager
 def _in_place(instead: Mapping[int, Tensor]) -> Iterator[None]:
-    """While this lasts functions and transforms of torch get other tensors for some, which are known by their ids."""
+    """Context in which torch functions and transforms get other tensors for some.
+
+    `instead` has them by id.
+    """
     wrap = eager_transforms._wrap_for_grad
 
     def wrapped(tensor: Any, level: int) -> Any:
@@ -159,7 +182,10 @@ class _Instead(TorchFunctionMode):
 
 
 def _on_others(others: Mapping[int, Tensor], function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What `function` returns for the `others` in place of tensors with these ids; what it was given, where it returns that."""
+    """Call `function` with `others` for the tensors with these ids.
+
+    Where it returns one of these, the original is returned.
+    """
     before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and id(t) in others]
     args, kwargs = tree_map_only(Tensor, lambda t: others.get(id(t), t), (args, kwargs))
     returned = function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`overspill.train_step`: forward, loss, backward and update as one planned step under one budget.
+"""`overspill.train_step`: forward, loss, backward and update as one planned step.
 
 Private to PyTorch (2.11 to 2.14): `torch._C._DisableAutocast`. What autocast casts is cast in the captured graph.
 """
@@ -54,7 +54,9 @@ __all__ = ["TrainStep", "train_step"]
 
 
 class TrainStep(PlannedPeaks):
-    """`step(*inputs) -> loss`: one training step, planned when it is first called with inputs of these shapes.
+    """One training step within a budget: `step(*inputs) -> loss`.
+
+    It is planned when it is first called with inputs of these shapes.
 
     Between two calls the model's parameters and the optimizer's state may be in the store. Who reads them through the
     model or the optimizer (`state_dict()`, evaluation, `torch.save`) gets their current values: they are brought back.
@@ -77,7 +79,7 @@ class TrainStep(PlannedPeaks):
         self.processes = processes or OneProcess()
         self.tracker: LiveBytes | None = None
         self.recorder: Recorder | None = None
-        """Who is told what the step does, while anybody is."""
+        """The recorder of the running `overspill.record`, or None."""
         self._underway = Underway()
         self._reserved = ReservedWatch()
         clipping = None if gradients.clip_norm is None else NormClipping(gradients.clip_norm)
@@ -89,13 +91,16 @@ class TrainStep(PlannedPeaks):
         self._state.advice = self._underway.advice
         self.processes.begin_alike(self._state.parameters, self._state.buffers)
         self._state.take_hold()
-        # Nothing that model or optimizer hold may hold this object: who drops it gets the weights back.
+        # Model and optimizer must not reference this object: when the user drops it, the weights come back.
         self._hooks = optimizer_hooks(optimizer, self._state)
         self._end = weakref.finalize(self, dropped, self._underway, self._state, self._plans, self._hooks)
         self._end.atexit = False
 
     def __call__(self, *inputs: Any) -> Any:
-        """One step on `inputs`; its loss, a scalar without gradient.
+        """One step on `inputs`; returns its loss, a scalar without gradient.
+
+        Where the loss function returns other tensors too, behind its loss in a tuple or alongside `loss` in a
+        dictionary or dataclass, so does this, without gradients.
 
         Where the loss function returns other tensors too, behind its loss in a tuple or beside `loss` in a dictionary or
         dataclass, so does this, without gradients.
@@ -128,7 +133,10 @@ class TrainStep(PlannedPeaks):
             return Call(inputs, list(batches.split(inputs, self.gradients.accumulate)))
 
     def resume(self) -> Any:
-        """Finish the step that an error stopped, from the instruction that failed; its loss, as if nothing had happened."""
+        """Finish a step that an error stopped; returns its loss.
+
+        It goes on from the instruction that failed, as if nothing had happened.
+        """
         return self._state.gate.alone(self._resume, steps=True)
 
     def _resume(self) -> Any:
@@ -142,7 +150,7 @@ class TrainStep(PlannedPeaks):
         return self._go_on(self._call)
 
     def abandon(self) -> None:
-        """Give up the step that an error stopped, if there is one.
+        """Give up a step that an error stopped, if there is one.
 
         Model and optimizer are then as far as it got: what it had updated is updated. Load a checkpoint next.
         """
@@ -155,6 +163,7 @@ class TrainStep(PlannedPeaks):
         self._call = call
         if self.recorder is not None:
             self.recorder.begin_step(self._state.where)
+        # Run the micro-batches; an error leaves an unfinished step, or undoes it.
         try:
             while not call.is_done:
                 self._carry_on(call)
@@ -167,6 +176,7 @@ class TrainStep(PlannedPeaks):
         if self.recorder is not None:
             self.recorder.end_step()
         self._reserved.look(lambda: self.reserved_bytes, self._state.where)
+        # What follows an optimizer step elsewhere: schedulers' flag and step post-hooks.
         self.optimizer._opt_called = True  # else schedulers warn that it never stepped
         if hooks := step_post_hooks(self.optimizer):
             self._state.synchronize()
@@ -176,11 +186,14 @@ class TrainStep(PlannedPeaks):
         return call.returned
 
     def join(self, beside: Callable[[], int]) -> None:
-        """From now on leave room for the bytes that the other models of a session have on the device."""
+        """Leave room for the bytes that the session's other models keep on the device."""
         self._plans.beside = beside
 
     def _check_room_for_hooks(self, call: Call, compiled: Compiled) -> None:
-        """Raises UnsupportedError where hooks behind the step would find more than fits, for all has to be there then."""
+        """Raise UnsupportedError if step post-hooks need more than the budget.
+
+        They see all weights and state, which must then be on the device.
+        """
         if not step_post_hooks(self.optimizer):
             return
         needed = self._state.whole_bytes() + batches.bytes_outside(call.inputs, ()) + LOSS_BYTES
@@ -192,7 +205,10 @@ class TrainStep(PlannedPeaks):
             )
 
     def _stopped(self, call: Call, error: BaseException) -> None:
-        """Keep the step as an unfinished one if it can go on, or has come too far to go back; else undo it."""
+        """After an error, keep the step as unfinished, or undo it.
+
+        It is kept if it can go on, or has changed too much to go back.
+        """
         run = call.run
         is_short = is_out_of_memory(error)
         passes = isinstance(error, (StoreError, KeyboardInterrupt)) or is_short
@@ -207,7 +223,7 @@ class TrainStep(PlannedPeaks):
             self._abandon()
 
     def _moved(self, call: Call) -> str:
-        """Which tensor the instruction at fault moves, as the beginning of a message."""
+        """The name of the tensor that the failed instruction moves, as a message's beginning."""
         if call.run is None or call.compiled is None:
             return ""
         position, name = call.run.where()
@@ -216,7 +232,7 @@ class TrainStep(PlannedPeaks):
         return f"{name}: " if name else ""
 
     def _at(self, call: Call) -> str:
-        """At which op, as a part of a message."""
+        """The op that failed, as part of a message."""
         return "" if call.run is None else f" in {call.run.op()}"
 
     @property
@@ -241,27 +257,27 @@ class TrainStep(PlannedPeaks):
 
     @property
     def options(self) -> Options:
-        """What the user asked for."""
+        """The options that the step was made with."""
         return self._plans.options
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in force, in the order in which they were made."""
+        """The current plans, in the order they were made."""
         return self._plans.plans
 
     @property
     def partitions(self) -> list[float | None]:
-        """Of each plan with Inductor's kernels, the `activation_memory_budget` of the partition that was chosen."""
+        """The `activation_memory_budget` of each plan's partition; None with eager kernels."""
         return self._plans.partitions
 
     @property
     def pool(self) -> PoolReport | None:
-        """What became of the live pool, if `placement` asks for one."""
+        """Statistics of the live pool, if `placement` asks for one."""
         return None if self._plans.steps is None else self._plans.steps.report()
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether an error has stopped a step that `resume` can finish, or `abandon` give up."""
+        """Whether an error stopped a step that `resume` or `abandon` must end."""
         return self._call is not None
 
     @property
@@ -271,18 +287,19 @@ class TrainStep(PlannedPeaks):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         return self._state.where
 
     @property
     def measured_times(self) -> MeasuredTimes | None:
-        """Op times of the run so far, if the step profiles."""
+        """Measured op times so far, if the step profiles."""
         return self._plans.measured_times
 
     def plan(self, *inputs: Any) -> Plan:
-        """The plan of a step on `inputs`, of which nothing is run; of several micro-batches, of the last.
+        """The plan of a step on `inputs`, without running it.
 
-        Raises what a step on them raises before it begins: InfeasibleBudget above all.
+        Of several micro-batches, that of the last. Raises what a step on them raises before it begins: InfeasibleBudget
+        above all.
         """
 
         def planned() -> Plan:
@@ -292,7 +309,10 @@ class TrainStep(PlannedPeaks):
         return self._state.gate.alone(planned)
 
     def smallest_budget(self, *inputs: Any) -> int:
-        """The fewest bytes with which a step on `inputs` works; nothing is run. Raises RequestError or UnsupportedError."""
+        """The smallest feasible budget in bytes for `inputs`, without running a step.
+
+        Raises RequestError or UnsupportedError.
+        """
 
         def found() -> int:
             self._prepared(inputs)
@@ -301,17 +321,19 @@ class TrainStep(PlannedPeaks):
         return self._state.gate.alone(found)
 
     def kept_bytes(self) -> int:
-        """Bytes of the model and its optimizer's state between two steps, if all of it is on the device."""
+        """Bytes of model and optimizer state between steps, if all on the device."""
         return self._state.whole_bytes()
 
     def present(self) -> list[Tensor]:
-        """What of the model and its optimizer's state is on the device now."""
+        """Tensors of model and optimizer state that are on the device now."""
         return self._state.gate.alone(self._state.present)
 
     @contextmanager
     def counted(self, inputs: tuple[Any, ...]) -> Iterator[list[int]]:
-        """What is live in PyTorch's CPU allocator at most while this lasts, in bytes: of the model, its state and `inputs`, and
-        what a step allocates. The list has it at the end. No dispatch mode sees what compiled kernels are given.
+        """Context that measures the peak bytes of PyTorch's CPU allocator.
+
+        It counts the model, its state, `inputs`, and what a step allocates. The list that it yields has the peak at the
+        end. A dispatch mode could not see what compiled kernels are given.
         """
         found: list[int] = []
         present = self._state.gate.alone(self._state.present_bytes)
@@ -322,23 +344,29 @@ class TrainStep(PlannedPeaks):
         found.append(present - renewed + batches.bytes_outside(inputs, ()) + peak_of(allocated.changes)[0])
 
     def graph(self, *inputs: Any) -> Graph:
-        """The Graph of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last."""
+        """The Graph of a step on `inputs`, which may be fake.
+
+        Of several micro-batches, that of the last.
+        """
         return self._state.gate.alone(lambda: self._plans.graph(inputs))
 
     def preview(self, *inputs: Any) -> Plan:
-        """The plan of a step on `inputs`, which like the model may be fake; of several micro-batches, of the last.
+        """The plan of a step on `inputs`, which may be fake like the model.
 
-        Raises InfeasibleBudget and UnsupportedError.
+        Of several micro-batches, that of the last. Raises InfeasibleBudget and UnsupportedError.
         """
         return self._state.gate.alone(lambda: self._plans.preview(inputs))
 
     def synchronize(self) -> None:
-        """Bring all parameters and optimizer state back to the device, where they stay until the next step."""
+        """Bring all parameters and optimizer state back to the device.
+
+        They stay there until the next step.
+        """
         self._state.gate.alone(self._state.synchronize)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this lasts no other thread steps, and all is on the device.
+        """Context in which no other thread steps and all is on the device.
 
         For a thread that does more with model or optimizer than call their `state_dict()`: evaluates, copies, saves
         several things that belong together, or forks.
@@ -351,9 +379,10 @@ class TrainStep(PlannedPeaks):
             del reading
 
     def close(self, *, bring_back: bool = True) -> None:
-        """Bring all back, undo the guards, and give the store back; model and optimizer are then as without Overspill.
+        """Bring everything back, remove the guards, and release the store.
 
-        Without `bring_back`, for who needs them no more, what is in the store is lost: it reads as NaN then.
+        Model and optimizer are then as without Overspill. Without `bring_back`, what is in the store is lost and reads
+        as NaN.
         """
         self._state.gate.alone(lambda: self._close(bring_back), steps=True)
 
@@ -366,7 +395,7 @@ class TrainStep(PlannedPeaks):
     # -- one graph of the step
 
     def _carry_on(self, call: Call) -> None:
-        """Run what is left of the micro-batch that is next, or as much of it as a live pool has room for."""
+        """Run the rest of the next micro-batch, as far as a live pool has room."""
         try:
             return self._run_part(call)
         except Exception as error:
@@ -382,11 +411,13 @@ class TrainStep(PlannedPeaks):
         if call.run is None:
             self._begin(call)
         compiled, run, recorder = call.compiled, call.run, self.recorder
+        # Run the instructions.
         assert compiled is not None
         assert run is not None
         told = None if recorder is None else told_instructions(compiled.program, compiled.plan.graph, recorder)
         with self._plans.running(), torch.no_grad(), torch._C._DisableAutocast(), self.tracker or nullcontext():
             loss, *results = run.go_on(self._state.gate.may_go_on, told)
+        # Put the results where they belong: residents, then the loss and other outputs.
         count = len(compiled.results.places)
         others, results = results[:count], results[count:]
         for name, value in zip(compiled.moving, results, strict=True):
@@ -403,15 +434,17 @@ class TrainStep(PlannedPeaks):
         call.number, call.run, call.compiled = call.number + 1, None, None
 
     def _begin(self, call: Call) -> None:
-        """Let everything be where the plan of the next micro-batch begins."""
+        """Bring everything to where the next micro-batch's plan begins."""
         part = call.parts[call.number]
         if call.number == 0:
             self._plans.share_buffers(part)
+        # Plan it, and move residents to or from the store.
         compiled = self._plans.compile(part, call.inputs, last=call.number == len(call.parts) - 1)
         self._check_room_for_hooks(call, compiled)
         if self._state.engine is not None:
             with self._plans.running():
                 self._move(compiled, self._state.engine)
+        # Collect the program's arguments.
         given = [*self._state.buffers.values(), *batches.tensors(part)]
         args = [self._taken(what, compiled) if isinstance(what, str) else given[what] for what in compiled.takes]
         args += [self._state.residency[name].handle for name in compiled.copied]
@@ -435,7 +468,7 @@ class TrainStep(PlannedPeaks):
         self._state.residency.copy(compiled.copied, engine)
 
     def _taken(self, name: str, compiled: Compiled) -> Tensor:
-        """The tensor or handle of a resident, for the step to have alone."""
+        """The tensor or handle of a resident, handed over to the step."""
         if name not in self._state.residency:
             return self._state.parameters[name].data
         resident = self._state.residency[name]
@@ -521,6 +554,7 @@ def train_step(
             f"a session with placement={session.options.placement!r} is for compiled models on the CPU: give train_step the placement "
             "and its part of the budget, without a session"
         )
+    # A step of a session shares its budget.
     step = TrainStep(model, loss_fn, optimizer, session.options, gradients, processes_of(model, process_group))
     session.add_step(step)
     return step

@@ -1,9 +1,9 @@
-"""The optimizer's part of a whole step: each parameter's update as an op of its own, by the user's own optimizer.
+"""The optimizer's update as one op per parameter.
 
-An update runs the optimizer's own `step` on one parameter, slice by slice, so that its temporaries stay small; or on
-several that the plan has gathered, where theirs fit too, for a step costs the host as much for one as for many. None of
-its arithmetic is written again here, so the numbers are those of `optimizer.step()`; the settings of parameter groups
-are read anew at every step, so that schedulers and users may change them.
+An update runs the user's own optimizer's `step` on one parameter, slice by slice, so that its temporaries stay small;
+or on several that the plan has gathered, where their temporaries fit too, since a step costs the host as much for one
+as for many. None of its arithmetic is written again here, so the numbers are those of `optimizer.step()`. The settings
+of parameter groups are read at every step, so that schedulers and users may change them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of torch.optim that treat each element of a parameter by itself, so that slices give the same bits."""
 SLICE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-"""How much of a parameter is updated at a time; on CUDA a launch costs more than the temporaries."""
+"""Bytes of a parameter updated at a time; on CUDA a launch costs more than the temporaries."""
 PROBE_SHAPES = {1: (3072,), 2: (64, 48), 3: (17, 16, 12), 4: (12, 11, 6, 4), 5: (8, 7, 6, 4, 3)}
-"""Tiny parameters to try an optimizer on, by dimensions, which differ, so that those of a state tensor tell which of the
-parameter's they follow. Their elements outweigh step counts and other scalars."""
+"""Shapes of tiny parameters to try an optimizer on, by number of dimensions. All sizes differ, so that a state tensor's
+sizes tell which of the parameter's they follow. Their elements outweigh step counts and other scalars."""
 SCALAR_BYTES = 1024
-"""Room for step counts and other scalars; Adafactor makes a dozen of them, each a storage of its own."""
+"""Bytes for step counts and other scalars; Adafactor makes a dozen, each in its own storage."""
 CPU = torch.device("cpu")
 """Where optimizers are tried on tiny parameters."""
 
 
 class ParameterState:
-    """One parameter as its optimizer knows it.
+    """One parameter's state in the optimizer.
 
-    `shaped` names the tensors of the parameter's shape that are kept for it, with their dtypes, and `rest` is what else
-    is kept. `order` are the names of all, in the optimizer's own order; empty until it has
-    made them, be it at once, as Adagrad does, or at its first step. `settings` are those that decide what is kept.
+    `shaped` names the state tensors of the parameter's shape, with their dtypes, and `rest` is the other state. `order`
+    are the names of all, in the optimizer's own order; empty until it has made them, be it at once, as Adagrad does, or
+    at its first step. `settings` are the group's settings that decide which state there is.
     """
 
     def __init__(
@@ -58,21 +58,30 @@ class ParameterState:
             self.keep(state)
 
     def take_over(self, other: ParameterState) -> None:
-        """Go on with the group and the state that `other` was found with."""
+        """Take the group and state of `other`."""
         self.group, self.rest, self.order = other.group, other.rest, other.order
 
     def keep(self, state: dict[str, Any]) -> None:
-        """What the optimizer has made of the state; tensors of the parameter's shape are not kept here."""
+        """Store the state that the optimizer has made.
+
+        Tensors of the parameter's shape are kept elsewhere, as residents.
+        """
         self.order = list(state)
         self.rest = {key: value for key, value in state.items() if key not in self.shaped}
 
     def run(self, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor) -> None:
-        """Step on `parameter` in place, given its gradient times `scale`, and its `state` in the order of `shaped`."""
+        """Update `parameter` in place.
+
+        Given its gradient, which `scale` multiplies, and its `state` in the order of `shaped`.
+        """
         self.updates.update(self, parameter, gradient, scale, *state)
 
 
 class _Part(NamedTuple):
-    """Rows of one parameter, which `owned` describes, and what a step on them takes; `given` is their state."""
+    """Rows of one parameter with their gradient and state, for one update.
+
+    `owned` describes the parameter; `given` is the rows' state.
+    """
 
     owned: ParameterState
     rows: Tensor
@@ -82,18 +91,19 @@ class _Part(NamedTuple):
 
 
 class OptimizerUpdates:
-    """The updates of the parameters of one optimizer."""
+    """Updates of single parameters by one optimizer."""
 
     def __init__(self, optimizer: Optimizer, *, clip_value: float | None = None, scales: bool = False) -> None:
-        """`scales`: updates will be given a factor for their gradients. Raises UnsupportedError for an optimizer
-        whose update of one parameter depends on others.
+        """`scales`: updates get a factor for their gradients.
+
+        Raises UnsupportedError for an optimizer whose update of one parameter depends on others.
         """
         self.optimizer = optimizer
         self.clip_value = clip_value
         self.scales = scales
         made_by_torch = type(optimizer).__module__.startswith("torch.optim.")
         self.groups = made_by_torch and type(optimizer).__name__ in ELEMENTWISE
-        """Whether a step on several parameters gives each what a step on it alone does."""
+        """Whether one step on several parameters equals separate steps on each."""
         fused = any(group.get("fused") for group in optimizer.param_groups)  # their kernels treat the ends apart
         self._elementwise = self.groups and not fused
         self._slice_optimizer: Optimizer | None = None
@@ -103,7 +113,10 @@ class OptimizerUpdates:
             _check_separate(optimizer)
 
     def state_of(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> ParameterState:
-        """What the optimizer keeps, or will keep, for `parameter` of `group`, now that it has `state` for it."""
+        """The state that the optimizer keeps, or will keep, for `parameter`.
+
+        `state` is what it has now, perhaps nothing.
+        """
         shaped = self._probed(parameter, group).shaped
         if state:
             found = {key: state[key] for key in shaped if isinstance(state.get(key), Tensor)}
@@ -111,7 +124,7 @@ class OptimizerUpdates:
         return ParameterState(self, group, dict(shaped), state)
 
     def check_state(self, group: dict[str, Any], parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Raises RequestError where `group` has settings that need more than the `state` there is."""
+        """Raise RequestError where `group` needs more than the present `state`."""
         lacking = [key for key in self._probed(parameter, group).shaped if state and key not in state]
         if lacking and type(self.optimizer) is not torch.optim.SGD:  # which makes its buffer when it has none
             raise RequestError(
@@ -120,7 +133,7 @@ class OptimizerUpdates:
             )
 
     def workspace_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
-        """Bytes that the update of `parameter` takes besides the parameter, its gradient and its state."""
+        """Temporary bytes of the update, besides parameter, gradient and state."""
         needs = self._probed(parameter, group)
         first, later = (
             max(parameter[rows].nbytes for rows in self._slices(parameter, group, new=new)) for new in (True, False)
@@ -129,14 +142,14 @@ class OptimizerUpdates:
         return int(work) + self.rest_bytes(parameter, group) + SCALAR_BYTES
 
     def rest_bytes(self, parameter: nn.Parameter, group: dict[str, Any]) -> int:
-        """Bytes of the state that is kept for `parameter` and has another shape: step counts, sums over rows."""
+        """Bytes of state of other shapes: step counts, sums over rows."""
         needs = self._probed(parameter, group)
         return sum(scaled(shape, needs.probe, parameter.shape) * itemsize for shape, itemsize in needs.rest)
 
     def update(
         self, owned: ParameterState, parameter: Tensor, gradient: Tensor, scale: Tensor | None, *state: Tensor
     ) -> None:
-        """Step on `parameter`, which `owned` describes, slice by slice."""
+        """Update `parameter` slice by slice."""
         after: dict[str, Any] = {}
         for rows in self._slices(parameter, owned.group, new=not owned.order):
             given = {key: tensor[rows] for key, tensor in zip(owned.shaped, state, strict=True)}
@@ -144,18 +157,22 @@ class OptimizerUpdates:
         owned.keep(after)
 
     def is_elementwise(self, parameter: Tensor) -> bool:
-        """Whether it does not matter where an element of `parameter` lies, so that slices and other strides give the same bits.
+        """Whether slices and other strides of `parameter` update to the same bits.
 
-        In half precision on the CPU it does: there `add` with a factor rounds what it vectorises otherwise than the rest.
+        In half precision on the CPU they do not: there `add` with a factor rounds vectorised elements otherwise than
+        the rest.
         """
         return self._elementwise and (parameter.itemsize >= 4 or parameter.device.type != "cpu")
 
     def is_whole(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        """Whether `parameter` is updated in one piece once its state is there, and may be together with others."""
+        """Whether `parameter` is updated in one piece, so may be gathered.
+
+        Once its state exists.
+        """
         return self.groups and next(self._slices(parameter, group, new=False)) is ...
 
     def together(self, runs: Sequence[Callable[..., None]]) -> Callable[..., None]:
-        """The `run`s of several parameters that are whole as one call, given the arguments of each."""
+        """One call that updates several whole parameters, given each one's arguments."""
         owners: list[ParameterState] = [run.__self__ for run in runs]  # type: ignore[attr-defined]
 
         def update_together(*given: tuple[Any, ...]) -> None:
@@ -173,7 +190,11 @@ class OptimizerUpdates:
         return update_together
 
     def _update_parts(self, parts: Sequence[_Part]) -> list[dict[str, Any]]:
-        """Step on all of `parts`; the state of each afterwards, without its tensors of the parameter's shape."""
+        """Step on all of `parts`; returns each one's state after it.
+
+        Without the tensors of the parameter's shape, which are updated in place.
+        """
+        # Hand the optimizer a parameter with gradient and state for each part.
         stepping, states = [], []
         for owned, rows, gradient, scale, given in parts:
             part = rows.detach().requires_grad_()
@@ -183,6 +204,7 @@ class OptimizerUpdates:
             stepping.append(part)
             states.append({key: before[key] for key in owned.order})
         found = self._stepped([part.owned.group for part in parts], stepping, states)
+        # Copy the new state back where the optimizer did not work in place.
         for part, after in zip(parts, found, strict=True):
             for key, tensor in part.given.items():
                 if after[key] is not tensor:
@@ -200,9 +222,10 @@ class OptimizerUpdates:
     def _stepped(
         self, groups: Sequence[dict[str, Any]], parts: Sequence[Tensor], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The states after a step on `parts`, which are of these parameter groups."""
+        """The states after a step on `parts` of these parameter groups."""
         if self._slice_optimizer is None:
             self._slice_optimizer = optimizer_like(self.optimizer, groups[0], [parts[0]])
+        # Lend a copy of the optimizer these parameters, and take them away after the step.
         optimizer = self._slice_optimizer
         of_group: dict[int, dict[str, Any]] = {}
         for group, part in zip(groups, parts, strict=True):
@@ -218,7 +241,10 @@ class OptimizerUpdates:
         return after
 
     def _slices(self, parameter: Tensor, group: dict[str, Any], *, new: bool) -> Iterator[Any]:
-        """Rows of `parameter` that are updated together: fewer while its state is `new`, which takes room of its own."""
+        """Row slices of `parameter` to update one at a time.
+
+        They are smaller while its state is `new`, which takes room of its own.
+        """
         nbytes = parameter.nbytes
         limit = min(SLICE_BYTES.get(parameter.device.type, nbytes), nbytes)
         if new and (needs := self._probed(parameter, group)).first_share > needs.share:
@@ -243,7 +269,10 @@ class OptimizerUpdates:
         return self._needs[key][1]
 
     def _probe(self, like: Tensor, group: dict[str, Any]) -> Needs:
-        """What two steps on a tiny parameter show; the first makes the state, beside that which the step has room for."""
+        """What the optimizer needs, seen in two steps on a tiny parameter.
+
+        The first step makes the state, which the plan has room for besides.
+        """
         shape = PROBE_SHAPES.get(max(1, like.dim()), tuple(range(like.dim() + 1, 1, -1)))
         with CPU:  # whatever the default device is, for the optimizer's own tensors too
             probe = torch.ones(shape, dtype=like.dtype, requires_grad=True)
@@ -261,9 +290,10 @@ class OptimizerUpdates:
 
 
 def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
-    """`group` with the path spelled out that its optimizer takes for parameters on `device`: all together on CUDA.
+    """`group` with `foreach` set as the optimizer chooses for `device`.
 
-    So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch 2.11 to 2.14).
+    All together on CUDA. So torch.optim.optimizer, `_default_to_fused_or_foreach`, and what calls it, decide (PyTorch
+    2.11 to 2.14).
     """
     unasked = "foreach" in group and group["foreach"] is None and not group.get("fused")
     asks = "beta2_decay" not in group  # Adafactor does not: for it None is no
@@ -272,7 +302,10 @@ def as_on(device: torch.device, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings of a group that may decide what an optimizer keeps: its flags, and which numbers are zero."""
+    """Settings of a group that may decide which state is kept.
+
+    Its flags, and which numbers are zero.
+    """
     return tuple(
         (key, value if value is None or isinstance(value, (bool, str)) else bool(value))
         for key, value in group.items()
@@ -282,10 +315,11 @@ def settings_of(group: dict[str, Any]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Needs:
-    """What an optimizer keeps and takes for parameters of one kind, as a `probe` of that shape shows.
+    """State and temporaries of an optimizer for parameters of one kind.
 
-    `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest` the shapes and item sizes of
-    others; `first_share` and `share` the temporaries of the first update and of others as multiples of what is updated.
+    Seen on a `probe` of that shape. `shaped` are the state tensors of the parameter's shape, with their dtypes; `rest`
+    the shapes and item sizes of others; `first_share` and `share` the temporaries of the first update and of later
+    ones, as multiples of the bytes updated.
     """
 
     probe: tuple[int, ...]
@@ -296,7 +330,10 @@ class Needs:
 
 
 def _check_separate(optimizer: Optimizer) -> None:
-    """Raises UnsupportedError if stepping on two tiny parameters together differs from stepping on each by itself."""
+    """Raise UnsupportedError if the update of one parameter depends on others.
+
+    Two tiny parameters are stepped on together and apart.
+    """
     group = optimizer.param_groups[0]
 
     def stepped(which: tuple[int, ...]) -> list[Tensor]:
@@ -308,6 +345,7 @@ def _check_separate(optimizer: Optimizer) -> None:
             quiet_step(tiny)
         return [probe.detach() for probe in probes]
 
+    # The bits must be the same.
     try:
         with CPU:
             together, apart = stepped((0, 1)), [*stepped((0,)), *stepped((1,))]
@@ -324,18 +362,18 @@ def _check_separate(optimizer: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class NormClipping:
-    """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`, in two parts: each gradient's norm, and the factor."""
+    """`torch.nn.utils.clip_grad_norm_` in two parts: each gradient's norm, and the factor."""
 
     max_norm: float
 
     def norm(self, gradient: Tensor) -> Tensor:
-        """The gradient's own norm, by the kernel that torch takes for it."""
+        """The gradient's norm, by the kernel that torch uses for it."""
         if gradient.device.type == "cpu":
             return torch.linalg.vector_norm(gradient, 2.0)
         (norm,) = torch._foreach_norm([gradient], 2.0)
         return norm
 
     def factor(self, *norms: Tensor) -> Tensor:
-        """What all gradients are multiplied by."""
+        """The factor for all gradients."""
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
         return torch.clamp(self.max_norm / (total + 1e-6), max=1.0)

@@ -1,6 +1,6 @@
-"""Watching a capture: what the model's Python reads and writes meanwhile goes into a `PythonState`.
+"""Records in a `PythonState` what the model's Python reads during a capture.
 
-`nn.Module` is told to say so, for the thread that captures and as long as that lasts.
+`nn.Module` is patched to report accesses, for the capturing thread and as long as the capture lasts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 
 def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], str]) -> tuple[T, PythonState]:
-    """What `capture` gives, and the Python state that it was made from. Raises UnsupportedError (`PythonState.settle`).
+    """What `capture` returns, and the Python state it depends on.
 
-    Models set things at their first call that are then as they are set. So where the state has changed, it is captured once
-    more, and if what comes out is `spelled` alike and nothing changes any more, the change was none that matters.
-    `capture` is given what to call before each pass over the model's Python: it begins as the first one did.
+    Models set things at their first call that are then as they are set. So where the state has changed, it is captured
+    once more; if the result is `spelled` alike and nothing changes any more, the change does not matter. `capture` is
+    given a function to call before each pass over the model's Python, which then begins as the first one did. Raises
+    UnsupportedError (`PythonState.settle`).
     """
     first: list[T] = []
     try:
@@ -31,6 +32,7 @@ def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], s
     except Changed as change:
         if not first or change.for_good:
             raise
+        # Capture again, from the state after the first call.
         try:
             with watching() as state:
                 again = capture(state.undo)
@@ -45,7 +47,10 @@ def watched(capture: Callable[[Callable[[], None]], T], spelled: Callable[[T], s
 
 @contextmanager
 def watching() -> Iterator[PythonState]:
-    """While this lasts, what is read of modules in this thread is noted. Raises UnsupportedError at its end (`settle`)."""
+    """Context that notes module reads and writes in this thread.
+
+    Raises UnsupportedError at its end (`settle`).
+    """
     state = PythonState()
     me = threading.get_ident()
     plain_init, plain_set = nn.Module.__init__, nn.Module.__setattr__
@@ -65,6 +70,7 @@ def watching() -> Iterator[PythonState]:
             state.write(self, name)
         plain_set(self, name, value)
 
+    # Patch nn.Module; without a capture it has no `__getattribute__` of its own.
     nn.Module.__init__, nn.Module.__setattr__ = init, put
     nn.Module.__getattribute__ = get
     try:
