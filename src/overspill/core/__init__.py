@@ -1,4 +1,7 @@
-"""The nouns that every stage shares: Graph, Device, Schedule, Trace, Layout, Timeline. They import nothing else of ours."""
+"""Data types that all stages share: Graph, Device, Schedule, Trace, Layout, Timeline.
+
+They import nothing else of ours.
+"""
 
 from .device import Device as Device
 from .frames import Frame as Frame

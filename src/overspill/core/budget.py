@@ -1,4 +1,7 @@
-"""How much device memory a job may take, as it was asked for: parsed once, resolved to bytes once the step is known."""
+"""A device memory budget, as the user wrote it and in bytes.
+
+Parsed once; a relative one is resolved to bytes once the step is known.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ SMALLEST = "smallest"
 
 @dataclass(frozen=True)
 class Budget:
-    """`nbytes`, or a `share` of what the step takes unmanaged, or the `smallest` that works; else all that the device has."""
+    """A memory budget: `nbytes`, a `share` of unmanaged use, `smallest`, or all of the device."""
 
     nbytes: int | None = None
     share: float | None = None
@@ -22,14 +25,14 @@ class Budget:
 
     @property
     def is_relative(self) -> bool:
-        """Whether its bytes follow from a step."""
+        """Whether its bytes depend on the step."""
         return self.share is not None or self.smallest
 
     @classmethod
     def parse(cls, asked: str | float | Budget | None) -> Budget:
-        """What `asked` means: `8GiB`, a number of bytes, a share as `0.5` or `50%`, `smallest`, or None for the whole device.
+        """Parse `8GiB`, a number of bytes, `0.5`, `50%`, `smallest`, or None for the whole device.
 
-        Raises RequestError when it is no positive size.
+        Raises RequestError if it is not a positive size.
         """
         if isinstance(asked, Budget):
             return asked
@@ -49,11 +52,11 @@ class Budget:
         return cls(nbytes=parse_bytes(asked))
 
     def bytes_of(self, unmanaged_bytes: Callable[[], int], device_bytes: int, floor_bytes: Callable[[], int]) -> int:
-        """The budget in bytes, where the step takes `unmanaged_bytes`, works from `floor_bytes` on, and the device has so many.
+        """The budget in bytes, on a device with `device_bytes` of memory.
 
-        What the step takes is asked only for a share, from where it works only for the smallest budget.
+        `unmanaged_bytes` is called only for a share, `floor_bytes` only for the smallest budget.
 
-        Raises RequestError where a share comes to nothing.
+        Raises RequestError if a share comes to nothing.
         """
         if self.nbytes is not None:
             return self.nbytes

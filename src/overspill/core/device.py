@@ -1,4 +1,4 @@
-"""The Device: what the planner knows of the hardware."""
+"""The Device: the hardware figures that planning uses."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import dataclass, field
 from .saved import Saved
 
 ELSEWHERE = -1
-"""The index of a GPU whose card plans are for, though it is not this machine's."""
+"""The index of a GPU that plans are made for but this machine does not have."""
 
 
 @dataclass(frozen=True)
 class Device(Saved):
-    """One processor with its memory and its link to the store.
+    """One processor with its memory, and its link to the store for offloaded tensors.
 
     `flops_per_second` by dtype name, `efficiency` the share of it that each layer type reaches. Offload goes from the
     device to the store, prefetch comes back; `full_duplex` says whether both directions run at full rate at once.
     `transfer_host_seconds` is what the processor that issues ops spends on each transfer, to start it and to await it.
-    `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU
-    competes with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the
-    first tensor, between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
-    `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from. `index`
-    is which of this machine's CUDA devices it is, or ELSEWHERE; None where budgets are not those of a card.
+    `transfer_compute_share` is the share of compute time that a running transfer takes away (a copy by the CPU competes
+    with CPU kernels; a GPU's copy engine does not). `context_bytes` is what the driver takes before the first tensor,
+    between `context_low_bytes` and `context_high_bytes`; a bound of 0 stands for the figure itself.
+    `compute_capability` is CUDA's, such as `8.6`, and empty for a CPU. `sources` says where each figure comes from.
+    `index` is the number of the CUDA device on this machine, or ELSEWHERE; None if budgets do not count all memory of a
+    card.
     """
 
     name: str
@@ -47,18 +48,18 @@ class Device(Saved):
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that tensors may take: the memory less what the driver takes."""
+        """Bytes that tensors may take: the memory without the driver's context."""
         return self.memory_bytes - self.context_bytes
 
     @property
     def runs_behind_host(self) -> bool:
-        """Whether ops are issued ahead of time, by a host that waits for none of them; a CPU carries them out itself."""
+        """Whether a host issues ops ahead of time, as for a GPU; a CPU runs them itself."""
         return self.kind != "cpu"
 
     def offload_seconds(self, nbytes: int) -> float:
-        """Seconds that moving `nbytes` to the store takes, undisturbed."""
+        """Seconds to move `nbytes` to the store, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.offload_bytes_per_second
 
     def prefetch_seconds(self, nbytes: int) -> float:
-        """Seconds that bringing `nbytes` back takes, undisturbed."""
+        """Seconds to bring `nbytes` back, with nothing else running."""
         return self.transfer_latency_seconds + nbytes / self.prefetch_bytes_per_second

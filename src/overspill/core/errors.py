@@ -1,4 +1,4 @@
-"""Every error that Overspill raises on purpose, each with the exit code that the command line gives it."""
+"""Errors that Overspill raises on purpose, with the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 
 class OverspillError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what the command line exits with."""
+    """Base of all errors raised on purpose; `exit_code` is the command line's."""
 
     exit_code = 3
 
 
 class RequestError(OverspillError):
-    """The request was wrong: unknown name, malformed size, impossible combination."""
+    """The request is wrong: an unknown name, malformed size, or impossible combination."""
 
     exit_code = 2
 
 
 class UnsupportedError(OverspillError):
-    """The model does something that Overspill does not handle; the message says what and what would work."""
+    """The model does something that Overspill does not support; the message says what would work."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class Amount:
-    """So many bytes of something: of a part of what is needed, or of what is needed after a change."""
+    """Bytes needed for `what`: a part of the whole, or the whole after a change."""
 
     what: str
     nbytes: int
@@ -36,9 +36,9 @@ class Amount:
 class InfeasibleBudget(OverspillError):
     """No schedule of this policy fits the budget.
 
-    `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that hold it up. Where they are
-    known, `parts` say what `floor_bytes` are made of, `changes` what a change of the settings would make of them, and `hints`
-    what else would do. The message has all of that in words.
+    `floor_bytes` is the smallest budget that works, `cause` names the op and the tensors that need it. Where known,
+    `parts` add up to `floor_bytes`, `changes` are what it would be after a change of settings, and `hints` other
+    remedies. The message has all of that in words.
     """
 
     exit_code = 1
@@ -63,45 +63,48 @@ class InfeasibleBudget(OverspillError):
         self.hints = hints
 
     def told(self, more: str) -> InfeasibleBudget:
-        """The same error with `more` behind its message."""
+        """The same error with `more` appended to its message."""
         return InfeasibleBudget(f"{self}{more}", **_given(self) | {"hints": (*self.hints, more.strip("; "))})
 
     def with_floor(self, floor_bytes: int) -> InfeasibleBudget:
-        """The same error where that is the smallest budget that works."""
+        """The same error with another smallest budget, in bytes."""
         return InfeasibleBudget(str(self), **_given(self) | {"floor_bytes": floor_bytes})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For processes that pass it on: arguments by keyword are not pickled by themselves."""
+        """Pickle with keyword arguments, to pass the error between processes."""
         return _rebuilt, (type(self), str(self), _given(self))
 
 
 class UnplannedError(OverspillError):
-    """A call, or a part of it, ran without a plan, so the budget was not in force; the message says why and what would work."""
+    """A call ran without a plan, wholly or partly, so the budget was not enforced.
+
+    The message says why and what would work.
+    """
 
 
 class StoreError(OverspillError):
-    """The store could not hold or return bytes: disk full, short read, out of host memory."""
+    """The store could not hold or return bytes: disk full, short read, or out of host memory."""
 
 
 class InvalidSchedule(OverspillError):
-    """The reference machine refused a schedule: a defect of the policy that made it."""
+    """A schedule breaks the rules of `simulate.check`: a defect of its policy."""
 
 
 class PolicyError(OverspillError):
-    """A policy of another package failed; the message says which, and where in its code."""
+    """A policy of another package failed; the message says which, and where."""
 
     exit_code = 2
 
 
 class InvalidLayout(OverspillError):
-    """A layout puts two live blocks on the same bytes, or breaks its own bounds."""
+    """A layout puts two live blocks on the same bytes, or exceeds its own bounds."""
 
 
 class OutOfMemory(OverspillError):
-    """An allocator found no room on its device, after all that it does to make room.
+    """An allocator found no room on its device, even after freeing its caches.
 
-    `requested_bytes` is what was asked, `reserved_bytes` what the allocator held then, `capacity_bytes` the device's
-    size (None: unlimited but for its address space).
+    `requested_bytes` is what was asked for, `reserved_bytes` what the allocator held then, `capacity_bytes` the
+    device's size (None: unlimited but for its address space).
     """
 
     exit_code = 1
@@ -113,12 +116,12 @@ class OutOfMemory(OverspillError):
         self.capacity_bytes = capacity_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As of InfeasibleBudget."""
+        """Pickle with keyword arguments, as InfeasibleBudget."""
         return _rebuilt, (type(self), str(self), _given(self))
 
 
 def _given(error: OverspillError) -> dict[str, Any]:
-    """What the error was made with; Dynamo adds to errors that pass through it."""
+    """Arguments that the error was made with, without what Dynamo adds to errors passing through."""
     return {name: value for name, value in vars(error).items() if name in type(error).__init__.__annotations__}
 
 
@@ -126,7 +129,7 @@ def _rebuilt(kind: type[OverspillError], message: str, fields: dict[str, Any]) -
     return kind(message, **fields)
 
 
-# Of a tensor (torch), of a kernel's code and scratch memory (oneDNN), of C++'s own objects, of a thread's stack, of Dynamo.
+# For a tensor (torch), a kernel's code and scratch (oneDNN), C++ objects, a thread's stack, Dynamo.
 _MEMORY_RAN_OUT = re.compile(
     "can't allocate memory|could not create a primitive(?! descriptor)|std::bad_alloc|can't start new thread|^MemoryError",
     re.MULTILINE,
@@ -134,12 +137,12 @@ _MEMORY_RAN_OUT = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is the way of Python, torch, or a library below them to say that memory ran out."""
+    """Whether `error` says that memory ran out: Python's, torch's, or a library's below."""
     of_torch = type(error).__name__ == "OutOfMemoryError"  # by its name: torch need not be loaded
     return isinstance(error, MemoryError) or of_torch or _MEMORY_RAN_OUT.search(str(error)) is not None
 
 
 def forgetful(error: Exception) -> Exception:
-    """The same error without the frames that it came through, and what they hold."""
+    """The same error without its frames and causes, which would keep tensors alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

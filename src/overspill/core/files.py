@@ -1,4 +1,4 @@
-"""The files that users name: read with a limit, written as a whole or left as they were."""
+"""Read and write files that users name; a write is whole or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .errors import RequestError
 from .units import format_bytes
 
 MOST_STREAMED_BYTES = 256 << 20
-"""How much is read of a device or a pipe, which may have no end; a file is read however long it is."""
+"""Most bytes read of a device or pipe, which may have no end; files are read at any length."""
 
 
 def read_whole(path: str | Path) -> bytes:
-    """The bytes of the file at `path`. Raises RequestError where it cannot be read, or has no end."""
+    """The bytes of the file at `path`. Raises RequestError if it cannot be read, or has no end."""
     try:
         with Path(path).open("rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -32,9 +32,9 @@ def read_whole(path: str | Path) -> bytes:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Put `content` (a text as UTF-8) at `path` at once, unless a device or a pipe is there, which gets it as it comes.
+    """Write `content` (text as UTF-8) to `path` atomically; devices and pipes are just written to.
 
-    Raises RequestError where that fails; what was there before is then as it was.
+    Raises RequestError if that fails; a file at `path` is then unchanged.
     """
     content = content.encode() if isinstance(content, str) else content
     try:
@@ -48,14 +48,14 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 
 def _replace(target: Path, content: bytes, mode: int | None) -> None:
-    """Let a file of `content` be at `target`, at once. Raises OSError.
+    """Atomically put a file with `content` at `target`. Raises OSError.
 
-    Where the system has files without a name, it is written as one: a process that is killed leaves nothing behind, or
-    between the last two system calls a whole file `.overspill-….part`.
+    It is written without a name where the system allows that: a process that is killed leaves nothing behind, or
+    between the last two system calls a complete file `.overspill-….part`.
     """
     part = target.with_name(f".overspill-{secrets.token_hex(8)}.part")
     nameless = _nameless(target.parent)
-    # A new one: what lies at a name that somebody guessed, a link too, is refused.
+    # O_EXCL refuses anything that already has this name, such as a link that somebody planted.
     file = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666) if nameless is None else nameless
     try:
         with open(file, "wb") as opened:  # noqa: PTH123 - a descriptor
@@ -64,7 +64,7 @@ def _replace(target: Path, content: bytes, mode: int | None) -> None:
             opened.write(content)
             opened.flush()
             if nameless is not None:
-                # Its name must be new. With a directory given, any, Python asks the system to follow the link.
+                # The name must be new. Python makes the system follow the link only if a directory is given, whichever.
                 os.link(f"/proc/self/fd/{file}", part, src_dir_fd=file, follow_symlinks=True)
             part.replace(target)
     except BaseException:
@@ -73,7 +73,7 @@ def _replace(target: Path, content: bytes, mode: int | None) -> None:
 
 
 def _nameless(directory: Path) -> int | None:
-    """The descriptor of a new file without a name on the file system of `directory`; None where there are no such files."""
+    """The descriptor of a new nameless file in `directory`; None where there are no such files."""
     if not Path("/proc/self/fd").is_dir():  # by which it gets its name
         return None
     try:
@@ -83,7 +83,7 @@ def _nameless(directory: Path) -> int | None:
 
 
 def _mode(path: str | Path) -> int | None:
-    """What is at `path`, through links, and who may do what with it; None where nothing is."""
+    """Mode of what is at `path`, links followed: type and permissions; None if nothing is."""
     try:
         return Path(path).stat().st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The lines of a user's Python that ran an op, as plain data that many ops share."""
+"""Lines of a user's Python behind ops, as plain data that ops share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Frame:
-    """A call of the user's Python: `function` of `file` was at `line`.
+    """One line of the user's Python in a call stack: `function` of `file`, at `line`.
 
-    `caller` is the frame that had called it, by its position in the same tuple of frames, in which it comes before; -1:
-    it is the outermost. `backward`: what ran is not what the line ran, but the backward of that.
+    `caller` is the frame that called it, by its position in the same tuple of frames, where it comes earlier; -1:
+    outermost. `backward`: the op is the backward of that line.
     """
 
     file: str
@@ -21,7 +21,7 @@ class Frame:
     backward: bool = False
 
     def __str__(self) -> str:
-        """For a reader: `model.py:42 forward`, the file without its folders."""
+        """As `model.py:42 forward`, without the file's folder."""
         of = "backward of " if self.backward else ""
         return f"{of}{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line} {self.function}"
 
@@ -34,23 +34,23 @@ class FrameTable:
         self._numbers: dict[Frame, int] = {}
 
     def number(self, frame: Frame) -> int:
-        """The number of a frame, whose caller has one."""
+        """The number of a frame; its caller must have one already."""
         number = self._numbers.setdefault(frame, len(self._frames))
         if number == len(self._frames):
             self._frames.append(frame)
         return number
 
     def found(self) -> tuple[Frame, ...]:
-        """All of them, by number."""
+        """All frames, by number."""
         return tuple(self._frames)
 
     def __getitem__(self, number: int) -> Frame:
-        """The frame of a number."""
+        """The frame with this number."""
         return self._frames[number]
 
 
 def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
-    """The frame at `innermost` and its callers, the outermost first; none for -1."""
+    """The frame at `innermost` and its callers, outermost first; empty for -1."""
     found: list[Frame] = []
     at, above = innermost, len(frames)
     while 0 <= at < above:  # in a file that somebody wrote callers may go round
@@ -60,9 +60,9 @@ def stack_of(frames: Sequence[Frame], innermost: int) -> tuple[Frame, ...]:
 
 
 def source_of(frames: Sequence[Frame], innermost: Sequence[int]) -> str:
-    """The line that ran an op for a reader, as `model.py:42 forward`; of a kernel of several ops the first and how many more.
+    """The line that ran an op, as `model.py:42 forward`; with `and 2 more` for a fused kernel.
 
-    Empty where none is known.
+    Empty if none is known.
     """
     lines = list(dict.fromkeys(str(frames[at]) for at in innermost if 0 <= at < len(frames)))
     return lines[0] + (f" and {len(lines) - 1} more" if len(lines) > 1 else "") if lines else ""

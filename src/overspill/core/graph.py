@@ -12,7 +12,7 @@ from .saved import Saved
 
 
 class TensorKind(StrEnum):
-    """What a tensor is for."""
+    """What a tensor is used for."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -27,7 +27,7 @@ class TensorKind(StrEnum):
 
 
 class LayerType(StrEnum):
-    """What kind of layer an op belongs to."""
+    """The kind of layer that an op belongs to."""
 
     CONV = "conv"
     LINEAR = "linear"
@@ -45,7 +45,7 @@ class LayerType(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of the step that an op runs in; phases follow one another in this order."""
+    """Forward, backward or update; phases of a step come in this order."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -54,11 +54,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A storage (never a view): `nbytes` bytes on the device while it is live.
+    """A storage (never a view) that takes `nbytes` on the device while it is live.
 
     `persistent`: there before the first op and after the last one (parameters, buffers, optimizer state, inputs).
-    `movable`: the schedule may take it off the device between uses; false for what the caller holds a reference to.
-    What is both is at home in the store as well: a schedule may keep it there from one step to the next.
+    `movable`: the schedule may take it off the device between uses; false for what the caller holds a reference to. A
+    tensor that is both may also stay in the store from one step to the next.
     """
 
     id: int
@@ -73,7 +73,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to carry out an op: takes `workspace_bytes` while it runs, and `slowdown` times the op's shortest time."""
+    """One implementation of an op: its workspace in bytes, and its time relative to the fastest."""
 
     name: str
     workspace_bytes: int
@@ -82,17 +82,17 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: reads tensors, writes tensors, takes `workspace_bytes` more while it runs.
+    """One operation: the tensors that it reads and writes, and its workspace while it runs.
 
-    `algorithms` are the ways to carry it out among which a schedule may choose, the fastest first, whose workspace
-    `workspace_bytes` then is; empty where there is no choice.
+    `algorithms` are its implementations among which a schedule may choose, the fastest first, whose workspace
+    `workspace_bytes` then is; empty if there is no choice.
 
-    A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` say what a
-    recomputation needs and makes; they are narrower than `reads` and `writes` where the op also updates a state, as
-    batch norm does with its running statistics, and empty when the op is not `recomputable`.
+    A tensor in both `reads` and `writes` is updated in place. `recompute_reads` and `recompute_writes` are what a
+    recomputation needs and makes; narrower than `reads` and `writes` if the op also updates a state, as batch norm does
+    with its running statistics, and empty if the op is not `recomputable`.
 
-    `frames` are the lines of Python that ran it, the innermost ones, by their positions in the graph's `frames`: one, of a
-    kernel that does the work of several ops those of all, and none where they are not known.
+    `frames` are the innermost lines of Python that ran it, by position in the graph's `frames`: one for an op, several
+    for a fused kernel, none if unknown.
 
     `checkpoint` is the number of the program's own checkpoint that computes it again in backward; 0: none does.
     """
@@ -115,11 +115,11 @@ class Op:
     checkpoint: int = 0
 
     def workspace_of(self, algorithm: int) -> int:
-        """Workspace in bytes under algorithm number `algorithm`. Raises IndexError where there is none."""
+        """Workspace in bytes of algorithm number `algorithm`. Raises IndexError if there is none."""
         return self.algorithms[algorithm].workspace_bytes if algorithm else self.workspace_bytes
 
     def slowdown_of(self, algorithm: int) -> float:
-        """Time under algorithm number `algorithm` over the shortest. Raises IndexError where there is none."""
+        """Time of algorithm number `algorithm` over that of the fastest. Raises IndexError if there is none."""
         return self.algorithms[algorithm].slowdown if algorithm else 1.0
 
 
@@ -127,9 +127,9 @@ class Op:
 class Graph(Saved):
     """One training step: `ops` in execution order over `tensors`; ids are positions in these tuples.
 
-    `outputs` must be on the device when the step ends, beside the persistent tensors. `whole_step`: one graph runs it
-    all, so that ops of different phases may interleave where none can tell; else forward and backward are two graphs,
-    and the update follows them. `frames` are the lines of Python that ops were run by, each once for each stack.
+    `outputs` must be on the device when the step ends, as persistent tensors are. `whole_step`: one graph runs all of
+    it, so that ops of different phases may interleave where results stay the same; otherwise forward and backward are
+    two graphs, followed by the update. `frames` are the lines of Python behind ops, each once for each stack.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Graph(Saved):
 
     @cached_property
     def producer(self) -> dict[int, int]:
-        """The op that first writes each tensor that is not persistent."""
+        """The op that first writes each non-persistent tensor, by tensor id."""
         found: dict[int, int] = {}
         for op in self.ops:
             for tensor in op.writes:
@@ -178,7 +178,7 @@ class Graph(Saved):
 
     @cached_property
     def reference_counts(self) -> tuple[int, ...]:
-        """For each tensor, how many ops read it (vDNN Fig. 3's Refcnt)."""
+        """For each tensor, the number of ops that read it (vDNN Fig. 3's Refcnt)."""
         return tuple(len(readers) for readers in self.consumers)
 
     def last_forward_use(self, tensor: int) -> int | None:
@@ -198,25 +198,25 @@ class Graph(Saved):
         return {layer: tuple(ops) for layer, ops in found.items()}
 
     def source(self, op: int | None) -> str:
-        """The line that ran an op, as `model.py:42 forward`; empty where it is not known, and for None."""
+        """The line that ran an op, as `model.py:42 forward`; empty if unknown or for None."""
         return "" if op is None else source_of(self.frames, self.ops[op].frames)
 
     def stacks(self, op: int | None) -> tuple[tuple[Frame, ...], ...]:
-        """The stacks that ran an op, each with the outermost line first; none where they are not known, and for None."""
+        """The call stacks that ran an op, outermost line first; none if unknown or for None."""
         return () if op is None else tuple(stack_of(self.frames, at) for at in self.ops[op].frames)
 
     def without_frames(self) -> Graph:
-        """The same step from whatever lines of Python."""
+        """The same step without its lines of Python."""
         return replace(self, ops=tuple(replace(op, frames=()) for op in self.ops), frames=())
 
     @cached_property
     def read_only(self) -> frozenset[int]:
-        """What a schedule may move and no op writes, a frozen weight: once in the store, its copy there stays right."""
+        """Movable persistent tensors that no op writes, such as frozen weights: a store's copy stays valid."""
         return frozenset(t.id for t in self.tensors if t.persistent and t.movable and not self.written_by[t.id])
 
     @cached_property
     def returned(self) -> frozenset[int]:
-        """Outputs that stay on the device once they are made, for forward is a graph of its own and hands them out."""
+        """Outputs that stay on the device once made, because a forward graph returns them."""
         return frozenset() if self.whole_step else frozenset(self.outputs)
 
     @cached_property
@@ -230,5 +230,5 @@ class Graph(Saved):
 
 
 def numbered(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """`ops` with their positions as their ids, as a Graph has them; what they read and write stays as it is."""
+    """`ops` with their positions as ids, as in a Graph; tensor ids stay the same."""
     return tuple(replace(op, id=position) for position, op in enumerate(ops))

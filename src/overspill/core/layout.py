@@ -13,9 +13,9 @@ from .trace import Block, Trace
 
 @dataclass(frozen=True)
 class Layout(Saved):
-    """`offsets[i]` is the address of block `i` of the trace, by position, in its space; made by `solver`.
+    """Addresses for the blocks of a trace: `offsets[i]` for block `i`, found by `solver`.
 
-    `peak_bytes` is the highest end of any block, summed over the spaces.
+    An address is within the block's space. `peak_bytes` is the highest end of any block, summed over the spaces.
     """
 
     solver: str
@@ -25,11 +25,11 @@ class Layout(Saved):
 
     @property
     def fragmentation(self) -> float:
-        """The share of the peak that no live byte ever needed: 0 when the layout meets the lower bound."""
+        """The share of the peak lost to fragmentation: 0 if the layout meets the lower bound."""
         return 1 - self.lower_bound_bytes / self.peak_bytes if self.peak_bytes else 0.0
 
     def validate(self, trace: Trace) -> None:
-        """Raise InvalidLayout unless live blocks never overlap, all lie where they must, and the peaks are right."""
+        """Check that live blocks never overlap, constraints hold and peaks are right. Raises InvalidLayout."""
         if len(self.offsets) != len(trace.blocks):
             raise InvalidLayout(f"{len(self.offsets)} offsets for {len(trace.blocks)} blocks")
         for offset, block in zip(self.offsets, trace.blocks, strict=True):
@@ -51,11 +51,12 @@ class Layout(Saved):
 
 
 def _refuse_overlaps(placed: Sequence[tuple[int, Block]]) -> None:
-    """Raise InvalidLayout if two of these blocks, all of one space, are live at one address at one time.
+    """Raise InvalidLayout if two blocks of one space are live at one address at once.
 
-    A sweep over time with the live blocks in the order of addresses: they do not overlap, so a new one can only overlap
-    the neighbours of its place.
+    A sweep over time with live blocks in order of address: they do not overlap, so a new one can only overlap its
+    neighbours.
     """
+    # Allocations and frees of all pieces, in order of time.
     changes: list[tuple[int, bool, int, int, int]] = []
     for offset, block in placed:
         for start, end in block.pieces:

@@ -1,4 +1,4 @@
-"""What can be asked for by name: ours, and what installed packages add through entry points."""
+"""Things selected by name: built-in ones, and those that installed packages add by entry points."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Mapping[str, str] | None = None) -> str:
-    """`; did you mean 'auto'?` where one of `known` is close to `name`, else a full stop: the end of a first sentence.
+    """`; did you mean 'auto'?` if one of `known` is close to `name`, else a full stop.
 
-    `shown_as`: the name to show for an alias.
+    It ends the first sentence of a message. `shown_as` maps aliases to the names to show.
     """
     found = get_close_matches(name.lower(), tuple(known), n=most, cutoff=0.5)
     close = dict.fromkeys((shown_as or {}).get(key, key) for key in found)
@@ -26,7 +26,7 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, shown_as: Ma
 
 
 def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
-    """The classes below `base` that the modules of `package` define with a `name` of their own, by that name."""
+    """Subclasses of `base` in modules of `package` that have a `name` of their own, by name."""
     found: dict[str, type[T]] = {}
     for info in iter_modules(import_module(package).__path__):
         module = import_module(f"{package}.{info.name}")
@@ -37,12 +37,12 @@ def classes_in(package: str, base: type[T]) -> dict[str, type[T]]:
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Things of one kind by name. Those of other packages come from the entry point group `overspill.<plural>`.
+    """Things of one kind by name, with those of entry point group `overspill.<plural>`.
 
-    A package that has, say, `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
-    pyproject.toml adds a policy `mine`; `register` adds one to the running process. Names of ours cannot be replaced.
-    `papers` are the names that the package overspill-papers adds so, and that it is needed for. Names come `by_name`, or
-    ours in their order and then the others.
+    A package with, say, `[project.entry-points."overspill.policies"] mine = "package.module:Mine"` in its
+    pyproject.toml adds a policy `mine`; `register` adds one to the running process. Built-in names cannot be replaced.
+    `papers` are names that the package overspill-papers adds. Names are sorted if `by_name`; otherwise built-in ones
+    come first, in their order.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Registry(Mapping[str, T], Generic[T]):
         self._known: dict[str, T] = dict(own)
 
     def register(self, name: str, thing: T) -> None:
-        """Add `thing` under a name of its own. Raises RequestError when the name is taken."""
+        """Add `thing` under a new name. Raises RequestError if the name is taken."""
         if name in self:
             raise RequestError(f"there is a {self.kind} {name!r} already; choose another name")
         self._known[name] = thing
 
     def loaded(self) -> tuple[dict[str, T], list[str]]:
-        """All that can be loaded, by name, and a line for each thing of another package that cannot."""
+        """All that can be loaded, by name, and an error line for each entry point that cannot."""
         found, broken = dict[str, T](), []
         for name in self:
             try:
@@ -68,14 +68,14 @@ class Registry(Mapping[str, T], Generic[T]):
         return found, broken
 
     def check_installed(self, name: str) -> None:
-        """Raise RequestError where `name` is one of overspill-papers' and that is not installed."""
+        """Raise RequestError if `name` needs overspill-papers and that is not installed."""
         if name in self.papers and name not in self:
             raise RequestError(
                 f"the {self.kind} {name!r} needs the overspill-papers package: pip install overspill[papers]"
             )
 
     def named(self, name: str) -> T:
-        """What is registered as `name`. Raises RequestError with the names that exist and what was meant."""
+        """The thing registered as `name`. Raises RequestError listing the known names."""
         self.check_installed(name)
         if name not in self:
             raise RequestError(
@@ -103,7 +103,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return {point.name: point for point in entry_points(group=f"overspill.{self.plural}")}
 
     def _loaded(self, point: EntryPoint) -> T:
-        """What an entry point names. Raises RequestError when its package cannot be imported."""
+        """Load an entry point. Raises RequestError if its package cannot be imported."""
         try:
             thing: T = point.load()
         except Exception as error:

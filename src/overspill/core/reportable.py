@@ -1,4 +1,4 @@
-"""What a result offers a person who looks at it: a report as a page of HTML, and itself in a notebook."""
+"""Ways to show a result: an HTML report, a notebook and a terminal."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 
 
 class Reportable:
-    """A result that can be looked at."""
+    """Base of results that can be shown to a person."""
 
     _pages: ClassVar[Callable[[], Any]]
-    """Gives the module that knows how results look; it comes behind all of them, so that the package hands it in."""
+    """Returns the module that draws results; set by the package, since that module imports all of them."""
 
     def report(self, path: str | Path, title: str | None = None) -> None:
-        """Write a report on this to `path`: one page of HTML that needs nothing else. Raises RequestError."""
+        """Write a report to `path`: one self-contained HTML page. Raises RequestError."""
         Reportable._pages().write_report(self, Path(path), title)
 
     def _repr_html_(self) -> str:
-        """The verdict and the figures behind it, for a notebook."""
+        """The verdict and its figures as HTML, for a notebook."""
         return str(Reportable._pages().in_notebook(self))
 
     def __str__(self) -> str:
-        """The verdict and the figures behind it, for a terminal; `repr` has all."""
+        """The verdict and its figures as text, for a terminal; `repr` has all fields."""
         return str(Reportable._pages().in_terminal(self))

@@ -1,4 +1,4 @@
-"""JSON round trip shared by the nouns."""
+"""Save shared data types as JSON and read them back."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .files import read_whole, write_whole
 
 
 class Saved:
-    """Mixin: a frozen dataclass that can be written as JSON and read back equal to itself."""
+    """Mixin of frozen dataclasses that can be saved as JSON and read back equal."""
 
     def to_json(self) -> str:
-        """This noun as one JSON object."""
+        """The object as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The noun that `text` holds. Raises RequestError when it holds something else."""
+        """Read an object from JSON. Raises RequestError if `text` holds anything else."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter for a text that is not UTF-8
@@ -29,10 +29,10 @@ class Saved:
             ) from None
 
     def save(self, path: str | Path) -> None:
-        """Write this noun to `path`. Raises RequestError when that cannot be written."""
+        """Write the object to `path` as JSON. Raises RequestError if that fails."""
         write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The noun saved at `path`. Raises RequestError when the file is missing or holds something else."""
+        """Read an object from `path`. Raises RequestError if the file is missing or holds anything else."""
         return cls.from_json(read_whole(path))

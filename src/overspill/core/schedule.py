@@ -1,4 +1,4 @@
-"""The Schedule: a total order of instructions. `simulate/check.py` defines what each of them means."""
+"""The Schedule: the instructions of one step, in order; `simulate/check.py` defines their meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .saved import Saved
 
 
 class Verb(StrEnum):
-    """What an instruction does. Offload and Prefetch only start a transfer; the Awaits block the compute stream."""
+    """What an instruction does; Offload and Prefetch start a transfer, Awaits block the compute stream."""
 
     RUN = "run"
     RECOMPUTE = "recompute"
@@ -24,9 +24,9 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True)
 class Instruction:
-    """A verb and its target: an op id for Run and Recompute, a tensor id for the others.
+    """A verb and its target: an op id for Run and Recompute, a tensor id otherwise.
 
-    `algorithm` says which of the op's algorithms Run and Recompute take; 0 is the fastest.
+    `algorithm` is the number of the op's algorithm for Run and Recompute; 0 is the fastest.
     """
 
     verb: Verb
@@ -36,12 +36,12 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Schedule(Saved):
-    """What to do in one step, in order, as `policy` planned it under `budget_bytes` (None: no budget).
+    """Instructions of one step, in order, as planned by `policy` under `budget_bytes`.
 
-    When compute waits for a transfer is a property of the schedule, and what the papers differ in: an Await at the
-    end of every layer (vDNN, Fig. 9), where the memory is needed or the copy is done (Dymem, §3.2.1), or at the end
-    of a phase. `stored` are the persistent tensors that are in the store, and not on the device, between two steps; of
-    what no op writes, the store has a copy wherever it is.
+    No budget is None. The schedule decides when compute waits for a transfer, in which the papers differ: an Await at
+    the end of every layer (vDNN, Fig. 9), where the memory is needed or the copy is done (Dymem, §3.2.1), or at the end
+    of a phase. `stored` are persistent tensors that are in the store, and not on the device, between two steps; tensors
+    that no op writes have a copy in the store anyway.
     """
 
     policy: str
@@ -51,9 +51,9 @@ class Schedule(Saved):
 
     @cached_property
     def counts(self) -> Counter[Verb]:
-        """How many instructions there are of each verb."""
+        """Number of instructions of each verb."""
         return Counter(instruction.verb for instruction in self.instructions)
 
     def targets(self, verb: Verb) -> tuple[int, ...]:
-        """The targets of all instructions of `verb`, in order."""
+        """Targets of all instructions of `verb`, in order."""
         return tuple(i.target for i in self.instructions if i.verb is verb)

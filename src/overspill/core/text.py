@@ -1,8 +1,8 @@
-"""Names as they may be shown: whoever made them could have put anything in."""
+"""Make text from unknown sources safe to print."""
 
 
 def spelled_out(text: str, plain: str = "\n") -> str:
-    """`text` in which letters that have no look of their own, as marks of direction, stand as Python escapes them, but for `plain`."""
+    """`text` with unprintable characters, such as direction marks, escaped; those in `plain` are kept."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in plain else c.encode("unicode_escape").decode() for c in text)

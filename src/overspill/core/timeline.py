@@ -1,4 +1,4 @@
-"""The Timeline: when every instruction started and ended, and what the compute stream waited for."""
+"""The Timeline: start and end of every instruction, and waits of the compute stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .saved import Saved
 from .schedule import Verb
 
 HOST = "the host, which issues ops and transfers"
-"""The cause of a stall that is not for a transfer."""
+"""The cause of a stall that no transfer causes."""
 
 
 class Stream(StrEnum):
-    """Where an instruction runs: one compute stream and one copy stream each way."""
+    """Where an instruction runs: the compute stream, or a copy stream for each direction."""
 
     COMPUTE = "compute"
     OFFLOAD = "offload"
@@ -24,7 +24,7 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Instruction number `instruction` of the schedule, on `stream` in `[start_seconds, end_seconds)`."""
+    """One instruction on `stream` from `start_seconds` until before `end_seconds`."""
 
     instruction: int
     verb: Verb
@@ -36,7 +36,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds that the compute stream waited at `instruction`, and for what."""
+    """A wait of the compute stream at `instruction`, in seconds, and its cause."""
 
     instruction: int
     start_seconds: float
@@ -46,10 +46,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class Timeline(Saved):
-    """One step on the clock.
+    """One step on the clock: events, stalls and memory use.
 
-    `live_bytes[i]` is the most that was on the device during instruction `i`, and `clock_seconds[i]` the time on the
-    compute stream when it had been carried out.
+    `live_bytes[i]` is the most on the device during instruction `i`, `clock_seconds[i]` the time on the compute stream
+    after it.
     """
 
     events: tuple[Event, ...]
@@ -60,12 +60,12 @@ class Timeline(Saved):
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that were on the device at once."""
+        """Peak bytes on the device."""
         return max(self.live_bytes, default=0)
 
     @cached_property
     def average_bytes(self) -> float:
-        """Bytes on the device on average over the time of the step."""
+        """Bytes on the device, averaged over the time of the step."""
         if not self.step_seconds:
             return float(self.peak_bytes)
         begun, held = 0.0, 0.0
@@ -76,22 +76,22 @@ class Timeline(Saved):
 
     @cached_property
     def compute_seconds(self) -> float:
-        """Seconds in which the compute stream ran ops."""
+        """Seconds in which the compute stream runs ops."""
         return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is Stream.COMPUTE), 0.0)
 
     @cached_property
     def exposed_transfer_seconds(self) -> float:
-        """Seconds in which the compute stream waited: for a transfer, or for the host that issues what it does."""
+        """Seconds in which the compute stream waits for a transfer or for the host."""
         return sum((stall.end_seconds - stall.start_seconds for stall in self.stalls), 0.0)
 
     @cached_property
     def host_seconds(self) -> float:
-        """Seconds of these in which it waited for the host."""
+        """Seconds of these in which it waits for the host."""
         return self.wait_seconds.get(HOST, 0.0)
 
     @cached_property
     def wait_seconds(self) -> dict[str, float]:
-        """Seconds that the compute stream waited, by what for, as `prefetch of relu_3`."""
+        """Seconds that the compute stream waits, by cause, such as `prefetch of relu_3`."""
         found = defaultdict[str, float](float)
         for stall in self.stalls:
             found[stall.cause] += stall.end_seconds - stall.start_seconds
@@ -99,12 +99,12 @@ class Timeline(Saved):
 
     @cached_property
     def transfer_seconds(self) -> float:
-        """Seconds in which either copy stream moved bytes, directions added up."""
+        """Seconds in which a copy stream moves bytes, both directions added up."""
         return sum((e.end_seconds - e.start_seconds for e in self.events if e.stream is not Stream.COMPUTE), 0.0)
 
     @cached_property
     def overlapped_seconds(self) -> float:
-        """Seconds in which ops ran and at least one copy stream moved bytes (Dymem Fig. 14's overlapped time)."""
+        """Seconds in which ops run while a copy stream moves bytes (Dymem Fig. 14's overlapped time)."""
         overlapped, transfers = 0.0, self._transfer_spans
         first = 0
         for event in self.events:
@@ -120,7 +120,7 @@ class Timeline(Saved):
 
     @cached_property
     def _transfer_spans(self) -> list[tuple[float, float]]:
-        """When any copy stream was busy: disjoint spans in order."""
+        """Times at which a copy stream is busy: disjoint spans in order, in seconds."""
         spans: list[tuple[float, float]] = []
         for start, end in sorted(
             (e.start_seconds, e.end_seconds) for e in self.events if e.stream is not Stream.COMPUTE

@@ -1,4 +1,4 @@
-"""The Trace: which blocks are allocated on the device, how large, from when to when."""
+"""The Trace: blocks allocated on the device, with their sizes and lifetimes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .saved import Saved
 
 
 class Mobility(IntEnum):
-    """How long a block stays, as far as is known beforehand (Dymem §3.3.2): what allocators may group blocks by.
+    """How long a block is expected to stay (Dymem §3.3.2); a hint for allocators.
 
-    `MOVABLE`: one layer waits for it, so it goes soon; also what nothing is known of. `TEMPORARY`: several layers need
-    it, or it waits to be joined. `RECLAIMED`: of a layer that is not selected for offloading.
+    `MOVABLE`: one layer waits for it, so it goes soon; also if nothing is known. `TEMPORARY`: several layers need it,
+    or it waits to be joined. `RECLAIMED`: of a layer that is not selected for offloading.
     """
 
     MOVABLE = 0
@@ -26,13 +26,13 @@ class Mobility(IntEnum):
 
 @dataclass(frozen=True)
 class Block:
-    """One allocation of `nbytes`, live in the half-open interval `[start, end)` of positions.
+    """One allocation of `nbytes`, live from position `start` until before `end`.
 
-    `elastic`: the program tries to get it and goes another way when there is no room, as PyTorch does with the
-    workspace of a convolution engine. `alignment`: its address is a multiple of this. `pinned`: the address that it must
-    have, if any. `gaps`: half-open intervals, in order and apart, in which it is dead and others may use its place, but
-    to which it returns; a block that may come back elsewhere is two blocks. `space`: which of several memories it is in.
-    `mobility` and `references`, how many layers need it: hints for allocators that group blocks.
+    `elastic`: the program does without it if there is no room, as PyTorch does with the workspace of a convolution
+    engine. `alignment`: its address is a multiple of this. `pinned`: the address that it must have, if any. `gaps`:
+    half-open intervals, in order and disjoint, in which it is dead and others may use its place, to which it returns; a
+    block that may come back elsewhere is two blocks. `space`: the memory that it is in, if there are several.
+    `mobility` and `references`, the number of layers that need it: hints for allocators that group blocks.
     """
 
     id: int
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """The half-open intervals in which the block is live, in order; none for a block of no bytes or no time."""
+        """Half-open intervals in which the block is live, in order; none if it has no bytes or no time."""
         if not self.nbytes:
             return ()
         edges = [self.start, *(edge for gap in self.gaps for edge in gap), self.end]
@@ -60,23 +60,23 @@ class Block:
 
 @dataclass(frozen=True)
 class Trace(Saved):
-    """The allocations of one step; positions count instructions of a schedule or events of a real run."""
+    """Allocations of one step; positions count a schedule's instructions or a run's events."""
 
     blocks: tuple[Block, ...]
 
     @cached_property
     def spaces(self) -> tuple[int, ...]:
-        """The memories that blocks are in, in order."""
+        """Numbers of the memories that blocks are in, in order."""
         return tuple(sorted({b.space for b in self.blocks}))
 
     @cached_property
     def events(self) -> tuple[tuple[int, int], ...]:
-        """`(position, change in bytes)` in order, of all spaces; at one position frees come before allocations."""
+        """`(position, change in bytes)` of all spaces, in order; frees come first at a position."""
         return tuple(sorted(self._changes(self.blocks)))
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """The largest number of live bytes at any position, summed over the spaces: no layout can be smaller."""
+        """Peak live bytes, summed over the spaces: no layout can be smaller."""
         by_space: dict[int, list[Block]] = defaultdict(list)
         for block in self.blocks:
             by_space[block.space].append(block)

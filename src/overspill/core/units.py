@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them; inside the program bytes are `int` and seconds are `float`."""
+"""Parse and format sizes and times; internally `int` bytes and `float` seconds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
-    """Bytes meant by `text`: `12GiB`, `12GB`, `500MiB`, `1048576`, or a share of `of_bytes` as `0.5` or `50%`.
+    """Bytes meant by `text`: `12GiB`, `12GB`, `500MiB`, `1048576`, or a share as `0.5` or `50%`.
 
-    Raises RequestError when the text is no positive size, or a share where none makes sense.
+    A share is of `of_bytes`. Raises RequestError if the text is not a positive size, or is a share without `of_bytes`.
     """
     match = _SIZE.fullmatch(str(text))
     unit = match.group(2).upper() if match else "?"
@@ -29,6 +29,7 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
     if len(match.group(1)) > 30:
         raise RequestError(f"{str(text)[:30]!r}… is not a size that any machine has; write one like 12GiB")
     number = float(match.group(1))
+    # A share, or a size; a number with a point and no unit must be one of them.
     if is_share(text):
         if of_bytes is None:
             raise RequestError(
@@ -47,7 +48,7 @@ def parse_bytes(text: str | float, *, of_bytes: int | None = None) -> int:
 
 
 def is_share(text: str | float) -> bool:
-    """Whether `text` is a share of something (`0.5`, `50%`) rather than a size in bytes."""
+    """Whether `text` is a share (`0.5`, `50%`) rather than a size in bytes."""
     match = _SIZE.fullmatch(str(text))
     if match is None:
         return False
@@ -55,7 +56,7 @@ def is_share(text: str | float) -> bool:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` for a reader, in binary units with one decimal: `11.3 GiB`, `512 B`. Half of a digit is rounded up, as on pages."""
+    """`nbytes` as text in binary units with one decimal, half rounded up: `11.3 GiB`, `512 B`."""
     size, sign = abs(nbytes), "-" if nbytes < 0 else ""
     if size < 2**10:
         return f"{sign}{size:.0f} B"
@@ -71,7 +72,7 @@ def _one_decimal(size: float) -> str:
 
 
 def format_apart(one: int, other: int) -> tuple[str, str]:
-    """Two sizes for a reader who compares them: with their exact bytes where they would read the same and are not."""
+    """Two sizes as text, with exact bytes if they would otherwise read the same."""
     texts = format_bytes(one), format_bytes(other)
     if one != other and texts[0] == texts[1]:
         return f"{texts[0]} ({one} bytes)", f"{texts[1]} ({other} bytes)"
@@ -79,7 +80,7 @@ def format_apart(one: int, other: int) -> tuple[str, str]:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` for a reader: `1.25 s`, `3.1 ms`, `12 µs`."""
+    """`seconds` as text: `1.25 s`, `3.1 ms`, `12 µs`."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

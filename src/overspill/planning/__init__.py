@@ -1,1 +1,1 @@
-"""The toolbox that policies share: the program of a step, its lifetimes and gaps, and what turns decisions into a Schedule."""
+"""Tools that policies share: step programs, lifetimes, gaps, and assembling a Schedule."""

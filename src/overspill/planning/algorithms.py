@@ -1,4 +1,4 @@
-"""Choosing among an op's algorithms: the least workspace, and planning with a choice that is made beforehand."""
+"""Choose among an op's algorithms, and plan with a fixed choice."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import replace
 from overspill.core import Graph, Op, Schedule, Verb
 
 Choice = Mapping[int, int]
-"""Op id to the number of its algorithm; ops that are not in it take their fastest, number 0."""
+"""Algorithm number by op id; ops that are not in it take number 0, their fastest."""
 
 
 def memory_optimal(graph: Graph) -> dict[int, int]:
-    """The algorithm of least workspace for every op that has a choice, the faster of equals (vDNN §III-C's "(m)")."""
+    """The algorithm of least workspace for each op with a choice, the faster of equals (vDNN §III-C's "(m)")."""
     return {op.id: least_workspace(op) for op in graph.ops if op.algorithms}
 
 
 def least_workspace(op: Op) -> int:
-    """The number of the algorithm of `op` that takes the least workspace, the faster of equals."""
+    """The number of the algorithm of `op` with the least workspace, the faster of equals."""
     return min(range(len(op.algorithms)), key=lambda i: (op.algorithms[i].workspace_bytes, i), default=0)
 
 
 def fastest_within(op: Op, room_bytes: int) -> int:
-    """The number of the fastest algorithm of `op` with a workspace within `room_bytes`, or of the least if none is."""
+    """The number of the fastest algorithm of `op` within `room_bytes` of workspace, else of the least."""
     fitting = (i for i, algorithm in enumerate(op.algorithms) if algorithm.workspace_bytes <= room_bytes)
     return next(fitting, least_workspace(op))
 
 
 def folded(graph: Graph, choice: Choice) -> Graph:
-    """`graph` in which the ops of `choice` know no other algorithm: its workspace is theirs."""
+    """`graph` with the algorithms of `choice` as the only ones of their ops."""
     ops = (
         replace(op, workspace_bytes=op.workspace_of(choice[op.id]), algorithms=()) if op.id in choice else op
         for op in graph.ops
@@ -37,12 +37,12 @@ def folded(graph: Graph, choice: Choice) -> Graph:
 
 
 def folded_seconds(graph: Graph, choice: Choice, seconds: Sequence[float]) -> tuple[float, ...]:
-    """What the ops of `folded(graph, choice)` take, where with their fastest algorithms they take `seconds`."""
+    """Seconds of each op of `folded(graph, choice)`, given `seconds` with the fastest algorithms."""
     return tuple(s * graph.ops[i].slowdown_of(choice.get(i, 0)) for i, s in enumerate(seconds))
 
 
 def unfolded(schedule: Schedule, choice: Choice) -> Schedule:
-    """The schedule of a folded graph as one of the graph itself."""
+    """The schedule of a folded graph, for the graph itself."""
     runs = (Verb.RUN, Verb.RECOMPUTE)
     instructions = (
         replace(i, algorithm=choice[i.target]) if i.verb in runs and i.target in choice else i

@@ -1,4 +1,4 @@
-"""From a program and its transfers to a Schedule: the one place where policies' decisions become instructions."""
+"""Turn a program and its transfers into a Schedule."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .step_program import Gap, Step, StepProgram
 
 @dataclass(frozen=True)
 class Transfer:
-    """One swap of `gap`'s tensor to the store and back; every field names the step before which it happens.
+    """One swap of a gap's tensor to the store and back; fields name the step before which each part happens.
 
     gap.start <= offload <= release (awaited, then the device copy is freed) <= prefetch <= arrive (awaited) <= gap.end;
-    in a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may start
-    before the gap, at an earlier use after which it stays right; `copied` awaits it before a step ahead of `release`.
+    in a gap that wraps, the way back comes at the start of the step and the way out at its end. A copy may start before
+    the gap, at an earlier use after which its values stay valid; `copied` awaits it before a step ahead of `release`.
     """
 
     gap: Gap
@@ -35,7 +35,7 @@ def assemble(
     budget_bytes: int | None,
     held: Collection[int] = (),
 ) -> Schedule:
-    """The Schedule that runs `program` with `transfers`; tensors `held` are freed at the end of backward, not before."""
+    """The Schedule of `program` with `transfers`; tensors in `held` are freed only after backward."""
     assembly = _Assembly(program, transfers, frozenset(held))
     return Schedule(policy, assembly.instructions(), budget_bytes, tuple(sorted(assembly.stored_between_steps)))
 
@@ -55,6 +55,7 @@ class _Assembly:
         self.releases: dict[int, list[Transfer]] = defaultdict(list)
         self.prefetches: dict[int, list[Transfer]] = defaultdict(list)
         self.arrivals: dict[int, list[Transfer]] = defaultdict(list)
+        # Transfers by the step before which each part happens.
         for transfer in sorted(transfers, key=lambda t: (t.gap.start, t.gap.tensor)):
             self.offloads[transfer.offload].append(transfer)
             if transfer.copied is not None:
@@ -68,7 +69,7 @@ class _Assembly:
         self.made: list[Instruction] = []
 
     def _plan_frees(self, held: frozenset[int]) -> dict[int, list[int]]:
-        """Tensors to free after each step: at their last touch, and where a rematerialized tensor is dropped."""
+        """Tensors to free after each step: at their last touch, or when dropped to be recomputed."""
         frees: dict[int, list[int]] = defaultdict(list)
         last_backward = self.program.end_of_backward - 1
         for tensor in self.tensors:
@@ -82,7 +83,7 @@ class _Assembly:
         return frees
 
     def instructions(self) -> tuple[Instruction, ...]:
-        """The instructions, in order."""
+        """All instructions, in order."""
         moving = self.offloads.keys() | self.copies.keys() | self.releases.keys() | self.prefetches.keys()
         moving |= self.arrivals.keys()
         for position, step in enumerate(self.program.steps):

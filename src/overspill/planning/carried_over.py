@@ -1,4 +1,4 @@
-"""A schedule of one graph for another that is the same but for some ops of backward."""
+"""Carry a schedule over to a graph that differs in some ops of backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ RUNS = (Verb.RUN, Verb.RECOMPUTE)
 
 
 def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | None:
-    """The schedule of `other` that does with its ops and tensors what `schedule` does with those of `graph`; None where none is valid.
+    """The schedule for `other` that does what `schedule` does for `graph`; None if none is valid.
 
-    Ops that only `other` has run before the next one that both have. What backward has made or brought back goes after its last use.
+    Ops that only `other` has run before the next op that both have. Tensors that backward makes or prefetches are freed
+    after their last use.
     """
+    # Match ops, then tensors: persistent ones by position, others by the op that writes them.
     ops = _alike(graph, other)
     tensors = dict(zip(_given(graph), _given(other), strict=False))
     for one, two in ops.items():
@@ -27,6 +29,7 @@ def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | N
     for op in sorted(set(range(len(other.ops))) - set(common)):
         before[next((two for two in common if two > op), -1)].append(op)
     made: list[Instruction] = []
+    # Translate the instructions, running the extra ops on the way.
     for instruction in schedule.instructions:
         if instruction.verb not in RUNS:
             if (tensor := tensors.get(instruction.target)) is not None:
@@ -44,7 +47,7 @@ def carried_over(schedule: Schedule, graph: Graph, other: Graph) -> Schedule | N
 
 
 def _alike(graph: Graph, other: Graph) -> dict[int, int]:
-    """Ops that both have, in the same order."""
+    """Ops that both graphs have, in the same order: id in `graph` to id in `other`."""
 
     def kinds(of: Graph) -> list[tuple[str, str, int]]:
         return [(op.name, op.layer, len(op.writes)) for op in of.ops]
@@ -62,7 +65,8 @@ def _touched(instruction: Instruction, op: Op) -> tuple[int, ...]:
 
 
 def _freed_after_use(made: list[Instruction], graph: Graph) -> tuple[Instruction, ...]:
-    """The instructions, in which each tensor that does not stay is freed for the last time right after its last use."""
+    """The instructions, with each temporary tensor's last free moved right after its last use."""
+    # Last use and last free of each tensor.
     used: dict[int, int] = {}
     freed: dict[int, int] = {}
     for index, instruction in enumerate(made):
@@ -72,6 +76,7 @@ def _freed_after_use(made: list[Instruction], graph: Graph) -> tuple[Instruction
             freed[instruction.target] = index
         else:
             used[instruction.target] = index
+    # Replace those frees.
     stay = {tensor.id for tensor in graph.tensors if tensor.persistent} | set(graph.outputs)
     late: dict[int, list[int]] = defaultdict(list)
     for tensor, index in used.items():

@@ -1,4 +1,4 @@
-"""How much work planning may take: one value for the search of `auto` and for the proof of the lower bound."""
+"""The amount of work that planning may take, for `auto` and for lower bounds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from overspill.core.errors import RequestError
 
 VARIABLE = "OVERSPILL_EFFORT"
-"""The environment variable that scales the usual effort: `0.1` plans in a tenth of the time, somewhat slower steps."""
+"""Environment variable that scales the default effort: `0.1` plans ten times faster, for somewhat slower steps."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits of the search and of the bound, in counts and not in seconds, so that plans are the same on every machine.
+    """Limits of search and bound in counts, not seconds, so that plans are reproducible.
 
-    `evaluations`: how often the search looks at a candidate in all; the default takes up to two seconds on one core.
-    `attempts_per_tensor`: how many plans it tries for each tensor that may be recomputed. `simplex_iterations`: what
-    branch and bound in the lower bound may take.
+    `evaluations`: candidates that the search evaluates in all; the default takes up to two seconds on one core.
+    `attempts_per_tensor`: plans tried for each tensor that may be recomputed. `simplex_iterations`: what branch and
+    bound in the lower bound may take.
     """
 
     evaluations: int = 6_000_000
@@ -25,7 +25,7 @@ class Effort:
     simplex_iterations: int = 20_000
 
     def scaled(self, factor: float) -> Effort:
-        """This effort times `factor`, at least one of each."""
+        """This effort times `factor`, at least 1 of each."""
         return Effort(
             max(1, int(self.evaluations * factor)),
             max(1, int(self.attempts_per_tensor * factor)),
@@ -34,7 +34,7 @@ class Effort:
 
     @classmethod
     def usual(cls) -> Effort:
-        """The default, scaled by the environment variable OVERSPILL_EFFORT where it is set. Raises RequestError."""
+        """The default, scaled by the environment variable OVERSPILL_EFFORT. Raises RequestError."""
         text = os.environ.get(VARIABLE, "1")
         try:
             factor = float(text)

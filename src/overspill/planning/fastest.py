@@ -1,4 +1,4 @@
-"""Of several schedules, the fastest that fits: what the policies share that try more than one."""
+"""Pick the fastest of several schedules that fits the budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from overspill.simulate import simulate
 
 
 def moved_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Bytes that `schedule` moves over the link, both ways added up."""
+    """Bytes that `schedule` moves over the link, both directions added up."""
     moves = (Verb.OFFLOAD, Verb.PREFETCH)
     return sum(graph.tensors[i.target].nbytes for i in schedule.instructions if i.verb in moves)
 
@@ -22,10 +22,10 @@ def fastest(
     candidates: Iterable[Schedule],
     budget_bytes: int | None,
 ) -> Schedule | None:
-    """The candidate of shortest simulated step among those with a peak within the budget, or None if there is none.
+    """The candidate with the shortest simulated step and a peak within the budget; None if none fits.
 
-    Of equals, the one that moves fewer bytes, then the first. Where the candidates do not depend on the budget, a
-    larger budget is never slower.
+    Of equals, the one that moves fewer bytes, then the first. If the candidates do not depend on the budget, a larger
+    budget is never slower.
     """
     best: tuple[float, int] | None = None
     chosen: Schedule | None = None

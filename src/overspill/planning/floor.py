@@ -1,4 +1,4 @@
-"""The least memory that a step can run in, and what holds it up."""
+"""The smallest budget that a step can run in, and the tensors that need it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from .step_program import Gap, StepProgram
 
 @dataclass(frozen=True)
 class Floor:
-    """The smallest budget that works, the op at which it is needed, and the largest tensors there."""
+    """The smallest budget that works, in bytes, and the op and tensors that need it."""
 
     nbytes: int
     cause: str
 
 
 def floor_of(program: StepProgram, fetched: Mapping[Gap, int] | None = None) -> Floor:
-    """The floor of `program` when every tensor that can leave between two touches does, at once.
+    """The floor of `program` with every swappable tensor away in all its gaps.
 
-    `fetched`: when only those of certain gaps do, each until the step given.
+    `fetched`: only tensors of these gaps are away, each until the step given.
     """
     graph = program.graph
     absent = {gap: gap.end for gap in swappable_gaps(program)} if fetched is None else fetched
     live = program.live_bytes(absent)
     for gap, back in absent.items():
+        # Tensors that are back before the gap ends.
         live[back : gap.end] += graph.tensors[gap.tensor].nbytes
     if not live.size:
         return Floor(graph.persistent_bytes, "persistent tensors")
+    # The step that needs most, and the tensors that are there.
     position = int(np.argmax(live))
     step = program.steps[position]
     away = {gap.tensor for gap, back in absent.items() if Gap(gap.tensor, gap.start, back).covers(position)}
@@ -57,9 +59,9 @@ def floor_of(program: StepProgram, fetched: Mapping[Gap, int] | None = None) -> 
 
 
 def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]:
-    """The algorithm of every op that can not take its fastest: not even where all that can leave has left.
+    """Algorithms of ops that cannot take their fastest even with every swappable tensor away.
 
-    The fastest with a workspace that has room then, or the least if none has; no plan within the budget is faster there.
+    For each the fastest whose workspace fits then, or else the smallest; no plan within the budget is faster there.
     """
     graph = program.graph
     least = program.with_algorithms(memory_optimal(graph))
@@ -74,12 +76,12 @@ def algorithms_within(program: StepProgram, budget_bytes: int) -> dict[int, int]
 
 
 def infeasible(program: StepProgram, budget_bytes: int, policy: str) -> InfeasibleBudget:
-    """The error that says by how much and why the budget cannot be met."""
+    """The error for a budget below the floor of `program`: by how much, and why."""
     return below(floor_of(program), budget_bytes, policy)
 
 
 def peak_of(graph: Graph, schedule: Schedule) -> Floor:
-    """What `schedule` needs, whatever its budget: its peak, where that is, and the largest tensors there."""
+    """The peak bytes of `schedule`, whatever its budget, where it is, and the largest tensors then."""
     result = check(graph, replace(schedule, budget_bytes=None))
     if result.peak_instruction < 0:
         return Floor(result.peak_bytes, "persistent tensors")
@@ -94,7 +96,7 @@ def peak_of(graph: Graph, schedule: Schedule) -> Floor:
 
 
 def below(floor: Floor, budget_bytes: int, policy: str) -> InfeasibleBudget:
-    """The error that says by how much and why `policy`, which needs `floor`, cannot meet the budget."""
+    """The error for a budget below `floor`, the smallest that `policy` works in."""
     budget, least = format_apart(budget_bytes, floor.nbytes)
     return InfeasibleBudget(
         f"infeasible: budget {budget} is below {policy}'s floor {least} "

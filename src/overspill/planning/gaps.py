@@ -1,4 +1,4 @@
-"""Which gaps leave room for a swap to the store and back, and how early and late its ends may be."""
+"""Find gaps in which a tensor can be swapped out, and limits of the transfers' times."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from overspill.core import Tensor
 from .step_program import Gap, StepProgram
 
 SMALLEST_MOVE_BYTES = 1024
-"""Smaller tensors stay: a transfer's fixed cost outweighs so little."""
+"""Smaller tensors stay on the device: a transfer's fixed cost outweighs the gain."""
 
 
 def may_move(tensor: Tensor) -> bool:
-    """Whether it is possible and worth a transfer to take `tensor` off the device."""
+    """Whether `tensor` can be offloaded and is large enough to be worth it."""
     return tensor.movable and tensor.nbytes >= SMALLEST_MOVE_BYTES
 
 
 def may_swap(program: StepProgram, gap: Gap) -> bool:
-    """Whether `gap` leaves room for a swap to the store: a movable tensor and at least one step in between.
+    """Whether a swap to the store fits in `gap`: a movable tensor, and at least one step in between.
 
-    Where forward and backward are two graphs, a tensor that leaves in forward must be gone by its end, and one that is
-    read in backward comes back no sooner than its start.
+    If forward and backward are two graphs, a tensor that leaves in forward must be gone by its end, and one that
+    backward reads comes back no sooner than its start.
     """
     away = gap.end - gap.start + (program.length if gap.wraps else 0)
     return not gap.rematerialized and away > 1 and may_move(program.graph.tensors[gap.tensor])
 
 
 def swappable_gaps(program: StepProgram) -> list[Gap]:
-    """All gaps that leave room for a swap to the store."""
+    """All gaps in which a swap to the store fits."""
     return [gap for gap in program.gaps if may_swap(program, gap)]
 
 
 def earliest_return(program: StepProgram, gap: Gap) -> int:
-    """The first step before which `gap`'s tensor may be prefetched: not in a forward graph if backward's needs it."""
+    """The first step before which the tensor of `gap` may be prefetched; in its own graph."""
     boundary = program.end_of_forward
     if gap.wraps:
         return 0
@@ -41,7 +41,7 @@ def earliest_return(program: StepProgram, gap: Gap) -> int:
 
 
 def latest_release(program: StepProgram, gap: Gap) -> int:
-    """The last step before which `gap`'s tensor may be released: not after a forward graph that it leaves in."""
+    """The last step before which the tensor of `gap` may be released; in its own graph."""
     boundary = program.end_of_forward
     if gap.wraps:
         return program.length
@@ -51,7 +51,7 @@ def latest_release(program: StepProgram, gap: Gap) -> int:
 
 
 def saved_gaps(program: StepProgram) -> dict[int, Gap]:
-    """For each movable saved tensor, the gap between its last use in forward and its first in backward."""
+    """Gaps between last use in forward and first use in backward, by saved tensor that can move."""
     boundary = program.end_of_forward
     return {
         g.tensor: g

@@ -1,7 +1,7 @@
-"""Updates that are carried out together: postponed past what does not concern them, where memory allows.
+"""Group optimizer updates to run as one call, where memory allows.
 
-An optimizer's step costs the host as much for one small parameter as for a hundred. A plan that frees each gradient as soon
-as it can has one update here and one there; this pass gathers them, without a higher peak.
+An optimizer's step costs the host as much for one small parameter as for a hundred. A plan that frees each gradient as
+soon as possible has its updates scattered; this pass postpones and gathers them, without a higher peak.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from overspill.core import Graph, Instruction, Schedule, Verb
 
 MOST_TOGETHER = 64
-"""So many updates share what one step of an optimizer costs; of more, the share that is left matters no longer."""
+"""Most updates in a group: they share the cost of one optimizer step, and more would save little."""
 
 
 def gather(
     graph: Graph, schedule: Schedule, updates: Collection[int], live_bytes: Sequence[int], share: float = 1.0
 ) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
-    """`schedule` with the ops `updates` postponed, and the groups of those that can then run as one.
+    """`schedule` with the ops `updates` postponed, and groups of them that can run as one call.
 
-    `live_bytes[i]` is the most on the device during instruction `i`. With what a group takes for all its updates at once,
-    it stays within a `share` of the largest of them, where the plan itself does.
+    `live_bytes[i]` is the most on the device during instruction `i`. With the workspaces of a group all live at once,
+    memory stays within a `share` of the largest of them, wherever the plan itself does.
     """
     gathering = _Gathering(graph, schedule, frozenset(updates), int(share * max(live_bytes, default=0)))
     for index, live in enumerate(live_bytes):
@@ -33,7 +33,7 @@ def gather(
 
 @dataclass(frozen=True)
 class _Update:
-    """One that waits: its instruction, and what it touches and takes."""
+    """A waiting update: its instruction, its tensors and its workspace in bytes."""
 
     instruction: Instruction
     reads: frozenset[int]
@@ -42,7 +42,7 @@ class _Update:
 
 
 class _Gathering:
-    """The schedule so far, the updates that wait, and the frees that wait for these."""
+    """The schedule so far, with waiting updates and frees that wait for them."""
 
     def __init__(self, graph: Graph, schedule: Schedule, updates: frozenset[int], limit_bytes: int) -> None:
         self.ops = graph.ops
@@ -63,7 +63,7 @@ class _Gathering:
         self.held = self.workspace = 0
 
     def step(self, index: int, live: int) -> None:
-        """Carry out one instruction of the plan, or let it wait; `live` is the most on the device during it."""
+        """Run or postpone instruction `index`; `live` is the most bytes on the device during it."""
         instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
         if verb is Verb.FREE and target in self.present and self.reads[target] and not self.writes[target]:
@@ -82,7 +82,7 @@ class _Gathering:
             self._pass(index, live)
 
     def _pass(self, index: int, live: int) -> None:
-        """Carry out what is no update, and before it those that wait, if they cannot wait any longer."""
+        """Run an instruction that is no update, after the waiting updates that must go first."""
         instruction = self.instructions[index]
         verb, target = instruction.verb, instruction.target
         reads: tuple[int, ...]
@@ -95,6 +95,7 @@ class _Gathering:
         else:  # a transfer has to find, and to leave, a tensor as it was planned
             reads, writes = (), (target,)
             comes = (target,) if verb is Verb.PREFETCH else ()
+        # Waiting updates go first where this depends on them, or memory would be exceeded.
         coming = sum(self.nbytes[t] for t in set(comes) - self.present)
         self._let_go_of(reads, writes)
         if self.waiting and verb is not Verb.FREE:
@@ -108,7 +109,7 @@ class _Gathering:
             self._take_away(target)
 
     def _freed_behind(self, index: int, comes: Collection[int]) -> int:
-        """Bytes that go with the frees right behind an instruction, ahead of any other chance to carry out what waits."""
+        """Bytes freed right after an instruction, before waiting updates could run again."""
         freed = 0
         for behind in range(index + 1, len(self.instructions)):
             verb, tensor = self.instructions[behind].verb, self.instructions[behind].target
@@ -119,7 +120,7 @@ class _Gathering:
         return freed
 
     def _let_go_of(self, reads: Collection[int], writes: Collection[int]) -> None:
-        """Carry out those that cannot change places with what reads and writes these."""
+        """Run the waiting updates that conflict with these reads and writes."""
         if any(self.writes[t] for t in reads) or any(self.writes[t] or self.reads[t] for t in writes):
             self.carry_out(
                 [
@@ -130,7 +131,7 @@ class _Gathering:
             )
 
     def _take_away(self, tensor: int) -> int:
-        """Count `tensor` as gone; its bytes, if it was there."""
+        """Remove `tensor` from the device; its bytes, or 0 if it was not there."""
         if tensor not in self.present:
             return 0
         self.present.remove(tensor)
@@ -144,7 +145,7 @@ class _Gathering:
         self.workspace += change * update.workspace_bytes
 
     def carry_out(self, updates: Sequence[_Update]) -> None:
-        """Carry out these of those that wait, together, and the frees that wait for no other."""
+        """Run these waiting updates as a group, and the frees that wait for no other."""
         if not updates:
             return
         gone = set(map(id, updates))

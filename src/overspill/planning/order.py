@@ -1,4 +1,4 @@
-"""Execution orders: Dymem's depth-first order (Algorithm 1), and planning in another order than the graph's."""
+"""Execution orders of ops: Dymem's depth-first order (Algorithm 1), and early updates."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from overspill.core.errors import InfeasibleBudget
 from .fastest import fastest
 
 FEATURE_MAPS = frozenset({TensorKind.ACTIVATION, TensorKind.TEMPORARY, TensorKind.OUTPUT_GRADIENT})
-"""What plans of feature maps alone may move."""
+"""Kinds of tensors that plans of feature maps alone may move."""
 Followers = Mapping[int, Sequence[int]]
 """For each op, the ops that must come after it, in the order of the graph."""
 
 
 def depth_first(graph: Graph) -> tuple[int, ...]:
-    """The ops in Dymem's order: forward depth-first (§3.1, Algorithm 1), backward its mirror image, updates as they are.
+    """Ops in Dymem's order: forward depth-first (§3.1, Algorithm 1), backward mirrored, updates unchanged.
 
-    A branch is followed until it meets a join that still waits for another, so that what it made can leave before the
-    next one begins. Every op sees what it would see in the graph's order, so the schedule's meaning is the same. An op
-    that touches no tensor keeps its place in its phase. Updates of buffers stay last in forward, for AOTAutograd writes
-    them back when the forward graph has run.
+    A branch is followed until it meets a join that still waits for another, so that its tensors can leave before the
+    next branch begins. Every op sees the values that it sees in the graph's order, so results are the same. An op that
+    touches no tensor keeps its place in its phase. Updates of buffers stay last in forward, since AOTAutograd writes
+    them back after the forward graph.
     """
     phases = {phase: [op for op in graph.ops if op.phase is phase] for phase in Phase}
     forward = _depth_first([op for op in phases[Phase.FORWARD] if op.layer_type is not LayerType.UPDATE])
@@ -35,11 +35,13 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
 
 
 def early_updates(graph: Graph) -> tuple[int, ...]:
-    """The ops of a whole step with each update as soon as it may be: its gradient is then free, its parameter still there.
+    """Ops of a whole step with each update as early as possible, while its parameter is still there.
 
-    Not before a backward op that reads the parameter, nor before one that may have to recompute from it.
+    Its gradient is free afterwards. Not before a backward op that reads the parameter, nor before one that may
+    recompute from it.
     """
     followers = _followers(graph.ops)
+    # An update waits for recomputations that read its parameter.
     for recomputed, last in _last_recomputation(graph).items():
         for tensor in graph.ops[recomputed].recompute_reads:
             for writer in graph.written_by[tensor]:
@@ -47,6 +49,7 @@ def early_updates(graph: Graph) -> tuple[int, ...]:
                     followers[last].append(writer)
     waiting = _waiting(followers)
     flow: list[int] = []
+    # Take ops in order, with each update as soon as it waits for none.
     for op in graph.ops:
         if op.phase is Phase.UPDATE:
             continue
@@ -63,7 +66,7 @@ def early_updates(graph: Graph) -> tuple[int, ...]:
 
 
 def _last_recomputation(graph: Graph) -> dict[int, int]:
-    """For each op that may be recomputed, the last op for which it may have to be: itself, or through others of its kind."""
+    """For each recomputable op, the last op that may need its recomputation, directly or through others."""
     last = [max((i for i in uses if graph.ops[i].phase is not Phase.UPDATE), default=-1) for uses in graph.uses]
     found: dict[int, int] = {}
     for op in reversed(graph.ops):
@@ -75,12 +78,12 @@ def _last_recomputation(graph: Graph) -> dict[int, int]:
 
 
 def reordered(graph: Graph, order: Sequence[int]) -> Graph:
-    """`graph` with the ops in `order`, numbered anew; the tensors stay as they are."""
+    """`graph` with its ops in `order`, renumbered; tensors keep their ids."""
     return replace(graph, ops=numbered(graph.ops[op] for op in order))
 
 
 def in_graph_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """The schedule of `reordered(graph, order)` as one of `graph`: its ops have the numbers that they have there."""
+    """The schedule of `reordered(graph, order)` with the op ids of `graph`."""
     runs = (Verb.RUN, Verb.RECOMPUTE)
     instructions = (replace(i, target=order[i.target]) if i.verb in runs else i for i in schedule.instructions)
     return replace(schedule, instructions=tuple(instructions))
@@ -93,10 +96,10 @@ def best_order(
     budget_bytes: int | None,
     seconds: tuple[float, ...],
 ) -> Schedule:
-    """The fastest schedule that `plan` makes of a whole step: with its updates as early as may be, or at the end.
+    """The fastest schedule by `plan` for a whole step, with updates early or at the end.
 
-    One more is made of feature maps alone: where that fits it has fewer choices, and a heuristic may do better with
-    them. Raises the InfeasibleBudget that asks for least if none fits.
+    A third is made of feature maps alone: if that fits, it has fewer choices, and a heuristic may do better with them.
+    If none fits, raises the InfeasibleBudget with the lowest floor.
     """
     found: list[Schedule] = []
     errors: list[InfeasibleBudget] = []
@@ -115,13 +118,13 @@ def best_order(
 
 
 def feature_maps_alone(graph: Graph) -> Graph:
-    """The whole step `graph` as one where only tensors of forward and backward may move, and these are two graphs."""
+    """The whole step `graph` as two graphs in which only tensors of forward and backward may move."""
     tensors = (replace(t, movable=t.movable and t.kind in FEATURE_MAPS) for t in graph.tensors)
     return replace(graph, tensors=tuple(tensors), whole_step=False)
 
 
 def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:
-    """For each of `ops` those that read what it wrote, write what it read, or write it again, without an op between."""
+    """For each op, those that must follow: readers of what it wrote, writers of what it touched."""
     followers: dict[int, dict[int, None]] = {}
     written: dict[int, int] = {}
     read: dict[int, list[int]] = {}  # since it was last written
@@ -140,7 +143,7 @@ def _followers(ops: Iterable[Op]) -> dict[int, list[int]]:
 
 
 def _waiting(followers: Followers) -> dict[int, int]:
-    """For each op, how many it has to wait for."""
+    """For each op, the number of ops that it waits for."""
     waiting = dict.fromkeys(followers, 0)
     for op in chain.from_iterable(followers.values()):
         waiting[op] += 1
@@ -148,7 +151,7 @@ def _waiting(followers: Followers) -> dict[int, int]:
 
 
 def _depth_first(ops: Sequence[Op]) -> list[int]:
-    """Algorithm 1 without its recursion: an op is taken when the last of those it waits for calls it (lines 5 to 8)."""
+    """Algorithm 1 without recursion: an op is taken once the last that it waits for calls it (lines 5 to 8)."""
     followers = _followers(op for op in ops if _touches(op))
     waiting = _waiting(followers)
     flow: list[int] = []
@@ -163,9 +166,9 @@ def _depth_first(ops: Sequence[Op]) -> list[int]:
 
 
 def _mirrored(ops: Sequence[Op], position: Mapping[str, int]) -> list[int]:
-    """Backward ops, of those that are ready always the one whose layer is the latest in forward.
+    """Backward ops: of those that are ready, always the one whose layer is latest in forward.
 
-    An op of no forward layer, such as a sum of gradients, goes with the one before it in the graph.
+    An op of no forward layer, such as a sum of gradients, goes with the op before it in the graph.
     """
     followers = _followers(op for op in ops if _touches(op))
     waiting = _waiting(followers)
@@ -174,6 +177,7 @@ def _mirrored(ops: Sequence[Op], position: Mapping[str, int]) -> list[int]:
     for op in ops:
         last = -position[op.layer] if op.layer in position else last
         rank[op.id] = last
+    # Take ready ops by rank.
     ready = [(rank[first], first) for first in followers if not waiting[first]]
     heapify(ready)
     flow: list[int] = []
@@ -192,7 +196,7 @@ def _touches(op: Op) -> bool:
 
 
 def _with_the_rest(flow: list[int], ops: Sequence[Op]) -> list[int]:
-    """`flow` with the ops that touch no tensor, each at the place that it has in `ops`."""
+    """`flow` with ops that touch no tensor put back at their places in `ops`."""
     if len(flow) == len(ops):
         return flow
     others = iter(flow)

@@ -1,7 +1,7 @@
-"""Programs: the ops of a step with recomputations put in, and the lifetimes that follow from their order.
+"""Step programs: a step's ops with recomputations inserted, and the tensor lifetimes that follow.
 
-Positions count steps. A tensor is *touched* at the steps that read or write it; between two touches lies a *gap*,
-in which its device copy is not needed:
+Positions count steps. A tensor is *touched* at the steps that read or write it; between two touches lies a *gap*, in
+which its device copy is not needed:
 
     step        0     1     2     3     4     5     6
     x         write  read               read  read
@@ -29,7 +29,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Step:
-    """One op at one position: its run, or a recomputation that makes the tensors `makes` again."""
+    """One op at one position: its run, or a recomputation that makes the tensors `makes`."""
 
     op: int
     recompute: bool = False
@@ -37,10 +37,10 @@ class Step:
 
 
 class Gap(NamedTuple):
-    """`tensor` is touched at the steps `start` and `end` and at none between.
+    """A span in which `tensor` is not used: between the touches `start` and `end`.
 
-    `rematerialized`: at `end` a recomputation makes it anew, so it is dropped at `start` and nothing need be stored.
-    A gap that `wraps` runs from a persistent tensor's last touch, over the end of the step, to its first in the next.
+    `rematerialized`: a recomputation makes it at `end`, so it is dropped at `start` and nothing need be stored. A gap
+    that `wraps` runs from a persistent tensor's last touch, over the end of the step, to its first in the next.
     """
 
     tensor: int
@@ -50,7 +50,7 @@ class Gap(NamedTuple):
 
     @property
     def wraps(self) -> bool:
-        """Whether the gap contains the boundary between two steps."""
+        """Whether the gap spans the end of the step."""
         return self.end <= self.start
 
     def covers(self, position: int) -> bool:
@@ -61,11 +61,11 @@ class Gap(NamedTuple):
 
 
 class StepProgram:
-    """The steps of `graph` when the tensors `recompute` are dropped after forward and made again where backward needs them.
+    """The steps of `graph` with tensors `recompute` dropped after forward and recomputed in backward.
 
-    Whatever such a recomputation reads and is gone by then is recomputed as well; what cannot be is kept for it.
-    What is rematerialized stays until its last use, those of them `drop_after_use` only until the op that wanted them has run.
-    `algorithms` gives the number of the algorithm for ops that do not take their fastest.
+    What such a recomputation reads and is gone by then is recomputed as well, or kept if that is not possible.
+    Recomputed tensors stay until their last use, those in `drop_after_use` only until the op that needed them has run.
+    `algorithms` has the number of the algorithm for ops that do not take their fastest.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class StepProgram:
         self.algorithms = dict(algorithms or {})
         self.steps = tuple(_Recomputations(graph, frozenset(recompute), frozenset(drop_after_use)).steps())
         self.length = len(self.steps)
+        # Where each tensor is touched, made and written; outputs are touched at the end.
         touches: list[list[int]] = [[] for _ in graph.tensors]
         births: list[list[int]] = [[] for _ in graph.tensors]
         written: list[list[int]] = [[] for _ in graph.tensors]
@@ -98,7 +99,7 @@ class StepProgram:
         self.written = tuple(map(tuple, written))
 
     def with_algorithms(self, algorithms: Mapping[int, int]) -> StepProgram:
-        """This program with another choice of algorithms; its steps, and so all lifetimes, are the same."""
+        """The same steps, and so lifetimes, with other algorithms."""
         other = copy(self)
         other.algorithms = dict(algorithms)
         return other
@@ -108,24 +109,24 @@ class StepProgram:
         return self.graph.ops[step.op]
 
     def reads_writes(self, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What `step` reads, and what it makes or updates."""
+        """Tensors that `step` reads, and those that it makes or updates."""
         op = self.op(step)
         return (op.recompute_reads, step.makes) if step.recompute else (op.reads, op.writes)
 
     def algorithm(self, step: Step) -> int:
-        """The number of the algorithm that the op of `step` takes."""
+        """The number of the algorithm of `step`."""
         return self.algorithms.get(step.op, 0)
 
     def durations(self, seconds: Sequence[float]) -> NDArray[np.float64]:
-        """Seconds that each step takes, where op `i` takes `seconds[i]` with its fastest algorithm."""
+        """Seconds that each step takes; op `i` takes `seconds[i]` with its fastest algorithm."""
         return np.array([seconds[s.op] * self.op(s).slowdown_of(self.algorithm(s)) for s in self.steps])
 
     def clock(self, seconds: Sequence[float]) -> NDArray[np.float64]:
-        """When each step starts if none waits, and at last when the program ends; `seconds` as in `durations`."""
+        """Start time of each step, and the end of the program, in seconds and without waits."""
         return np.concatenate([[0.0], np.cumsum(self.durations(seconds))])
 
     def transient_bytes(self, step: Step) -> int:
-        """Bytes that `step` needs only while it runs: workspace, and recomputed outputs that nobody wants again."""
+        """Bytes that only `step` itself needs: workspace, and recomputed outputs that are dropped."""
         return self._unwanted_bytes(step) + self.op(step).workspace_of(self.algorithm(step))
 
     def _unwanted_bytes(self, step: Step) -> int:
@@ -136,21 +137,21 @@ class StepProgram:
 
     @cached_property
     def end_of_forward(self) -> int:
-        """The first position after the forward phase."""
+        """The first position after forward."""
         return 1 + max(
             (i for i, s in enumerate(self.steps) if self.op(s).phase is Phase.FORWARD and not s.recompute), default=-1
         )
 
     @cached_property
     def end_of_backward(self) -> int:
-        """The first position after the backward phase."""
+        """The first position after backward."""
         return 1 + max(
             (i for i, s in enumerate(self.steps) if s.recompute or self.op(s).phase is not Phase.UPDATE), default=-1
         )
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
-        """All gaps of all tensors that are not persistent, or that move though they are, by tensor and start."""
+        """All gaps of tensors that are not persistent, or movable, by tensor and start."""
         found = []
         for tensor in self.graph.tensors:
             touches = self.touches[tensor.id]
@@ -163,7 +164,11 @@ class StepProgram:
         return tuple(found)
 
     def live_bytes(self, absent: Collection[Gap] = ()) -> Positions:
-        """Bytes on the device during each step, where tensors are away in the gaps `absent` and wherever they are rematerialized."""
+        """Bytes on the device during each step, with tensors away in the gaps `absent`.
+
+        Rematerialized tensors are away in their gaps anyway.
+        """
+        # Bytes of tensors, then transient bytes, then smaller workspaces of other algorithms.
         change = self._changes.copy()
         tensors = self.graph.tensors
         for gap in absent:
@@ -183,7 +188,7 @@ class StepProgram:
 
     @cached_property
     def _changes(self) -> Positions:
-        """By how much the bytes on the device grow at each step when nothing is away but what is rematerialized."""
+        """Change in bytes at each step, with only rematerialized tensors away."""
         change = np.zeros(self.length + 2, dtype=np.int64)
         for tensor in self.graph.tensors:
             if touches := self.touches[tensor.id]:
@@ -201,12 +206,12 @@ class StepProgram:
 
     @cached_property
     def _transient(self) -> Positions:
-        """Bytes that each step needs only while it runs, with its op's fastest algorithm."""
+        """Bytes that only the step itself needs, with its op's fastest algorithm."""
         return np.array([self._unwanted_bytes(s) + self.op(s).workspace_bytes for s in self.steps], dtype=np.int64)
 
     @cached_property
     def _positions(self) -> dict[int, list[int]]:
-        """The steps of each op."""
+        """The positions of each op."""
         found: dict[int, list[int]] = defaultdict(list)
         for position, step in enumerate(self.steps):
             found[step.op].append(position)
@@ -214,7 +219,7 @@ class StepProgram:
 
 
 class _Recomputations:
-    """Puts recomputations in front of the backward ops that need them, each as late as it can be."""
+    """Inserts recomputations before the backward ops that need them, each as late as possible."""
 
     def __init__(self, graph: Graph, dropped: frozenset[int], drop_after_use: frozenset[int] = frozenset()) -> None:
         self.graph = graph
@@ -236,14 +241,14 @@ class _Recomputations:
         return steps
 
     def _gone(self, tensor: int, now: int) -> bool:
-        """Whether `tensor` is no longer there when op `now` is about to run."""
+        """Whether `tensor` is gone when op `now` is about to run."""
         if self.graph.tensors[tensor].persistent or tensor in self.rematerialized:
             return False
         made_in_forward = self.graph.ops[self.graph.producer[tensor]].phase is Phase.FORWARD
         return made_in_forward and (tensor in self.dropped or self.last_use[tensor] < now)
 
     def _ensure(self, tensor: int, now: int, steps: list[Step]) -> None:
-        """Append the recomputations that bring `tensor` back. Iterative, for chains may be as long as the network."""
+        """Append recomputations that bring `tensor` back; iterative, for chains can be as long as the network."""
         pending = [tensor]
         while pending:
             wanted = pending[-1]
@@ -251,6 +256,7 @@ class _Recomputations:
             if op is None or not op.recomputable or wanted not in op.recompute_writes:
                 pending.pop()
                 continue
+            # First what it reads, then the op itself.
             missing = [t for t in op.recompute_reads if self._gone(t, now) and self._can_rematerialize(t)]
             if missing:
                 pending.extend(missing)

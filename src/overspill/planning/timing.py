@@ -1,4 +1,7 @@
-"""When offloads are awaited and prefetches issued: the latest that costs no time, the earliest that memory demands."""
+"""Choose when to await offloads and when to issue prefetches.
+
+The latest that costs no time, or the earliest that memory demands.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Seconds = NDArray[np.float64]
 
 
 def needs_copy(program: StepProgram, gaps: Iterable[Gap]) -> set[Gap]:
-    """Those of `gaps` whose tensor must be sent to the store: what has not been updated since it was, finds its copy there."""
+    """Gaps whose tensor must be copied to the store; others still have a valid copy there."""
     found: set[Gap] = set()
     by_tensor: dict[int, list[Gap]] = {}
     for gap in gaps:
@@ -43,10 +46,11 @@ def releases(
     budget_bytes: int,
     offloads: Mapping[Gap, int] | None = None,
 ) -> dict[Gap, int]:
-    """Each offload is awaited once it should be done; where memory is short before, the one that is done first.
+    """The step before which each offload is awaited: when it is done, or earlier if memory is short.
 
-    This is Dymem's barrier-free offload (§3.2.1): compute waits for a copy only when memory is short. What `live` has
-    to hold longer for it is added to it. `offloads` are the steps before which transfers start, if not where gaps do.
+    This is Dymem's barrier-free offload (§3.2.1): compute waits for a copy only when memory is short; then the one done
+    first goes first. Bytes that stay longer are added to `live`. `offloads` are the steps before which transfers start,
+    by default where gaps do.
     """
     found: dict[Gap, int] = {}
     tensors = program.graph.tensors
@@ -59,6 +63,7 @@ def releases(
             found[gap] = gap.start + 1
     leaving: dict[Gap, float] = {}  # gap -> when its copy is done, in this order
     link_free = delay = 0.0
+    # Follow link and compute step by step.
     for position in range(program.length + 1):
         now = clock[position] + delay
         for gap in starting[position]:
@@ -66,6 +71,7 @@ def releases(
             leaving[gap] = link_free
         if not leaving:
             continue
+        # Await copies that are done, due, or needed for memory.
         over = sum(tensors[gap.tensor].nbytes for gap in leaving if gap.start < position)
         over += int(live[position]) - budget_bytes if position < program.length else 0
         for gap in list(leaving):
@@ -83,9 +89,9 @@ def releases(
 def where_memory_allows(
     program: StepProgram, wanted: Mapping[Gap, int], live: Positions, budget_bytes: int, released: Mapping[Gap, int]
 ) -> dict[Gap, int]:
-    """Prefetches issued at the steps `wanted`, later where there is no room, in the order of need.
+    """The step before which each prefetch is issued: as `wanted`, or later if there is no room.
 
-    What `live` has to hold sooner for them is added to it.
+    Served in the order of need. Bytes that arrive sooner are added to `live`.
     """
     found: dict[Gap, int] = {}
     for gap in sorted(wanted, key=lambda g: (g.end, g.tensor)):

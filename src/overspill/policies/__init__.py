@@ -1,4 +1,7 @@
-"""The policies, by name: a policy is one file here, or comes from a package besides, as those of papers do."""
+"""The policies, by name.
+
+Each is one file here, or comes from another package, as those of papers do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ POLICIES: Registry[type[Policy]] = Registry(
 
 
 def policy_named(name: str) -> Policy:
-    """The policy registered as `name`, or as `name` without `:m`. Raises RequestError with the names that exist."""
+    """The policy called `name`; `:m` at its end selects memory-optimal algorithms. Raises RequestError."""
     if name.endswith(MEMORY_OPTIMAL) and name not in POLICIES:
         return POLICIES.named(name.removesuffix(MEMORY_OPTIMAL))(memory_optimal=True)
     return POLICIES.named(name)()

@@ -1,4 +1,4 @@
-"""What a policy is: a function from a graph, a device and a budget to a Schedule, with a name and declared capabilities."""
+"""The interface of a policy: plan a Schedule for a graph, a device and a budget."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from overspill.planning.floor import infeasible
 from overspill.planning.step_program import StepProgram
 
 MEMORY_OPTIMAL = ":m"
-"""Behind a policy's name: with memory-optimal algorithms."""
+"""Suffix of a policy's name: with memory-optimal algorithms."""
 
 
 class Policy(ABC):
-    """One way to keep a step in memory. Subclasses decide in `_plan`; every schedule passes `simulate.check` before use."""
+    """Base of policies; subclasses plan in `_plan`, and every schedule has to pass `simulate.check`."""
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
-    """What it does, in a few words, for lists."""
+    """One line on what it does, for lists."""
     source: ClassVar[str] = ""
-    """Where it comes from."""
+    """Where it comes from: paper and section."""
     offloads: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     plans_for_budget: ClassVar[bool] = False
-    """Whether the policy adapts to the budget; the others make one schedule, which fits or does not."""
+    """Whether the plan adapts to the budget; otherwise there is one schedule, which fits or does not."""
     unlimited: ClassVar[bool] = False
-    """Whether the policy stands for a device with all the memory that it wants: no budget is too small for it."""
+    """Whether the policy assumes unlimited memory: no budget is too small for it."""
 
     def __init__(self, *, memory_optimal: bool = False) -> None:
-        """`memory_optimal`: every op takes its algorithm of least workspace, the papers' "(m)", not its fastest, "(p)"."""
+        """`memory_optimal`: ops take their algorithm of least workspace, the papers' "(m)", not the fastest, "(p)"."""
         self.memory_optimal = memory_optimal
 
     def plan(
         self, graph: Graph, device: Device, budget_bytes: int | None = None, times: MeasuredTimes | None = None
     ) -> Schedule:
-        """The schedule of this policy; its peak is within `budget_bytes` if the policy plans for budgets.
+        """The schedule of this policy; within `budget_bytes` if it plans for budgets.
 
-        Raises InfeasibleBudget when such a policy cannot meet the budget, and PolicyError when one of another package fails.
+        Raises InfeasibleBudget if it cannot meet the budget, and PolicyError if a policy of another package fails.
         """
         if budget_bytes is not None and budget_bytes <= 0:
             raise ValueError(f"budget of {budget_bytes} bytes")
@@ -58,6 +58,7 @@ class Policy(ABC):
         ):
             raise infeasible(StepProgram(graph), budget_bytes, self.name)
         seconds = op_seconds(graph, device, times)
+        # Memory-optimal algorithms are fixed beforehand, so that policies need not know of them.
         with _without_collection(), self._failing_by_name():
             if not self.memory_optimal:
                 return self._plan(graph, device, budget_bytes, seconds)
@@ -67,7 +68,7 @@ class Policy(ABC):
 
     @contextmanager
     def _failing_by_name(self) -> Iterator[None]:
-        """What a policy of another package raises inside is its own failure, and says so."""
+        """Turn unexpected errors of another package's policy into PolicyError, inside the block."""
         try:
             yield
         except Exception as error:
@@ -81,12 +82,12 @@ class Policy(ABC):
 
     @abstractmethod
     def _plan(self, graph: Graph, device: Device, budget_bytes: int | None, seconds: tuple[float, ...]) -> Schedule:
-        """The schedule; `seconds[i]` is what op `i` takes with its fastest algorithm."""
+        """The schedule; op `i` takes `seconds[i]` with its fastest algorithm."""
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No passes of the garbage collector: plans make many small objects and hardly a cycle, and a third of the time is its."""
+    """Turn off garbage collection inside the block: it would take a third of the planning time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,7 @@
-"""`checkpoint` and `checkpoint-cost`: recomputation (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")."""
+"""`checkpoint` and `checkpoint-cost`: recomputation in segments (Chen et al. 2016).
+
+"Training Deep Nets with Sublinear Memory Cost".
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ from overspill.planning.step_program import Positions, StepProgram
 from .base import Policy
 
 SEGMENTS = (2, 3, 4, 6, 8, 16, 32)
-"""`checkpoint-cost` tries segments of the bytes of all feature maps over each of these numbers."""
+"""Numbers of segments that `checkpoint-cost` tries, of equal bytes of feature maps."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""It drops the cheapest segments up to these shares of what could be dropped."""
+"""Shares of the droppable bytes up to which it drops the cheapest segments."""
 
 
 class Checkpoint(Policy):
-    """Keep what crosses about √n segment boundaries of n layers; recompute the rest segment by segment (§4.1).
+    """Keep feature maps at about √n segment boundaries of n layers; recompute the rest by segment (§4.1).
 
     A boundary is put where the fewest bytes cross, within half a segment of its even place. The last segment is kept,
-    for backward begins with it. What may not be recomputed (random numbers, mutation) is kept as well.
+    since backward begins with it. Ops that may not be recomputed (random numbers, mutation) keep their outputs as well.
     """
 
     name = "checkpoint"
@@ -41,11 +44,11 @@ class Checkpoint(Policy):
 
 
 class CheckpointCost(Policy):
-    """Recompute for as few seconds as the budget allows: segments of b bytes, b searched on a grid (§4.2, Alg. 3).
+    """Recompute as few seconds as the budget allows: segments of b bytes, b from a grid (§4.2, Alg. 3).
 
     A segment ends where the fewest bytes cross, between half of b and b. Chen et al. recompute every segment but the
-    last; here only those that give up most bytes per second of recomputation, to fixed shares of all. The plan taken
-    is the fastest that fits; the grid does not depend on the budget, so a larger budget is never slower.
+    last; here only those that free most bytes per second of recomputation, up to fixed shares of all. The plan taken is
+    the fastest that fits; the grid does not depend on the budget, so a larger budget is never slower.
     """
 
     name = "checkpoint-cost"
@@ -58,6 +61,7 @@ class CheckpointCost(Policy):
         plain = StepProgram(graph)
         if budget_bytes is None or plain.live_bytes().max(initial=0) <= budget_bytes:
             return assemble(plain, (), self.name, budget_bytes)
+        # Keep the fastest plan that fits, and the lowest floor for the error.
         best: tuple[float, StepProgram] | None = None
         least = floor_of(plain, {})
         for dropped in dropped_sets(graph, seconds):
@@ -74,7 +78,7 @@ class CheckpointCost(Policy):
 
 
 def dropped_sets(graph: Graph, seconds: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """What is dropped with all sizes of segments and shares of them, no two of these the same."""
+    """Tensors to drop, for all sizes of segments and shares of them, each set once."""
     crossing = _crossing_bytes(graph)
     tried: set[tuple[int, ...]] = set()
     for segments in SEGMENTS:
@@ -91,14 +95,14 @@ def dropped_sets(graph: Graph, seconds: Sequence[float]) -> Iterator[tuple[int, 
 
 
 def _seconds_per_byte(graph: Graph, tensors: Sequence[int], seconds: Sequence[float]) -> float:
-    """What it costs to make `tensors` again, all in one go, for each byte that dropping them gives up."""
+    """Seconds to recompute `tensors` at once, for each byte that dropping them frees."""
     ops = range(graph.producer[tensors[0]], graph.producer[tensors[-1]] + 1)
     spent = sum(seconds[op] for op in ops if graph.ops[op].recomputable)
     return spent / max(1, sum(graph.tensors[t].nbytes for t in tensors))
 
 
 def _dropped(graph: Graph, cuts: Sequence[int]) -> list[list[int]]:
-    """For each segment but the last, the feature maps that do not cross its end and can be made again, as made."""
+    """For each segment but the last, recomputable feature maps that do not cross its end, in order."""
     dropped: list[list[int]] = [[] for _ in cuts]
     for tensor, producer in sorted(graph.producer.items(), key=lambda item: item[1]):
         last = graph.last_forward_use(tensor)
@@ -113,7 +117,7 @@ def _dropped(graph: Graph, cuts: Sequence[int]) -> list[list[int]]:
 
 
 def _crossing_bytes(graph: Graph) -> Positions:
-    """For each op, the bytes that are made in forward before it and read in forward at or after it."""
+    """For each op, bytes made in forward before it and read in forward at or after it."""
     crossing = np.zeros(len(graph.ops) + 2, dtype=np.int64)
     for tensor, producer in graph.producer.items():
         last = graph.last_forward_use(tensor)
@@ -139,7 +143,7 @@ def _even_cuts(graph: Graph, crossing: Positions) -> list[int]:
 
 
 def _cuts_by_bytes(graph: Graph, crossing: Positions, segments: int) -> list[int]:
-    """The op ids before which forward is cut, so that no segment makes more than its part of all feature maps (Alg. 3)."""
+    """The op ids before which forward is cut, each segment with its share of feature maps at most (Alg. 3)."""
     forward = [op.id for op in graph.ops if op.phase is Phase.FORWARD]
     made = [
         sum(graph.tensors[t].nbytes for t in graph.ops[op].writes if graph.tensors[t].kind is TensorKind.ACTIVATION)
@@ -147,6 +151,7 @@ def _cuts_by_bytes(graph: Graph, crossing: Positions, segments: int) -> list[int
     ]
     made_before = [0, *accumulate(made)]
     limit = made_before[-1] / segments
+    # Cut where the fewest bytes cross, between half and all of the limit.
     cuts: list[int] = []
     begun = 0
     while made_before[-1] - made_before[begun] > limit:

@@ -1,4 +1,4 @@
-"""`in-core`, `liveness` and `oracle`: no transfer, no recomputation."""
+"""`in-core`, `liveness` and `oracle`: no transfers, and no recomputation but the program's own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .base import Policy
 
 
 class InCore(Policy):
-    """Every feature map stays from its making to the end of backward; gradient maps are freed at their last use.
+    """Keep every feature map until backward ends; free gradient maps at their last use.
 
-    Network-wide allocation with shared gradient maps, the baseline of vDNN (MICRO'16, §II-C and §IV-A) and what
-    Torch and Caffe did.
+    Network-wide allocation with shared gradient maps: the baseline of vDNN (MICRO'16, §II-C and §IV-A), and the
+    behaviour of Torch and Caffe.
     """
 
     name = "in-core"
@@ -26,9 +26,9 @@ class InCore(Policy):
 
 
 class Liveness(Policy):
-    """Every tensor is freed at its last use: what autograd does, and the least memory without moving or recomputing.
+    """Free every tensor at its last use, as autograd does: least memory without swaps or recomputation.
 
-    What the program's own checkpoints compute again in backward, they do here.
+    Recomputes what the program's own checkpoints recompute in backward.
     """
 
     name = "liveness"
@@ -40,7 +40,7 @@ class Liveness(Policy):
 
 
 def checkpointed(graph: Graph) -> list[int]:
-    """What the program's own checkpoints drop in forward: feature maps that are used in one alone, and can be made again."""
+    """Recomputable feature maps that the program's own checkpoints drop in forward: used in one alone."""
     reads: dict[int, set[int]] = {}
     for op in graph.ops:
         if op.phase is Phase.FORWARD:
@@ -59,7 +59,7 @@ def checkpointed(graph: Graph) -> list[int]:
 
 
 class Oracle(Liveness):
-    """What a device with enough memory would do: the fastest algorithms, everything kept while it is needed.
+    """Unlimited memory and the fastest algorithms; tensors are kept while needed.
 
     vDNN's oracular baseline, against which slowdowns are measured; its peak may be over any budget.
     """

@@ -1,4 +1,4 @@
-"""The reference machine (`check`) and the clocked machine (`simulate`): one meaning of a Schedule, without and with time."""
+"""Meaning of a Schedule: `check` without time, `simulate` with a clock."""
 
 from .check import CheckResult as CheckResult
 from .check import check as check

@@ -1,14 +1,14 @@
-"""The reference machine: what a Schedule means, and the independent check that every plan passes before it is used.
+"""Check a Schedule: the reference meaning of instructions, which every plan has to pass.
 
 Each tensor's device copy is in one of four states, and its store copy is valid or not:
 
     ABSENT ──Run/Recompute that writes it──▶ PRESENT ──Offload──▶ LEAVING ──AwaitOffload──▶ PRESENT (and stored)
     ABSENT ──Prefetch (if stored)──▶ ARRIVING ──AwaitPrefetch──▶ PRESENT ──Free──▶ ABSENT
 
-A persistent tensor starts PRESENT, or where the schedule says so in the store; it is freed only when the store has it.
-Of one that may move and that no op writes the store has a copy from the start, for it has been there in a step before.
-A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but can
-not be read. This file shares no code with the policies or with the clocked machine.
+A persistent tensor starts PRESENT, or in the store if the schedule says so; it is freed only while the store has it.
+The store has a copy of movable tensors that no op writes from the start, since they have been there in an earlier step.
+A tensor that is LEAVING can still be read, not written or freed. One that is ARRIVING takes its bytes already but
+cannot be read. This file shares no code with the policies or with the clocked machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _State(Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A valid schedule's peak: `peak_bytes` at instruction `peak_instruction`, with the tensors then on the device."""
+    """Peak bytes of a valid schedule, the instruction of the peak, and the tensors then live."""
 
     peak_bytes: int
     peak_instruction: int
@@ -37,7 +37,7 @@ class CheckResult:
 
 
 def check(graph: Graph, schedule: Schedule) -> CheckResult:
-    """The peak of `schedule` on `graph`; raises InvalidSchedule when it breaks any rule or its own budget."""
+    """The peak of `schedule` on `graph`. Raises InvalidSchedule if it breaks a rule or its budget."""
     machine = _Machine(graph, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
         try:
@@ -56,7 +56,7 @@ def check(graph: Graph, schedule: Schedule) -> CheckResult:
 
 
 def _live_at(graph: Graph, schedule: Schedule, index: int) -> tuple[int, ...]:
-    """The tensors on the device during instruction `index`, found by running up to it again."""
+    """The tensors on the device during instruction `index`, found by replaying up to it."""
     machine = _Machine(graph, schedule.stored)
     for position, instruction in enumerate(schedule.instructions[: index + 1]):
         machine.execute(instruction, position)
@@ -67,7 +67,7 @@ _PHASES = tuple(Phase)
 
 
 def _versions_in_order(graph: Graph) -> list[tuple[int, ...]]:
-    """For each op, how often what it reads and writes has been written before, when ops run in the graph's order."""
+    """For each op, how often its tensors were written before it, in the graph's order."""
     version = [0] * len(graph.tensors)
     seen = []
     for op in graph.ops:
@@ -83,12 +83,13 @@ class _Machine:
         self.state = [_State.PRESENT if t.persistent else _State.ABSENT for t in graph.tensors]
         written = {t for op in graph.ops for t in op.writes}
         self.stored = {t.id: 0 for t in graph.tensors if t.persistent and t.movable and t.id not in written}
-        """Of each tensor the version that the store holds."""
+        """The version of each tensor that the store holds."""
         self.version = [0] * len(graph.tensors)
         self.ran: dict[int, tuple[int, ...]] = {}  # op -> versions of what a recomputation would read and make
         self.phase = 0
         self.seen = _versions_in_order(graph)
         self.live_bytes = graph.persistent_bytes
+        # Tensors that are in the store between steps.
         for tensor in stored_between_steps:
             if not (graph.tensors[tensor].persistent and graph.tensors[tensor].movable):
                 raise InvalidSchedule(f"{graph.tensors[tensor].name} can not be in the store between steps")
@@ -100,7 +101,7 @@ class _Machine:
         self._note_peak(0, -1)
 
     def execute(self, instruction: Instruction, index: int) -> None:
-        """Carry out one instruction or raise InvalidSchedule."""
+        """Execute one instruction. Raises InvalidSchedule."""
         self._find(instruction)
         match instruction.verb:
             case Verb.RUN:
@@ -125,7 +126,7 @@ class _Machine:
                 self.live_bytes -= self.graph.tensors[instruction.target].nbytes
 
     def finish(self, schedule: Schedule) -> None:
-        """Raise unless every op ran and the step ended with exactly what must be there."""
+        """Check that every op ran and only wanted tensors are left. Raises InvalidSchedule."""
         if missing := next((op for op in self.graph.ops if op.id not in self.ran), None):
             raise InvalidSchedule(f"{schedule.policy}: op {missing.name} never ran")
         for tensor in schedule.stored:
@@ -153,18 +154,20 @@ class _Machine:
             raise InvalidSchedule("the tensor outlives the step and the store does not hold it as it is now")
 
     def _run(self, op: Op, algorithm: int, index: int) -> None:
-        """Ops may run in another order than the graph's where none can tell: each sees what it would see there."""
+        """Run an op, in any order in which it sees the same versions as in the graph's."""
         phase = _PHASES.index(op.phase)
         if op.id in self.ran:
             raise InvalidSchedule(f"op {op.id} is out of order: it ran before")
         if phase < self.phase and not self.graph.whole_step:
             raise InvalidSchedule(f"op {op.id} is out of order: it belongs to the {op.phase} phase, which is over")
         self.phase = phase
+        # It must read and write the versions that it has in the graph's order.
         self._need(op.reads)
         if tuple(self.version[t] for t in op.reads + op.writes) != self.seen[op.id]:
             raise InvalidSchedule(
                 f"op {op.id} is out of order: what it reads or writes is not as the graph has it there"
             )
+        # New tensors appear; others must not be in transfer.
         for tensor in op.writes:
             if self.state[tensor] is _State.ABSENT:
                 self.state[tensor] = _State.PRESENT
@@ -232,7 +235,7 @@ class _Machine:
         return among[instruction.target]
 
     def spell(self, instruction: Instruction) -> str:
-        """The instruction for a reader: verb and name of its target, or its number where the graph has none."""
+        """The instruction as text: verb and name of its target, or its number if unknown."""
         try:
             return f"{instruction.verb} {self._find(instruction).name}"
         except InvalidSchedule:

@@ -1,4 +1,4 @@
-"""The clocked machine: a Schedule on a Device, one compute stream, a copy stream each way, and the host that issues all."""
+"""Simulate a Schedule on a Device: compute stream, two copy streams, and host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from overspill.core import HOST, Device, Event, Graph, Instruction, Schedule, St
 
 
 def simulate(graph: Graph, schedule: Schedule, device: Device, seconds: Sequence[float]) -> Timeline:
-    """The Timeline of `schedule` on `device`, where op `i` takes `seconds[i]` undisturbed.
+    """The Timeline of `schedule` on `device`; op `i` takes `seconds[i]` by itself.
 
-    Transfers of one direction follow one another; on a half-duplex link both directions do. A transfer starts when it
-    is issued or when the link is free. While one runs, ops take longer by the device's `transfer_compute_share`.
+    Transfers of one direction follow one another; on a half-duplex link those of both do. A transfer starts when it is
+    issued and the link is free. While it runs, ops are slowed down by the device's `transfer_compute_share`.
 
-    The host issues one instruction after another, and nothing starts before it has been issued: an op takes the host the
-    device's `op_overhead_seconds` (which are part of the op's own time too), a transfer its `transfer_host_seconds`. A GPU
-    runs behind its host, which waits for nothing; a CPU carries ops out itself, so that there transfers hold up compute.
+    The host issues one instruction after another, and nothing starts before it is issued: an op takes the host the
+    device's `op_overhead_seconds` (part of the op's own time too), a transfer its `transfer_host_seconds`. A GPU runs
+    behind its host, which never waits; a CPU runs ops itself, so that there transfers hold up compute.
     """
     clock = _Clock(graph, device, seconds, schedule.stored)
     for index, instruction in enumerate(schedule.instructions):
@@ -44,7 +44,7 @@ class _Clock:
         self.times: list[float] = []
 
     def step(self, index: int, instruction: Instruction) -> None:
-        """Advance the clock over one instruction."""
+        """Advance the clock by one instruction."""
         verb, target = instruction.verb, instruction.target
         peak = self.bytes
         if verb is Verb.FREE:  # the most frequent, and so the first
@@ -73,7 +73,7 @@ class _Clock:
                 self.bytes += self.nbytes[tensor]
 
     def _compute(self, index: int, instruction: Instruction) -> int:
-        """Run one op; the most bytes that it had on the device."""
+        """Run one op; returns the most bytes on the device meanwhile."""
         op = self.graph.ops[instruction.target]
         again = 0
         if instruction.verb is Verb.RECOMPUTE:
@@ -84,6 +84,7 @@ class _Clock:
         self._keep_up(index)
         if self.device.runs_behind_host:
             self.host += self.device.op_overhead_seconds
+        # Concurrent transfers slow it down.
         end = self.now + self.seconds[op.id] * op.slowdown_of(instruction.algorithm)
         if self.device.transfer_compute_share:
             self.running = [span for span in self.running if span[1] > self.now]
@@ -94,7 +95,7 @@ class _Clock:
         return self.bytes + op.workspace_of(instruction.algorithm) + again
 
     def _keep_up(self, index: int) -> None:
-        """Compute cannot do what has not been issued yet."""
+        """Make compute wait until the host has issued its op."""
         if self.host > self.now:
             self.stalls.append(Stall(index, self.now, self.host, HOST))
             self.now = self.host

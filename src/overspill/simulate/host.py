@@ -1,4 +1,4 @@
-"""When the host issued what: the part of the clocked machine that a Timeline, which is of the device, leaves out."""
+"""Times at which the host issued instructions, which a Timeline leaves out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from overspill.core import Device, Schedule, Timeline, Verb
 
 @dataclass(frozen=True)
 class Issue:
-    """The host was busy issuing instruction number `instruction` in `[start_seconds, end_seconds)`."""
+    """The host issues instruction `instruction` from `start_seconds` until before `end_seconds`."""
 
     instruction: int
     start_seconds: float
@@ -18,9 +18,9 @@ class Issue:
 
 
 def issues_of(schedule: Schedule, device: Device, timeline: Timeline) -> Iterator[Issue]:
-    """What the host issued of `schedule` on `device`, in order, by the rules of `simulate`, which made `timeline`.
+    """When the host issues instructions of `schedule` on `device`, in order; `timeline` is from `simulate`.
 
-    Where it carries ops out itself, as on a CPU, transfers alone: there compute stands still meanwhile.
+    On a CPU, which runs ops itself, only transfers: compute stands still meanwhile.
     """
     host = 0.0
     for index, instruction in enumerate(schedule.instructions):

@@ -1,4 +1,4 @@
-"""From a Schedule to the Trace of allocations that it implies."""
+"""Turn a Schedule into the Trace of its allocations."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dataclasses import dataclass, field
 from overspill.core import Block, Graph, LayerType, Mobility, Op, Phase, Schedule, TensorKind, Trace, Verb
 
 STAYING = frozenset({LayerType.LINEAR, LayerType.SOFTMAX, LayerType.LOSS, LayerType.DROPOUT})
-"""Layers whose tensors are "reclaimed" (Dymem, Algorithm 3, line 2: FC, softmax, dropout); softmax comes with the loss."""
+"""Layers whose tensors are "reclaimed" (Dymem, Algorithm 3, line 2: FC, softmax, dropout), and losses, for softmax."""
 
 
 def trace_of(graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()) -> Trace:
-    """The trace of `owned_trace`, for all who need not know whose a block is."""
+    """The trace of `schedule` on `graph`, without the owners of `owned_trace`."""
     return owned_trace(graph, schedule, groups)[0]
 
 
 def owned_trace(
     graph: Graph, schedule: Schedule, groups: Iterable[Sequence[int]] = ()
 ) -> tuple[Trace, tuple[int, ...]]:
-    """The blocks that `schedule` allocates on the device; positions count instructions, workspaces are blocks of their own.
+    """The blocks that `schedule` allocates, and the owner of each: its tensor, or `-1 - op`.
 
-    One call carries out the ops of each of `groups`, which follow one another: their workspaces are there together.
+    Positions count instructions; a workspace is a block of its own. Ops of one of `groups`, which must be adjacent, run
+    in one call: their workspaces are live together.
 
     The lower bound of this trace is the peak that `check` finds. Blocks have the mobility of Dymem's Algorithm 3, which
-    is about feature maps and their gradients: workspaces are temporary, and weights and their gradients movable, for
-    where these lie is where they stay.
+    is about feature maps and their gradients; workspaces are temporary, and weights and their gradients movable, for
+    they stay where they are.
     """
     device = _Device(graph, schedule)
     together = {op: (place, len(group)) for group in groups for place, op in enumerate(group)}
@@ -46,6 +47,7 @@ def owned_trace(
             device.stays[instruction.target] = _Stay(position)
         elif instruction.verb is Verb.FREE:
             device.free(position, instruction.target)
+    # Close the blocks that are live at the end.
     for tensor in tuple(device.stays):
         device.free(len(schedule.instructions), tensor)
     return device.trace(), device.owners()
@@ -53,9 +55,9 @@ def owned_trace(
 
 @dataclass
 class _Stay:
-    """A tensor's time on the device so far: since when, made by which op (None: brought), and the layers that read it.
+    """A tensor's stay on the device: its start, the op that made it, and layers that read it.
 
-    `waits`: it was made in forward, and the layer that ran next was not among its readers.
+    `maker` is None for a prefetch. `waits`: made in forward, and not read by the layer that ran next.
     """
 
     since: int
@@ -69,14 +71,14 @@ class _Stay:
 
     @property
     def mobility(self) -> Mobility:
-        """Algorithm 3 of Dymem: by the layer's type, by how many layers need the tensor, and by whether it waits."""
+        """Dymem's Algorithm 3: by layer type, number of layers that need the tensor, and waiting."""
         if self.maker is not None and self.maker.layer_type in STAYING:
             return Mobility.RECLAIMED
         return Mobility.TEMPORARY if len(self.readers) > 1 or self.waits else Mobility.MOVABLE
 
 
 class _Device:
-    """What is on the device as instructions are carried out, and the blocks of what has gone."""
+    """Tensors on the device as instructions run, and blocks of those that are gone."""
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.stays = {t.id: _Stay(0) for t in graph.tensors if t.persistent and t.id not in schedule.stored}
@@ -96,10 +98,11 @@ class _Device:
         workspace_bytes: int,
         during: tuple[int, int] | None = None,
     ) -> None:
-        """An op that reads and writes these tensors beside its workspace, which is there `during` it alone if nothing is said."""
+        """Run an op; its workspace is live `during` these positions, by default its own."""
         for tensor in reads:
             if tensor in self.stays:
                 self.stays[tensor].read_by(op.layer)
+        # A new layer begins: tensors that it does not read wait.
         if op.layer != self._layer:
             for stay in self._made:
                 stay.waits = op.layer not in stay.readers
@@ -115,14 +118,14 @@ class _Device:
             self._blocks.append((begin, end, workspace_bytes, name, Mobility.TEMPORARY, 0, -1 - op.id))
 
     def free(self, position: int, tensor: int) -> None:
-        """A tensor leaves the device."""
+        """Remove a tensor from the device."""
         stay, made = self.stays.pop(tensor), self._graph.tensors[tensor]
         stays = made.persistent or made.kind is TensorKind.GRADIENT
         mobility = Mobility.MOVABLE if stays else stay.mobility
         self._blocks.append((stay.since, position, made.nbytes, made.name, mobility, len(stay.readers), tensor))
 
     def trace(self) -> Trace:
-        """All blocks, numbered by when they start."""
+        """All blocks, numbered by start."""
         return Trace(
             tuple(
                 Block(i, start, end, nbytes, name, mobility=mobility, references=references)
@@ -131,5 +134,5 @@ class _Device:
         )
 
     def owners(self) -> tuple[int, ...]:
-        """Whose each of these blocks is."""
+        """The owner of each block, as in `owned_trace`."""
         return tuple(owner for *_, owner in sorted(self._blocks))

@@ -1,4 +1,4 @@
-"""To the native search (native/search/) and back: a Graph as columns, and a plan of the list scheduler as a Schedule."""
+"""Convert Graphs for the native search (native/search/), and its plans to Schedules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flags = NDArray[np.bool_]
 
 
 def native_graph(graph: Graph, seconds: Sequence[float]) -> _search.Graph:
-    """`graph`, of which op `i` takes `seconds[i]` with its fastest algorithm."""
+    """`graph` for native code; op `i` takes `seconds[i]` with its fastest algorithm."""
     least = memory_optimal(graph)
     return _search.Graph(
         graph,
@@ -32,14 +32,14 @@ def native_graph(graph: Graph, seconds: Sequence[float]) -> _search.Graph:
 
 
 def planner_of(native: _search.Graph, program: StepProgram, device: Device, budget_bytes: int) -> _search.Planner:
-    """What makes list schedulers for programs that recompute one thing or another, with the algorithms of `program`."""
+    """A native planner, which makes list schedulers for programs with different recomputations."""
     chosen = np.zeros(len(program.graph.ops), dtype=np.int32)
     chosen[list(program.algorithms)] = list(program.algorithms.values())
     return _search.Planner(native, chosen, device, budget_bytes)
 
 
 def flags(tensors: Collection[int], graph: Graph) -> Flags:
-    """One flag for each tensor of `graph`, set for these."""
+    """A boolean array over the tensors of `graph`, true for `tensors`."""
     found = np.zeros(len(graph.tensors), dtype=bool)
     found[list(tensors)] = True
     return found
@@ -48,7 +48,8 @@ def flags(tensors: Collection[int], graph: Graph) -> Flags:
 def schedule_of(
     scheduler: _search.ListScheduler, plan: _search.TimedPlan, program: StepProgram, policy: str, budget_bytes: int
 ) -> Schedule:
-    """The schedule of a plan that `scheduler` has made for `program`."""
+    """The schedule of a plan that `scheduler` made for `program`."""
+    # Slower algorithms that the plan takes come last among its candidates.
     algorithms = dict(program.algorithms)
     slower = scheduler.slower().reshape(-1, 2).tolist()
     first = len(scheduler) - len(slower)
@@ -56,6 +57,7 @@ def schedule_of(
         if candidate >= first:
             op, number = slower[candidate - first]
             algorithms[op] = max(algorithms.get(op, 0), number)
+    # Its swaps, with the times of their transfers.
     swaps = scheduler.swaps().reshape(-1, 4)[plan.swaps].tolist()
     transfers = [
         Transfer(Gap(tensor, start, end), copy, release, issue, end)

@@ -1,4 +1,4 @@
-"""`auto`: under a byte budget, keep, offload or recompute each tensor so that the simulated step is short."""
+"""`auto`: keep, offload or recompute each tensor so that the step is fast within a budget."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHARE_OF_AN_ORDER = 0.5
 
 
 class Auto(Policy):
-    """Simulated annealing over what is recomputed, and a list scheduler that makes a plan of each choice.
+    """Simulated annealing over recomputed tensors, with a list scheduler that plans each choice.
 
-    The annealing (`search.py`) changes which saved tensors are recomputed, mostly near those that compute waits for. For
-    each choice a greedy scheduler takes the swaps and the slower algorithms that the budget still demands, cheapest per
-    byte and second relieved first; copies start as early as they can, prefetches as late as they cost no time, memory
-    permitting (vDNN §III-B gives the reasons). What a transfer exposes shows only on the clock. The fastest plan wins, of
-    equals the one that moves less.
+    The annealing (`search.py`) changes which saved tensors are recomputed, mostly near ops that compute waits for. For
+    each choice a greedy scheduler takes the swaps and slower algorithms that the budget still demands, cheapest per
+    byte and second relieved first; copies start as early as they can, prefetches as late as they cost no time, if
+    memory permits (vDNN §III-B gives the reasons). Exposed transfer time shows only on the simulated clock. The fastest
+    plan wins; of equals, the one that moves less.
     """
 
     name = "auto"
@@ -38,7 +38,7 @@ class Auto(Policy):
     plans_for_budget = True
 
     def __init__(self, *, memory_optimal: bool = False, effort: Effort | None = None) -> None:
-        """`effort`: how long to search; without it the usual one."""
+        """`effort`: how long to search; None for the default."""
         super().__init__(memory_optimal=memory_optimal)
         self.effort = Effort.usual() if effort is None else effort
 

@@ -1,4 +1,4 @@
-"""Rematerialization groups: what the search of `auto` recomputes together, which are alike, and which are near what."""
+"""Groups of tensors that the search of `auto` recomputes together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RematGroups:
 
     @cached_property
     def native(self) -> _search.RematGroups:
-        """The same for native code."""
+        """The groups for native code."""
         return _search.RematGroups([sorted(group) for group in self.tensors], self.alike, self.near)
 
     @cached_property
     def alike(self) -> list[list[int]]:
-        """For each group the numbers of those like it, its own among them: of as many bytes, by the same kind of op."""
+        """For each group the numbers of similar groups, itself included: same size, same op name."""
         graph = self.graph
         found: dict[tuple[str, int], list[int]] = defaultdict(list)
         kinds = [
@@ -40,7 +40,7 @@ class RematGroups:
 
     @cached_property
     def near(self) -> list[int]:
-        """For each tensor the number of a group that is used by the op in the middle of its uses, or next; 0 without groups."""
+        """For each tensor, a group used at or after the middle of its uses; 0 without groups."""
         uses_of = self.graph.uses
         used = {op: number for number, group in enumerate(self.tensors) for tensor in group for op in uses_of[tensor]}
         ops = sorted(used)

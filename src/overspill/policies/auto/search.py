@@ -1,4 +1,4 @@
-"""The search of `auto`: from a few starts to the best plan that a fixed effort finds. Deterministic."""
+"""The search of `auto` for the best plan within a fixed effort; deterministic."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .native import flags, native_graph, planner_of, schedule_of
 from .remat_groups import RematGroups, by_op
 
 GOOD_ENOUGH = 1.002
-"""A plan within this factor of the ops' own time is not worth another attempt."""
+"""A plan within this factor of the ops' own time ends the search."""
 PERTURBATION_RATE = 0.15
-"""To one change of what is recomputed, how many change the penalties of swaps and of slower algorithms."""
+"""Changes of the penalties of swaps and slower algorithms, for each change of what is recomputed."""
 TEMPERATURE = 0.001
-"""The share of the ops' own time that a change may cost at first, on average; it falls to none."""
+"""The average cost of a change accepted at first, as a share of the ops' time; falls to 0."""
 SMALL = 0.001
-"""Outputs of an op below this share of the budget are not worth a change of their own."""
+"""Outputs of an op below this share of the budget are not changed on their own."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan of a search in native code, and the program and budget that it is for."""
+    """The best plan of a native search, with its program and budget."""
 
     made: _search.Attempt
     program: StepProgram
@@ -42,9 +42,9 @@ class Found:
 
 
 class Search:
-    """The search for the fastest step of `program` within a budget that at least one plan keeps.
+    """Searches the fastest step of `program` within a budget that at least one plan keeps.
 
-    `seconds[i]` is what op `i` takes with its fastest algorithm.
+    `seconds[i]` is the time of op `i` with its fastest algorithm.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class Search:
         self.annealing = _search.Annealing(planner, self._groups().native)
 
     def best(self) -> Found:
-        """The best plan found; there is always one, for without recomputation the least fits."""
+        """The best plan found; there is always one, since the least memory without recomputation fits."""
         target = GOOD_ENOUGH * sum(self.seconds)
+        # Try a few fixed starts, then anneal from the best.
         for recompute in self._starts():
             self.annealing.begin(flags(recompute, self.graph))
             if (best := self.annealing.best) is not None and best.plan.seconds <= target:
@@ -80,12 +81,12 @@ class Search:
         return Found(best, self.program, self.budget_bytes)
 
     def _starts(self) -> Iterator[Sequence[int]]:
-        """What to recompute at first: nothing, then what checkpoints drop, with segments of several sizes."""
+        """Tensors to recompute at first: none, then what checkpointing would drop, in several sizes."""
         yield ()
         yield from dropped_sets(self.graph, self.seconds)
 
     def _groups(self) -> RematGroups:
-        """What is recomputed together: the saved outputs of an op, but not those that are too small to matter."""
+        """Saved outputs of an op as one group, without those too small to matter."""
         groups, least = by_op(self.graph, self.droppable), SMALL * self.budget_bytes
         large = [g for g in groups if sum(self.graph.tensors[t].nbytes for t in g) >= least]
         return RematGroups(self.graph, tuple(large or groups))
