@@ -1,4 +1,7 @@
-"""Streams, events and memory of the accelerator, for all of the runtime: what another kind of device needs is here alone.
+"""Streams, events and memory of the accelerator; other device kinds go here.
+
+By `torch.accelerator` where it has them (2.11 to 2.14), else by the device's own module, which ROCm calls `torch.cuda`
+too. Nothing but CUDA has been thought through: that another device works is not claimed.
 
 By `torch.accelerator` where it has them (2.11 to 2.14), else by the device's own module, which ROCm calls `torch.cuda` too.
 Nothing but CUDA has been thought through: that another device works is not claimed.
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 KINDS = ("cuda",)
-"""The types of devices that training under a budget knows, besides the CPU."""
+"""Device types that can train within a budget, besides the CPU."""
 
 
 def is_available() -> bool:
@@ -33,50 +36,53 @@ def is_available() -> bool:
 
 
 class Stream(Protocol):
-    """What is used of `torch.Stream`; as a context manager it is the current one."""
+    """The used part of `torch.Stream`.
+
+    As a context manager it is the current one.
+    """
 
     def wait_stream(self, other: Any) -> None:
-        """Let what follows run behind all that `other` has been given."""
+        """Let later work run after all that `other` has been given."""
 
     def wait_event(self, event: Any) -> None:
-        """Let what follows run behind `event`."""
+        """Let later work run after `event`."""
 
     def record_event(self) -> Any:
-        """An event behind all that this stream has been given."""
+        """An event after all work this stream has been given."""
 
     def synchronize(self) -> None:
-        """Wait until it is idle."""
+        """Wait until the stream is idle."""
 
     def __enter__(self) -> Any:
         """Be the current stream."""
 
     def __exit__(self, *_: object) -> Any:
-        """Let the one before be the current stream again."""
+        """Restore the previous current stream."""
 
 
 def new_stream(device: torch.device) -> Stream:
-    """A stream of `device` beside those that compute."""
+    """A new stream of `device`, concurrent with compute."""
     made: Stream = torch.get_device_module(device).Stream(device)
     return made
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream on which ops of this thread run now."""
+    """The current stream of this thread on `device`."""
     found: Stream = torch.get_device_module(device).current_stream(device)
     return found
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has nothing to do."""
+    """Wait until `device` is idle."""
     torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
 class RawStreams:
-    """The streams of device number `index` as its runtime library knows them, for native code.
+    """Streams of device `index` as its runtime library has them, for native code.
 
-    `prefix` is what the library's functions begin with, and `path` where it lies, if it is not the one that PyTorch has
-    loaded. `current(index)` is the stream on which ops of this thread run now.
+    `prefix` begins the names of the library's functions, and `path` is its file, if it is not the one that PyTorch has
+    loaded. `current(index)` is this thread's current stream.
     """
 
     prefix: str
@@ -85,17 +91,17 @@ class RawStreams:
     path: str = ""
 
     def compute(self) -> Stream:
-        """The stream on which ops of this thread run now."""
+        """The current stream of this thread."""
         return current_stream(torch.device("cuda", self.index))
 
     def new(self) -> tuple[Stream, int]:
-        """A stream beside those that compute, which lives as long as the object does, and its raw handle."""
+        """A new stream, alive as long as the object, and its raw handle."""
         stream: Any = new_stream(torch.device("cuda", self.index))
         return stream, int(stream.cuda_stream)
 
 
 def raw_streams(device: torch.device) -> RawStreams | None:
-    """The raw streams of `device`; None where it has none that we know of."""
+    """The raw streams of `device`, or None."""
     current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if device.type != "cuda" or current is None:
         return None
@@ -106,14 +112,14 @@ def raw_streams(device: torch.device) -> RawStreams | None:
 # -- when work was done
 
 FAR_SECONDS = 2.0
-"""Times that lie further apart than this are told from another mark: PyTorch gives them as milliseconds in single precision."""
+"""Longest seconds measured from one mark: PyTorch gives times as milliseconds in single precision."""
 
 
 class DeviceClock:
-    """When the streams of a device had done what stands before a mark, in seconds that `now` gives on the host.
+    """When a device's streams reach a mark, in the host's seconds.
 
-    A mark is an event with a time, which costs the host a call and makes nobody wait. Only here the host waits, once: until
-    the device has nothing to do, and both clocks can begin together.
+    `now` gives these. A mark is an event with a time, which costs the host a call and makes nobody wait. Only the
+    constructor waits, once, until the device is idle, so that both clocks can start together.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
@@ -127,13 +133,13 @@ class DeviceClock:
         self._next: tuple[Any, float] | None = None
 
     def mark(self, stream: Any = None) -> Any:
-        """An event behind all that `stream`, or else the one that computes, has been given."""
+        """An event after all work given to `stream`, or else to compute."""
         event = self._free.pop() if self._free else torch.get_device_module(self._device).Event(enable_timing=True)
         event.record(self._compute() if stream is None else stream)
         return event
 
     def _compute(self) -> Stream:
-        """The stream that computes, whose object takes the host longer to make than an event to record."""
+        """The compute stream, cached, for making its object costs more than an event."""
         raw = None if self._raw is None else self._raw.current(self._raw.index)
         if raw is None:
             return current_stream(self._device)
@@ -142,18 +148,18 @@ class DeviceClock:
         return self._streams[raw]
 
     def is_past(self, mark: Any) -> bool:
-        """Whether what stands before it is done."""
+        """Whether all work before the mark is done."""
         return bool(mark.query())
 
     def seconds(self, mark: Any) -> float:
-        """When that was. Only for what is past."""
+        """The time of a mark that has passed, in seconds."""
         since = self._origin.elapsed_time(mark) / 1e3
         if since > FAR_SECONDS:
             self._next = mark, self._origin_seconds + since
         return float(self._origin_seconds + since)
 
     def give_back(self, mark: Any) -> None:
-        """Nobody asks for this one any more: it can be recorded anew."""
+        """Recycle a mark."""
         if self._next is not None and self._next[0] is mark:
             self._free.append(self._origin)
             self._origin, self._origin_seconds = self._next
@@ -162,7 +168,7 @@ class DeviceClock:
             self._free.append(mark)
 
     def settle(self) -> None:
-        """Wait until all marks are past."""
+        """Wait until all marks have passed."""
         synchronize(self._device)
 
 
@@ -170,7 +176,7 @@ class DeviceClock:
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free on `device`, and that it has."""
+    """Free bytes of `device`, and its total bytes."""
     free, total = torch.get_device_module(device).mem_get_info(device)
     return int(free), int(total)
 
@@ -181,27 +187,27 @@ def reserved_bytes(device: torch.device) -> int:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Let `peak_bytes` begin anew."""
+    """Reset `peak_bytes`."""
     torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """The most bytes that tensors had, and that PyTorch's allocator held, since `reset_peaks`."""
+    """Peak bytes of tensors, and of PyTorch's allocator, since `reset_peaks`."""
     return int(torch.accelerator.max_memory_allocated(device)), int(torch.accelerator.max_memory_reserved(device))
 
 
 def name_and_bytes(device: torch.device) -> tuple[str, int]:
-    """What the driver calls `device`, and the bytes that it has in all."""
+    """The driver's name for `device`, and its total bytes."""
     properties = torch.get_device_module(device).get_device_properties(device)
     return str(properties.name), int(properties.total_memory)
 
 
 MOST_HISTORY = 200_000
-"""So many events of the allocator are kept, of some KB each: those that came last."""
+"""Most allocator events kept, the latest ones, of some KB each."""
 
 
 class MemoryHistory:
-    """What PyTorch's own recorder sees of memory from now on, as the snapshot that is `taken` at the end.
+    """PyTorch's own memory recorder, whose snapshot is `taken` at the end.
 
     A recorder that is on already goes on as it is. Raises RuntimeError for an allocator that is not PyTorch's.
     """
@@ -217,16 +223,19 @@ class MemoryHistory:
             )
 
     def annotate(self, text: str) -> None:
-        """What is allocated from now on says `text`."""
+        """Annotate the allocations from now on with `text`."""
         torch.cuda.memory._set_memory_metadata(text)
 
     def step(self, name: str, stage: str) -> None:
-        """The step of this name is at its `START`, or at its `END`."""
+        """Mark a step's `START` or `END`."""
         at = time.time_ns() // 1000  # as PyTorch says it of allocations
         self._steps.append({"stage": stage, "name": name, "device": self._device.index or 0, "time_us": at})
 
     def taken(self) -> dict[str, Any]:
-        """The snapshot, as `torch.cuda.memory._dump_snapshot` would write it, with the steps among its annotations."""
+        """The snapshot, with the steps among its annotations.
+
+        As `torch.cuda.memory._dump_snapshot` would write it.
+        """
         found: dict[str, Any] = torch.cuda.memory._snapshot()
         torch.cuda.memory._set_memory_metadata(self._said_before)
         if self._is_ours:
@@ -240,21 +249,27 @@ class MemoryHistory:
 
 
 class PageLock:
-    """Locks pages of host memory for the accelerator, and unlocks them."""
+    """Locks and unlocks pages of host memory for the accelerator."""
 
     def lock(self, chunk: Tensor) -> int:
-        """0, or the number of the device's error, which is then its last error no more."""
+        """Lock a chunk; 0, or the device's error number.
+
+        The error is cleared as the device's last error.
+        """
         status = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0))
         if status != 0:
             self.clear_error()
         return status
 
     def unlock(self, chunk: Tensor) -> None:
-        """Let go of pages that no copy reads or fills any more."""
+        """Unlock pages that no copy uses any more."""
         torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())
 
     def clear_error(self) -> None:
-        """A refusal stays the device's last error, and the next op would raise it: let an op of ours be that."""
+        """Clear the device's last error with an op of our own.
+
+        A refusal would otherwise be raised by the user's next op.
+        """
         try:
             torch.ones((), device="cuda")
         except RuntimeError:

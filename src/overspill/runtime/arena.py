@@ -1,12 +1,12 @@
-"""Planned addresses for compiled programs: each buffer lies in one arena where a solver has put it.
+"""Planned addresses for compiled programs: buffers lie in one solved arena.
 
-Every buffer that a program allocates, and every tensor that comes back from the store, is a block with the time that the
-schedule gives it, forward and backward together. What leaves the step (outputs, gradients) is not, for its owner says
-how long it lives, and neither is what library calls allocate for themselves. So a call has one arena from its forward to
+Every buffer that a program allocates, and every tensor that comes back from the store, is a block with its lifetime in
+the schedule, forward and backward together. What leaves the step (outputs, gradients) is not, for its owner decides how
+long it lives, and neither is what library calls allocate for themselves. So a call has one arena from its forward to
 the end of its backward, and all of that arena is what it keeps between them.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._construct_storage_from_data_pointer`, so that
-each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `torch._C._construct_storage_from_data_pointer`, so
+that each buffer has a storage of its own, and `torch._C._storage_Use_Count`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from overspill.simulate import trace_of
 from .transfer.forks import ForkedLock
 
 ALIGNMENT = 64
-"""Bytes that addresses are multiples of, as those that PyTorch's allocators give are."""
+"""Alignment of addresses in bytes, as PyTorch's CPU allocator gives."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where blocks lie in the arena: `offsets` in bytes by tensor and by the position in the schedule that allocates it.
+    """Where blocks lie in the arena.
 
-    `outside_bytes` is the most that is live besides at any time, and `retained_bytes` what of that is there between forward and
-    backward, persistent bytes aside.
+    `offsets` in bytes by tensor and by the position in the schedule that allocates it. `outside_bytes` is the most that
+    is live outside the arena at any time, and `retained_bytes` how much of that is there between forward and backward,
+    without persistent tensors.
     """
 
     offsets: dict[tuple[int, int], int]
@@ -50,7 +51,7 @@ class Places:
 
     @property
     def total_bytes(self) -> int:
-        """What the device has to have: the arena is there all the while."""
+        """Bytes needed of the device: the arena, which always stays, and the rest."""
         return self.arena_bytes + self.outside_bytes
 
 
@@ -58,25 +59,30 @@ NOWHERE = Places({}, 0, 0)
 
 
 class Arena(NamedTuple):
-    """The `places` of a step's buffers, and what gives the memory in which they are."""
+    """The `places` of a step's buffers, and a function that gives their memory."""
 
     places: Places = NOWHERE
     take: Callable[[], Tensor] | None = None
 
 
 def places_of(captured: Captured, schedule: Schedule, solver: Solver, limits: Limits) -> Places:
-    """The places of the program's buffers under `schedule`; the solver's layout is checked before it is used. Raises RequestError where it has none."""
+    """Addresses of the program's buffers under `schedule`.
+
+    The solver's layout is checked before it is used. Raises RequestError where it has none.
+    """
     allocations = list(_allocations(captured, schedule))
     wanted = {(captured.graph.tensors[tensor].name, at): (tensor, at) for tensor, at in allocations}
     inside: list[Block] = []
     outside: list[Block] = []
     keys: list[tuple[int, int]] = []
+    # Blocks that the program allocates go into the arena; others stay outside.
     for block in trace_of(captured.graph, schedule).blocks:
         if (key := wanted.get((block.name, block.start))) is None:
             outside.append(replace(block, id=len(outside)))
         else:
             inside.append(replace(block, id=len(inside), alignment=ALIGNMENT))
             keys.append(key)
+    # Solve for addresses.
     layout = solver.solve(Trace(tuple(inside)), limits).layout
     if layout is None:
         raise RequestError(f"the solver {solver.name!r} found no layout within its time")
@@ -86,10 +92,11 @@ def places_of(captured: Captured, schedule: Schedule, solver: Solver, limits: Li
 
 
 def _allocations(captured: Captured, schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Each time that a buffer of the program comes to the device: the tensor, and the position in the schedule."""
+    """Each allocation of a buffer of the program: tensor, and position in the schedule."""
     graph = captured.graph
     own, allocated = _own(captured), _allocated(captured)
     here: set[int] = set()
+    # A tensor is allocated where it is made or prefetched, and not there yet.
     for position, instruction in enumerate(schedule.instructions):
         target = instruction.target
         made: tuple[int, ...] = ()
@@ -104,23 +111,23 @@ def _allocations(captured: Captured, schedule: Schedule) -> Iterator[tuple[int, 
 
 
 def _own(captured: Captured) -> dict[int, fx.Node]:
-    """The tensors of the step alone, by the one node that makes each."""
+    """Tensors of the step alone that have one root, with that node."""
     others = captured.handed_out() | {t.id for t in captured.graph.tensors if t.persistent}
     roots = {t: captured.joint.roots.get(key, []) for key, t in captured.tensor_of.items()}
     return {t: of[0] for t, of in roots.items() if len(of) == 1 and t not in others}
 
 
 def _allocated(captured: Captured) -> set[int]:
-    """Those of them whose memory the program itself asks for."""
+    """Those whose memory the program itself allocates."""
     return {tensor for tensor, root in _own(captured).items() if allocated_as(root)}
 
 
 def plan_in_arena(
     captured: Captured, make: Callable[[int], Plan], budget_bytes: int, solver: Solver, limits: Limits
 ) -> tuple[Plan, Places]:
-    """A plan that `make` gives for some budget, and its places, which together with the rest fit in `budget_bytes`.
+    """A plan from `make` whose arena and other bytes fit in `budget_bytes`.
 
-    Raises InfeasibleBudget, with the least that was found.
+    With its places. Raises InfeasibleBudget, with the least that was found.
     """
     asked, least = budget_bytes, None
     for left in reversed(range(REPLANS)):
@@ -128,6 +135,7 @@ def plan_in_arena(
             plan, is_least = make(max(1, asked)), False
         except InfeasibleBudget as error:
             plan, is_least = make(error.floor_bytes), True
+        # Solve for addresses: if they fit, done; else plan again within fewer bytes.
         places = places_of(captured, plan.schedule, solver, limits)
         if places.total_bytes <= budget_bytes:
             kept = places.arena_bytes + places.retained_bytes
@@ -148,18 +156,24 @@ def plan_in_arena(
 
 
 _OURS = 2
-"""References to an arena's storage when no call has it: ours, and that of who asks."""
+"""References to an arena's storage that no call uses: ours, and the caller's."""
 
 
 class Arenas:
-    """The arenas of a session's calls. One that no call has any more stays for the next of the same size."""
+    """The arenas of a session's calls.
+
+    An unused one stays for the next call of the same size.
+    """
 
     def __init__(self) -> None:
         self._memories: list[Tensor] = []
         self._lock = ForkedLock()
 
     def taker(self, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
-        """What a lowered graph calls for its arena: `take`, as long as the session is there."""
+        """A function that lowered graphs call for their arena.
+
+        It needs the session to be alive.
+        """
         ours = weakref.ref(self)
 
         def take_arena() -> Tensor:
@@ -170,7 +184,7 @@ class Arenas:
         return take_arena
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """The memory for one call, which has it as long as it holds this tensor."""
+        """The memory for one call, in use as long as the tensor lives."""
         with self._lock.lock:
             self._give_back(nbytes)
             idle = (m for m in self._memories if not _is_taken(m) and m.device == device)
@@ -180,13 +194,16 @@ class Arenas:
             return found.view(-1)
 
     def give_back(self) -> None:
-        """Free what no call has: before a graph runs whose plan knows of no arena."""
+        """Free unused arenas before a graph runs whose plan has none."""
         if self._memories:
             with self._lock.lock:
                 self._give_back(0)
 
     def _give_back(self, besides: int) -> None:
-        """One of `besides` bytes is kept: the plan of the graph that runs next counts that."""
+        """Free unused arenas, but for one of `besides` bytes.
+
+        The plan of the graph that runs next counts that one.
+        """
         idle = [m for m in self._memories if not _is_taken(m)]
         kept = next((m for m in idle if m.nbytes == besides), None)
         self._memories = [m for m in self._memories if m is kept or _is_taken(m)]
@@ -197,7 +214,7 @@ def _is_taken(memory: Tensor) -> bool:
 
 
 def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage of its own for the bytes at `offset` of the arena, which whoever uses it keeps."""
+    """A storage for bytes at `offset` of the arena; the caller keeps the arena alive."""
     at = arena.data_ptr() + offset
     found: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(at, arena.device, nbytes)
     return found
@@ -206,5 +223,5 @@ def storage_at(arena: Tensor, offset: int, nbytes: int) -> torch.UntypedStorage:
 def tensor_at(
     arena: Tensor, offset: int, nbytes: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """A buffer at `offset` of the arena."""
+    """A tensor at `offset` of the arena."""
     return torch.empty(0, dtype=dtype, device=arena.device).set_(storage_at(arena, offset, nbytes), 0, size, stride)

@@ -1,4 +1,4 @@
-"""The inputs of a step: what makes two of the same kind, and how they are split into micro-batches."""
+"""A step's inputs: their kind, and splitting into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from overspill.core.errors import RequestError
 
 
 def kind(leaf: Any) -> Any:
-    """What a plan depends on of one input."""
+    """What a plan depends on of one input: shape, strides, dtype, device."""
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def tensors(inputs: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among the inputs, in their order."""
+    """The tensors among the inputs, in order."""
     return [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
 
 
 def same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether two calls' inputs are the same values."""
+    """Whether two calls have equal inputs."""
     leaves, spec = tree_flatten(inputs)
     other_leaves, other_spec = tree_flatten(others)
     return spec == other_spec and all(map(_same, leaves, other_leaves))
@@ -36,7 +36,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
-    """`inputs` in `count` micro-batches: each tensor of at least one dimension is split along its first."""
+    """Split `inputs` into `count` micro-batches along the first dimension.
+
+    Tensors without dimensions, and other values, go to each. Raises RequestError.
+    """
     if count == 1:
         yield inputs
         return
@@ -48,6 +51,7 @@ def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
             f"{what} cannot be split into {count} equal micro-batches; "
             f"every input needs the same first dimension, a multiple of {count}"
         )
+    # Each part has its share of every tensor.
     parts = [leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * count for leaf in leaves]
     for index in range(count):
         batch: tuple[Any, ...] = tree_unflatten([part[index] for part in parts], spec)
@@ -55,7 +59,7 @@ def split(inputs: tuple[Any, ...], count: int) -> Iterator[tuple[Any, ...]]:
 
 
 def bytes_outside(inputs: tuple[Any, ...], batch: tuple[Any, ...]) -> int:
-    """Bytes of a call's `inputs` that are not in the micro-batch `batch`."""
+    """Bytes of a call's `inputs` outside the micro-batch `batch`."""
     return _nbytes(inputs) - _nbytes(batch)
 
 

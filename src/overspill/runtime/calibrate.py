@@ -1,6 +1,6 @@
-"""Measures this machine: what its CPU, its memory and its disk store do, as a Device.
+"""Measures this machine's CPU, memory and disk store as a Device.
 
-A rate is that of the fastest of some rounds, because what else the machine does only ever adds time.
+A rate is that of the fastest of some rounds, because other load on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .transfer.stores import DiskStore, Store
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PRODUCT_SIZES = (256, 512, 1024, 1536)
 SLOW_PRODUCT_SECONDS = 0.1
-"""A product that takes this long is large enough: the next one would take three to eight times as long."""
+"""A product of this many seconds is large enough; the next would take three to eight times as long."""
 COPY_BYTES = 64 << 20
 BLOCK_BYTES = 16 << 20
 BLOCKS = 12
@@ -40,7 +40,7 @@ PAGE_TRIPS = 100
 HOST_ROUNDS = 5
 SMALL_OPS = 20_000
 COMPUTE_SECONDS = 0.3
-"""How long compute runs alone, and then beside transfers, to see what they take from it."""
+"""Seconds that compute runs alone, then alongside transfers, to see what they cost it."""
 SHARE_ROUNDS = 3
 DUPLEX_SHARE = 0.6
 """Both directions at once in this share of their times added up count as full duplex (0.5 would be perfect)."""
@@ -50,8 +50,12 @@ T = TypeVar("T")
 
 
 def calibrate(store_dir: str | Path | None = None, progress: Progress | None = None) -> Device:
-    """This CPU as measured, in some ten seconds. Raises what the disk store raises when it cannot hold its blocks."""
+    """This CPU as a measured Device, in some ten seconds.
+
+    Raises what the disk store raises when it cannot hold its blocks.
+    """
     say = progress or (lambda _: None)
+    # Measure transfers, compute, and both together.
     engine = make_engine(DiskStore(store_dir), torch.device("cpu"))
     try:
         with torch.no_grad():
@@ -67,6 +71,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
         efficiency = _efficiency(rates["float32"])
     finally:
         engine.close()
+    # The figures, with their sources.
     return Device(
         name="cpu",
         kind="cpu",
@@ -87,7 +92,7 @@ def calibrate(store_dir: str | Path | None = None, progress: Progress | None = N
 
 
 def _fastest(action: Callable[[], object], rounds: int = 3) -> float:
-    """Seconds of the fastest of `rounds`, after one that warms up."""
+    """Seconds of the fastest of `rounds`, after a warm-up."""
     action()
     times = []
     for _ in range(rounds):
@@ -110,11 +115,15 @@ class _Transfers:
 
 
 def _measure_transfers(engine: TransferEngine) -> _Transfers:
-    """Rates of the store each way, as the engine reaches them with nothing beside it, and the fixed time of one transfer."""
+    """Transfer rates of the store each way, and one transfer's fixed time.
+
+    As the engine reaches them with nothing else running.
+    """
     blocks = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
     engine.store.reserve(2 * BLOCKS * BLOCK_BYTES)
     _offload(engine, blocks)  # the first round fills the arena; its slots are free again when the handles are gone
     out, back, both = zip(*(_round(engine, blocks) for _ in range(3)), strict=True)
+    # The fixed time, by transfers of one page.
     page = torch.zeros(4096, dtype=torch.uint8)
     round_trips = [_timed(lambda: _prefetch(engine, _offload(engine, [page])))[0] for _ in range(PAGE_TRIPS)]
     busy = transfer_host_seconds(engine, page)
@@ -129,7 +138,10 @@ def _measure_transfers(engine: TransferEngine) -> _Transfers:
 
 
 def transfer_host_seconds(engine: TransferEngine, block: Tensor) -> float:
-    """Seconds that this thread is busy with one transfer of `block`: with half a swap."""
+    """Seconds that this thread spends on one transfer of `block`.
+
+    Half a swap.
+    """
     _prefetch(engine, _offload(engine, [block]))
     times = []
     for _ in range(HOST_ROUNDS):
@@ -141,14 +153,14 @@ def transfer_host_seconds(engine: TransferEngine, block: Tensor) -> float:
 
 
 def _round(engine: TransferEngine, blocks: list[Tensor]) -> tuple[float, float, float]:
-    """Seconds that offloading `blocks`, prefetching them, and both at once take."""
+    """Seconds to offload `blocks`, to prefetch them, and for both at once."""
     out, handles = _timed(lambda: _offload(engine, blocks))
     back = _timed(lambda: _prefetch(engine, handles))[0]
     return out, back, _timed(lambda: _both_ways(engine, blocks, handles))[0]
 
 
 def _timed(action: Callable[[], T]) -> tuple[float, T]:
-    """Seconds that `action` took, and what it returned."""
+    """Seconds of `action`, and what it returned."""
     begun = time.perf_counter()
     result = action()
     return time.perf_counter() - begun, result
@@ -178,7 +190,7 @@ def _both_ways(engine: TransferEngine, blocks: list[Tensor], handles: list[Tenso
 
 
 def _compute_share(store: Store) -> float:
-    """The share of compute time that a transfer beside it adds, between 0 and 1."""
+    """Share of compute time that a concurrent transfer adds, 0 to 1."""
     matrix = torch.randn(512, 512)
     count = max(1, round(COMPUTE_SECONDS / _fastest(lambda: matrix @ matrix)))
 
@@ -197,7 +209,7 @@ def _compute_share(store: Store) -> float:
 
 @contextmanager
 def _transferring(store: Store) -> Iterator[None]:
-    """Write to and read from `store` on a lane for as long as the context lasts."""
+    """Context in which a lane writes to and reads from `store`."""
     stop = Event()
 
     def transfer(slot: Slot, block: Tensor) -> None:
@@ -222,7 +234,10 @@ def _transferring(store: Store) -> Iterator[None]:
 
 
 def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products of `dtype`, as large as takes no long time."""
+    """FLOP/s of square matrix products of `dtype`.
+
+    As large as takes no long time.
+    """
     best = 0.0
     for size in PRODUCT_SIZES:
         matrix = torch.ones(size, size, dtype=dtype)
@@ -234,13 +249,16 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 
 def _copy_rate() -> float:
-    """Bytes read and written in a second by an op on large tensors, which like most makes a fresh one for its result."""
+    """Bytes per second, read and written, of an op on large tensors.
+
+    Like most ops it allocates its result.
+    """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     return 2 * COPY_BYTES / _fastest(source.clone, rounds=5)
 
 
 def _op_overhead() -> float:
-    """Seconds of the smallest op, called as a lowered graph calls it."""
+    """Seconds of the smallest op, called as lowered graphs call it."""
     one, add = torch.ones(1), torch.ops.aten.add.Tensor
 
     def run() -> None:
@@ -252,12 +270,16 @@ def _op_overhead() -> float:
 
 
 def _efficiency(peak_rate: float) -> dict[str, float]:
-    """The share of the matrix product's rate that layers reach, forward and backward together, by layer type."""
+    """Each layer type's share of the matrix product's rate.
+
+    Forward and backward together.
+    """
     image, fine, coarse = torch.randn(4, 64, 56, 56), torch.randn(64, 64, 3, 3), torch.randn(256, 64, 1, 1)
     tokens, weight = torch.randn(1024, 768), torch.randn(3072, 768)
     heads = torch.randn(2, 12, 256, 64)
     pixels = image.shape[0] * 56 * 56
     conv_flops = 2 * pixels * (fine.numel() + coarse.numel())
+    # Forward FLOPs, function and inputs of each.
     measured = {
         "conv": (conv_flops, lambda x, f, c: F.conv2d(F.conv2d(x, f, padding=1), c), (image, fine, coarse)),
         "linear": (2 * tokens.shape[0] * weight.numel(), F.linear, (tokens, weight)),
@@ -274,7 +296,7 @@ def _efficiency(peak_rate: float) -> dict[str, float]:
 
 
 def _training_rate(forward_flops: int, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
-    """FLOP/s of `function` and its backward pass, which has twice the FLOPs of the forward pass."""
+    """FLOP/s of `function` with backward, which has twice forward's FLOPs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     gradient = torch.ones_like(function(*leaves))
     return 3 * forward_flops / _fastest(lambda: torch.autograd.grad(function(*leaves), leaves, gradient))
@@ -290,6 +312,7 @@ def _sources() -> dict[str, str]:
         f"torch {torch.__version__}"
     )
     store = f"{BLOCKS} blocks of {format_bytes(BLOCK_BYTES)} through the disk store, warm"
+    # What was measured for each figure.
     how = {
         "flops_per_second": "square matrix products",
         "memory_bytes_per_second": f"copy of {format_bytes(COPY_BYTES)} into a fresh tensor, bytes read and written",
@@ -310,7 +333,7 @@ def _sources() -> dict[str, str]:
 
 
 def _cpu_model() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     with suppress(OSError):
         if found := re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE

@@ -1,7 +1,8 @@
-"""What runs lowered graphs, of compiled models and of whole steps: instruction by instruction, each value dropped at its last use.
+"""Runs lowered graphs instruction by instruction, dropping each value at its last use.
 
-What generated code would hold in local variables is here a table of values; the position is a number. A run that an error
-stopped holds every tensor that it had taken, and can go on from the instruction that failed, which is carried out again.
+It serves compiled models and whole steps. The values that generated code would hold in local variables are in a table
+here; the position is a number. A run that an error stopped holds every tensor that it had taken, and can go on from the
+instruction that failed, which is carried out again.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm, aten.tanh.default: torch.tanh,
     aten.native_dropout.default: torch.native_dropout, aten.relu.default: torch.relu, aten.clone.default: torch.clone,
 }  # fmt: skip
-"""PyTorch's own bindings of ops: they call the same overload, and cost the host half of what calling it from Python does."""
+"""PyTorch's own bindings of ops: they call the same overload at half the host time."""
 OF_TENSORS = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
-"""Those whose binding may take another overload for a number."""
+"""Ops whose binding may choose another overload for a number."""
 TRANSFERS = (offload, await_offload, prefetch, await_prefetch)
 
 
 class Form(Enum):
-    """In which form an instruction's value is a tensor that the step was given."""
+    """The form in which a value of the run is one of its inputs."""
 
     TENSOR = "tensor"
     HANDLE = "handle"
@@ -45,9 +46,9 @@ class Form(Enum):
 
 
 class _Instruction(NamedTuple):
-    """One node: what is called with what, and the values that nothing later wants.
+    """One node: what is called with what, and the values dead after it.
 
-    It `changes` what the step was given: a buffer, a sum of gradients, or what its `mutation` says.
+    `changes`: it changes what the step was given: a buffer, a sum of gradients, or what its `mutation` says.
     """
 
     node: fx.Node
@@ -61,15 +62,16 @@ class _Instruction(NamedTuple):
 
 
 class LoweredProgram:
-    """The instructions of one lowered graph, and where each of its inputs is at every point."""
+    """The instructions of one lowered graph, with each value's last use."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         nodes = list(module.graph.nodes)
         self.inputs = [node for node in nodes if node.op == "placeholder"]
         self.held: list[int | None] = [node.meta.get(HOLDS) for node in self.inputs]
-        """For each input the tensor that it is."""
+        """The graph's tensor that each input is, or None."""
         self.constants = {n: operator.attrgetter(str(n.target))(module) for n in nodes if n.op == "get_attr"}
         self.results: Sequence[Any] = nodes[-1].args[0]
+        # Each value dies with its last user; a value without one, at once.
         last_user = {source: user for user in nodes for source in user.all_input_nodes}
         self.unused = [node for node in self.inputs if node not in last_user]
         done_with: dict[fx.Node, list[fx.Node]] = {}
@@ -92,12 +94,12 @@ class LoweredProgram:
         ]
 
     def wrapped(self, wrap: Callable[[fx.Node, Callable[..., Any]], Callable[..., Any]]) -> list[_Instruction]:
-        """The instructions, at the same positions, with what each calls as `wrap` has it."""
+        """The instructions, with each target replaced by `wrap`'s."""
         return [i._replace(target=wrap(i.node, i.target)) for i in self.instructions]
 
     @cached_property
     def forms(self) -> dict[fx.Node, list[tuple[fx.Node, Form]]]:
-        """For each input, the instructions whose value is that input in some form, in order."""
+        """For each input, the instructions whose value is it in some form, in order."""
         forms: dict[fx.Node, list[tuple[fx.Node, Form]]] = {node: [] for node in self.inputs}
         named = {
             node.name: node for node in self.inputs
@@ -106,6 +108,7 @@ class LoweredProgram:
         for node in self.inputs:
             form_now = Form.HANDLE if node.name.startswith(HANDLE_PREFIX) else Form.TENSOR
             forms[source[node]].append((node, form_now))
+        # Follow each input through the transfers.
         form = {offload: Form.HANDLE, prefetch: Form.ARRIVING, await_prefetch: Form.TENSOR}
         for instruction in self.instructions:
             node = instruction.node
@@ -116,7 +119,7 @@ class LoweredProgram:
 
 
 class ProgramRun:
-    """`program` at work on `args`, which it takes out of the caller's list."""
+    """`program` running on `args`, which it takes out of the caller's list."""
 
     def __init__(self, program: LoweredProgram, args: list[Any]) -> None:
         self.program = program
@@ -129,17 +132,17 @@ class ProgramRun:
         self.changed = False
         """Whether a parameter has been updated."""
         self.mutated = False
-        """Whether it may have changed anything that the step was given, so that it cannot be begun again."""
+        """Whether it may have changed anything that the step was given, so that it cannot start again."""
         self.lost = ""
-        """What was stopped half-way and cannot be done again."""
+        """What an error stopped half-way and cannot be repeated."""
 
     def go_on(
         self, may_go_on: Callable[[], None] | None = None, instructions: Sequence[_Instruction] | None = None
     ) -> tuple[Any, ...]:
-        """Carry out what is left, by the program's `instructions` or by those that stand for them; the results.
+        """Run the remaining instructions; returns the results.
 
-        `may_go_on`, if given, is called before each and may raise. After an error, call this again: the instruction that raised it is
-        then the first to be carried out.
+        `instructions`: others in place of the program's own. `may_go_on`, if given, is called before each and may
+        raise. After an error, call this again: the instruction that raised is then the first to be carried out.
         """
         instructions = self.program.instructions if instructions is None else instructions
         values, is_node = self.values, fx.Node
@@ -158,6 +161,7 @@ class ProgramRun:
                 )
             else:
                 values[node] = target(*[values[a] if type(a) is is_node else a for a in args], **kwargs)
+            # Done: advance, then drop what is dead.
             self.position = position + 1  # before `lost` is withdrawn, so that nothing is ever done twice
             if mutation is not None:
                 self.lost = ""
@@ -168,7 +172,7 @@ class ProgramRun:
         return results
 
     def where(self) -> tuple[int | None, str]:
-        """What the next instruction moves: the position of an input, or None and the name of another tensor."""
+        """What the next instruction moves: an input's position, or None and a name."""
         if self.position == len(self.program.instructions):
             return None, ""
         node = self.program.instructions[self.position].node
@@ -177,13 +181,13 @@ class ProgramRun:
         return (names.get(moved), node.name) if node.target in TRANSFERS else (None, "")
 
     def op(self) -> str:
-        """The name of the next instruction's op."""
+        """The name of the next op."""
         return str(self.program.instructions[self.position].node.target)
 
     def give_up(self, wanted: Iterable[int], engine: TransferEngine | None) -> dict[int, tuple[Form, Any]]:
-        """The inputs at the positions `wanted` as they are now, as a tensor or as a handle; no transfer is under way then.
+        """The `wanted` inputs as they are now, as tensors or handles.
 
-        An input that is on its way back is given as the handle of what the store has.
+        Transfers are cancelled. An input on its way back is given as a handle of what the store has.
         """
         found = {position: self._now(self.program.inputs[position], engine) for position in wanted}
         for node, value in self.values.items():
@@ -211,7 +215,7 @@ def _called(node: fx.Node) -> Any:
 
 
 def _nested(node: fx.Node) -> bool:
-    """Whether a value stands anywhere but directly among the arguments of `node`."""
+    """Whether a value stands anywhere but directly among the arguments."""
     direct = {a for a in node.args if isinstance(a, fx.Node)}
     return any(n not in direct for n in node.all_input_nodes) or any(
         isinstance(a, (list, tuple, dict, slice)) and _holds_node(a) for a in (*node.args, *node.kwargs.values())

@@ -1,4 +1,4 @@
-"""A compiled step has two functions, which autograd calls: the instructions of each, and what the first leaves the second."""
+"""Splits a schedule into forward and backward, and finds what crosses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from overspill.core import Graph, Instruction, Phase, Schedule, Verb
 
 
 def split(graph: Graph, schedule: Schedule) -> tuple[Sequence[Instruction], Sequence[Instruction]]:
-    """The instructions of forward and of backward; what follows backward is not their affair."""
+    """The instructions of forward and of backward, without the update."""
     instructions = schedule.instructions
     last = max(
         (i for i, x in enumerate(instructions) if x.verb is Verb.RUN and graph.ops[x.target].phase is Phase.FORWARD),
@@ -21,7 +21,7 @@ def split(graph: Graph, schedule: Schedule) -> tuple[Sequence[Instruction], Sequ
 
 
 def crossing(graph: Graph, captured: Container[int], backward: Iterable[Instruction]) -> tuple[list[int], list[int]]:
-    """The tensors that backward reads or lets go of, and those that it brings back, in the order in which it does.
+    """Tensors that backward reads or frees, and those it prefetches, in order.
 
     `captured` are the ops that it carries out itself. Some of both may be made in backward.
     """

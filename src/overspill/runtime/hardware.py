@@ -1,4 +1,7 @@
-"""The Device of a torch device: this CPU as calibrated, or the data file of the GPU that is there."""
+"""The Device for a torch device.
+
+This CPU as calibrated, or the GPU's data file.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from . import accelerator
 from .live.allocator import serving
 
 UNKNOWN_GPU = "a100-40gb"
-"""Whose rates stand in for those of a GPU that has no data file; its memory is asked of the driver."""
+"""The GPU whose rates stand in for a GPU without a data file; memory is asked of the driver."""
 _CONTEXTS: dict[int, int] = {}
 
 
 def device_noun(device: torch.device) -> Device:
-    """What the planner knows of `device`."""
+    """The Device with the planner's figures for `device`."""
     if device.type == "cpu":
         return this_cpu()
     if device.type != "cuda":
@@ -43,6 +46,7 @@ def device_noun(device: torch.device) -> Device:
         known = load_device(name)
     except RequestError:
         known = replace(load_device(UNKNOWN_GPU), name=name)
+    # Memory, capability and context are this GPU's own.
     index = torch.cuda.current_device() if device.index is None else device.index
     major, minor = torch.cuda.get_device_capability(index)
     return replace(
@@ -55,22 +59,26 @@ def device_noun(device: torch.device) -> Device:
 
 
 def usable_bytes(device: torch.device) -> int:
-    """Bytes that tensors may take on `device`: physical memory on the CPU, what the driver leaves on CUDA."""
+    """Bytes that tensors may take on `device`.
+
+    Physical memory on the CPU, what the driver leaves on CUDA.
+    """
     if device.type == "cuda":
         return accelerator.memory_info(device)[0] + held_bytes(device)
     return device_noun(device).memory_bytes
 
 
 def held_bytes(device: torch.device) -> int:
-    """What the process has reserved of a CUDA device."""
+    """Bytes that this process has reserved of a CUDA device."""
     ours = serving()
     return accelerator.reserved_bytes(device) if ours is None else ours.statistics().reserved_bytes
 
 
 def elsewhere(device: Device, software: Software | None = None) -> Device:
-    """A device as a job would meet it on its own machine: of a GPU budgets are its card's, and kernels join its context.
+    """A device as a job would meet it on its own machine.
 
-    There it runs with `software`; None: that which is here.
+    For a GPU, budgets are its card's, and kernels count in its context. There it runs with `software`; None: the
+    software here.
     """
     if device.kind != "cuda" or device.index is not None:
         return device
@@ -80,7 +88,10 @@ def elsewhere(device: Device, software: Software | None = None) -> Device:
 
 
 def card_bytes(device: Device) -> int:
-    """The largest card that a job can have of the GPU `device`: what the driver leaves, what is ours, and the context."""
+    """Bytes of the largest card that a job can have of this GPU.
+
+    What the driver leaves, what is ours, and the context.
+    """
     if device.index == ELSEWHERE:
         return device.memory_bytes
     where = torch.device("cuda", device.index)
@@ -88,9 +99,9 @@ def card_bytes(device: Device) -> int:
 
 
 def card_of(device: Device, solver: str | None = None, software: Software | None = None) -> Card:
-    """The GPU `device` as a job meets it, with planned addresses by `solver` if it is given, and `software` (None: that here).
+    """The GPU as a Card, with planned addresses by `solver` if given.
 
-    Raises UnsupportedError where nobody knows what PyTorch's allocator takes.
+    `software`: None for that here. Raises UnsupportedError where nobody knows what PyTorch's allocator takes.
     """
     software = software or software_named()
     capability, environment, release = device.compute_capability, software.environment, software.torch_version
@@ -105,9 +116,10 @@ def card_of(device: Device, solver: str | None = None, software: Software | None
 
 
 def allocator_config() -> CachingConfig:
-    """The settings of PyTorch's CUDA allocator in this process, as its environment gives them.
+    """This process's settings of PyTorch's CUDA allocator, from its environment.
 
-    Raises UnsupportedError for another allocator than PyTorch's own, and RequestError for settings that it does not know.
+    Raises UnsupportedError for another allocator than PyTorch's own, and RequestError for settings that it does not
+    know.
     """
     text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     if "cudaMallocAsync" in text:
@@ -119,9 +131,10 @@ def allocator_config() -> CachingConfig:
 
 
 def _context_bytes(index: int, known: Device) -> int:
-    """The context on a CUDA device: as it is now, if it can be told from other processes', and the kernels that will come.
+    """Context bytes on a CUDA device, with kernels still to be loaded.
 
-    Measured once, when the first plan is made: later some of these kernels are in it.
+    The present context, if it can be told from other processes'. Measured once, when the first plan is made: later some
+    of these kernels are in it.
     """
     if index not in _CONTEXTS:
         software = software_named()
@@ -135,5 +148,5 @@ def _context_bytes(index: int, known: Device) -> int:
 
 
 def _to_come(software: Software, device: Device) -> Interval:
-    """The kernels that a job loads while it runs, cuDNN's among them."""
+    """Bytes of kernels that a job loads while it runs, cuDNN's included."""
     return kernel_image_bytes(device, software.cuda_version, cudnn=True)

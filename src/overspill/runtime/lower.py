@@ -1,8 +1,9 @@
-"""Lowering: a Schedule becomes the forward and the backward FX graph, in exactly its order.
+"""Lowering: a Schedule becomes FX graphs for forward and backward.
 
-Run copies the captured node, Recompute copies it again, transfers are calls of `runtime/transfer/ops.py`. Free needs no node:
-compiled FX code drops each variable after its last use, and `hold` marks a later use where the schedule keeps longer.
-Views cost nothing and are made anew from their storage's root wherever they are needed.
+Instructions are emitted exactly in the schedule's order. Run copies the captured node, Recompute copies it again,
+transfers are calls of `runtime/transfer/ops.py`. Free needs no node: a value is dropped after its last use, and `hold`
+marks a later use where the schedule keeps it longer. Views cost nothing and are made again from their storage's root
+wherever they are needed.
 
 What crosses from forward to backward (autograd's saved tensors) is what the schedule leaves on the device and backward
 reads, as roots, and the handles of what is in the store.
@@ -44,13 +45,13 @@ from .live.groups import NOTHING_TOLD, MadeBy, Telling, tell_groups
 from .transfer import ops
 
 HANDLE_PREFIX = "handle_of_"
-"""What the names of a whole step's inputs begin with that are handles."""
+"""Prefix of the names of a whole step's inputs that are handles."""
 OP_ID = "overspill_op"
 """Key in an emitted node's meta: the op that it runs."""
 DOES = "overspill_does"
 """Key in an emitted node's meta: the verb that it carries out, and the op or tensor."""
 TOGETHER = "overspill_together"
-"""Key in an emitted node's meta: with how many other ops it runs its own."""
+"""Key in an emitted node's meta: how many other ops run in the same call."""
 HOLDS = "overspill_holds"
 """Key in an input's meta: the tensor that it is."""
 NO_ARENA = Arena()
@@ -59,15 +60,17 @@ NO_ARENA = Arena()
 def lower(
     captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD, arena: Arena = NO_ARENA
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward graph modules that carry out `schedule`; transfers go through engine number `engine`.
+    """The forward and backward graphs that carry out `schedule`.
 
-    They tell a live pool what each instruction makes, as `made` has it. What has a place in the `arena` lies there.
+    Transfers go through engine number `engine`. `made` has the group hints for a live pool. Tensors with a place in the
+    `arena` lie there.
     """
     forward_part, backward_part = split(captured.graph, schedule)
     forward = _Emitter(captured, engine, backward=False, made=made, arena=arena)
     for node in captured.joint.primals:
         forward.add_placeholder(node)
     forward.emit(forward_part)
+    # What backward needs of forward becomes its inputs.
     saved, handles = _crossing(captured, backward_part, forward)
     forward_module = forward.finish_forward(saved, handles)
     backward = _Emitter(captured, engine, backward=True, made=made, arena=arena)
@@ -81,7 +84,10 @@ def lower(
 def lower_inference(
     captured: Captured, schedule: Schedule, engine: int, made: MadeBy = NOTHING_TOLD, arena: Arena = NO_ARENA
 ) -> fx.GraphModule:
-    """The one graph module of a step that has no backward; `made` and `arena` as for `lower`."""
+    """The single graph of a step without backward.
+
+    `made` and `arena` are as for `lower`.
+    """
     emitter = _Emitter(captured, engine, backward=False, made=made, arena=arena)
     for node in captured.joint.primals:
         emitter.add_placeholder(node)
@@ -90,7 +96,7 @@ def lower_inference(
 
 
 Together = Callable[[Sequence[Callable[..., None]]], Callable[..., None]]
-"""What makes of several functions one, which is given a tuple of arguments for each."""
+"""Merges several functions into one, which takes a tuple of arguments for each."""
 
 
 def lower_step(
@@ -101,15 +107,17 @@ def lower_step(
     together: Together,
     made: MadeBy = NOTHING_TOLD,
 ) -> fx.GraphModule:
-    """The one graph module of a whole step; the updates of each of `groups`, which follow one another, are one call.
+    """The single graph of a whole step.
 
-    It takes the captured primals, and the handles of those that are `copied`; it returns the loss, what the step returns
-    besides, and the persistent tensors that may move, in the order of `captured.joint.primals`: as tensors, or as handles
-    where `schedule` has them in the store between steps. `made` as for `lower`.
+    The updates of each of `groups`, which follow one another, are one call. It takes the captured primals, and the
+    handles of those that are `copied`; it returns the loss, the step's other results, and the persistent tensors that
+    may move, in the order of `captured.joint.primals`: as tensors, or as handles where `schedule` has them in the store
+    between steps. `made` is as for `lower`.
     """
     emitter = _Emitter(captured, engine, backward=False, made=made)
     emitter.groups = {group[0]: group for group in groups}
     emitter.together = together
+    # Inputs: tensors, handles of what is in the store, handles of what is in both.
     stored = frozenset(schedule.stored)
     for node in captured.joint.primals:
         (tensor,) = (captured.tensor_of[key] for key in storages(node))
@@ -119,13 +127,17 @@ def lower_step(
             emitter.add_placeholder(node)
     for tensor in copied(captured.graph, schedule):
         emitter.add_handle(tensor)
+    # The instructions, then the results.
     emitter.emit(schedule.instructions)
     returned = (captured.loss, *captured.others)
     return emitter.finish_step(returned, [n for n in captured.joint.primals if captured.moves(n)], stored)
 
 
 def copied(graph: Graph, schedule: Schedule) -> list[int]:
-    """What no op writes and `schedule` reads from the store, but has on the device between two steps: it is in both then."""
+    """Read-only tensors that are both on the device and in the store between steps.
+
+    No op writes them, and `schedule` reads them from the store.
+    """
     prefetched = dict.fromkeys(schedule.targets(Verb.PREFETCH))
     return [tensor for tensor in prefetched if tensor in graph.read_only and tensor not in schedule.stored]
 
@@ -133,7 +145,7 @@ def copied(graph: Graph, schedule: Schedule) -> list[int]:
 def _crossing(
     captured: Captured, backward: Iterable[Instruction], forward: _Emitter
 ) -> tuple[list[fx.Node], list[int]]:
-    """What backward takes over: the roots of tensors on the device, and the tensors whose handles it needs."""
+    """What backward takes over: roots on the device, and tensors whose handles it needs."""
     read, prefetched = crossing(captured.graph, captured.nodes, backward)
     outputs = [node for node in captured.joint.backward_outputs if isinstance(node, fx.Node)]
     needed = dict.fromkeys([*read, *(captured.tensor_of[key] for node in outputs for key in storages(node))])
@@ -148,7 +160,10 @@ def _crossing(
 
 
 class _Emitter:
-    """Emits one of the two graphs. `values` maps a captured root to the variable that holds it now."""
+    """Emits one graph.
+
+    `values` maps a captured root to the variable that holds it now.
+    """
 
     def __init__(
         self, captured: Captured, engine: int, *, backward: bool, made: MadeBy, arena: Arena = NO_ARENA
@@ -181,24 +196,27 @@ class _Emitter:
                 self._roots.setdefault(captured.tensor_of[key], []).extend(roots)
 
     def roots_of(self, tensor: int) -> list[fx.Node]:
-        """The captured nodes that views of `tensor` are made from."""
+        """The captured nodes from which views of `tensor` are made."""
         return self._roots.get(tensor, [])
 
     # -- inputs and outputs
 
     def add_placeholder(self, node: fx.Node) -> None:
-        """An input that the captured graph has too."""
+        """Add an input of the captured graph."""
         self.values[node] = self._place_root(node)
 
     def add_handle(self, tensor: int) -> None:
-        """An input that the captured graph has too, but of which the store has the bytes."""
+        """Add a captured input whose bytes are in the store."""
         root = self._only_root(tensor)
         with self.fake_mode:
             handle = ops.fake_handle()
         self.handles[tensor] = self._place(HANDLE_PREFIX + root.name, {"val": handle})
 
     def add_saved(self, saved: Iterable[fx.Node], handles: Iterable[int], forward: _Emitter) -> None:
-        """The inputs that forward saved: offloaded tensors' handles first, for they need no version check last."""
+        """Add the inputs that forward saved.
+
+        Handles come before those that need no version check, which are last.
+        """
         kept = list(saved)
         for root in (r for r in kept if not r.meta.get(NO_VERSION_CHECK)):
             self.values[root] = self._place_root(root)
@@ -216,13 +234,13 @@ class _Emitter:
         return node
 
     def _place_root(self, root: fx.Node) -> fx.Node:
-        """An input that is all of a tensor."""
+        """Add an input that is a whole tensor."""
         node = self._place(root.name, root.meta)
         node.meta[HOLDS] = next((self.captured.tensor_of.get(key) for key in storages(root)), None)
         return node
 
     def finish_forward(self, saved: list[fx.Node], handles: list[int]) -> fx.GraphModule:
-        """The forward module: the captured outputs, then what backward needs, in the order of `add_saved`."""
+        """The forward graph: its outputs, then what is saved, as `add_saved` expects."""
         checked = [self.values[r] for r in saved if not r.meta.get(NO_VERSION_CHECK)]
         unchecked = [self.values[r] for r in saved if r.meta.get(NO_VERSION_CHECK)]
         memory = [self.memory] if self.memory is not None and saved else []  # who has this has the memory
@@ -234,14 +252,14 @@ class _Emitter:
         return self._finish([*outputs, *extra], descs)
 
     def finish_backward(self) -> fx.GraphModule:
-        """The backward module, with the captured gradients."""
+        """The backward graph, which returns the gradients."""
         outputs = [self.returned[n] if isinstance(n, fx.Node) else n for n in self.joint.backward_outputs]
         return self._finish(outputs, self.joint.backward_descs)
 
     def finish_step(
         self, returned: Iterable[fx.Node], persistent: Iterable[fx.Node], stored: frozenset[int]
     ) -> fx.GraphModule:
-        """The module of a whole step: what it `returned`, then each of `persistent` as its tensor or as its handle."""
+        """The graph of a whole step: `returned`, then `persistent` as tensors or handles."""
         tensors = [(node, *(self.captured.tensor_of[key] for key in storages(node))) for node in persistent]
         kept = [self.handles[tensor] if tensor in stored else self.values[node] for node, tensor in tensors]
         return self._finish([*map(self.resolve, returned), *kept], [])
@@ -256,8 +274,9 @@ class _Emitter:
     # -- instructions
 
     def emit(self, instructions: Sequence[Instruction], first: int = 0) -> None:
-        """Emit what belongs to this graph, from position `first` of the schedule on; gradients are read when they are
-        returned, so what follows is dropped.
+        """Emit this graph's instructions, from position `first` on.
+
+        Instructions after backward are dropped, since gradients are read when they are returned.
         """
         remaining = enumerate(instructions, first)
         for position, instruction in remaining:
@@ -286,6 +305,7 @@ class _Emitter:
             self._recompute(self.captured.graph.ops[target])
         elif verb is Verb.FREE:
             self._free(target)
+        # Transfers: a call of the engine, whose result is a handle or the arriving tensor.
         elif verb is Verb.OFFLOAD:
             root = self._only_root(target)
             handle = self._call(ops.offload, (self.values[root], self.engine), f"handle_{root.name}")
@@ -328,7 +348,7 @@ class _Emitter:
         self._touch(*op.reads, *op.writes)
 
     def _run_together(self, group: Sequence[Op]) -> None:
-        """Emit one call for several updates, none of which makes a value."""
+        """Emit one call for several updates, none of which returns a value."""
         nodes = [self.captured.nodes[op.id] for op in group]
         self.now += 1
         assert self.together is not None
@@ -345,6 +365,7 @@ class _Emitter:
         node = self.captured.nodes[op.id]
         self.now += 1
         results = self._results(node)
+        # A batch norm must not update its running statistics again.
         if recomputes_without_statistics(node):
             kept = results_without_statistics(node)
             target, args = call_without_statistics(node)
@@ -375,7 +396,7 @@ class _Emitter:
         return alone
 
     def _given(self, node: fx.Node) -> dict[str, fx.Node]:
-        """What a call is to write to that has a place in the arena, by its variable."""
+        """Arena memory that a call is to write its results to, by argument name."""
         if not (self.arena.places.offsets and isinstance(node.target, Function)):
             return {}
         found: dict[str, fx.Node] = {}
@@ -388,7 +409,7 @@ class _Emitter:
         return found
 
     def _place_in_arena(self, what: Callable[..., Any], tensor: int, *layout: Any) -> list[fx.Node]:
-        """A call of `what` for the place that `tensor` gets now; none where it has none."""
+        """A call of `what` for the tensor's present place; empty if it has none."""
         offset = self.arena.places.offsets.get((tensor, self.position))
         if offset is None:
             return []
@@ -399,7 +420,7 @@ class _Emitter:
         return [self._call(what, (self.memory, offset, placed.nbytes, *layout), f"place_{placed.name}")]
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
-        """The captured nodes that name what `node` makes: itself, or the picks of its results."""
+        """The captured nodes for the results of `node`: itself, or its getitems."""
         if isinstance(node.meta.get("val"), torch.Tensor):
             return [node]
         return [user for user in node.users if user.target is operator.getitem]
@@ -442,7 +463,7 @@ class _Emitter:
         return roots[0]
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The variable of a captured node here and now: its root's, or a view made from that."""
+        """The variable of a captured node here: its root's, or a new view of it."""
         if node in self.values:
             return self.values[node]
         if node in self.views:
@@ -450,6 +471,7 @@ class _Emitter:
         if node.op == "get_attr":
             self.values[node] = self.graph.node_copy(node)
             return self.values[node]
+        # A view, or a plain value, is made again from its inputs.
         if not (self.joint.is_view(node) or self._is_plain(node)):
             raise InvalidSchedule(f"{node.name} is not on the device where the schedule reads it")
         new = self.graph.node_copy(node, self.resolve)
@@ -460,5 +482,8 @@ class _Emitter:
         return new
 
     def _is_plain(self, node: fx.Node) -> bool:
-        """Whether `node` makes nothing that a plan has (a number, or a tensor that nobody writes to) and can be repeated anywhere."""
+        """Whether `node` can be repeated anywhere.
+
+        It makes no tensor of the plan: a number, or a tensor that nobody writes to.
+        """
         return node.op == "call_function" and not any(key in self.captured.tensor_of for key in storages(node))

@@ -1,4 +1,4 @@
-"""What a captured graph's instructions make, for a live pool that groups blocks by how long they stay."""
+"""Group hints for a live pool, from a captured graph and its plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .live.two_ended_steps import TwoEndedSteps
 
 
 def made_by(captured: Captured, plan: Plan, steps: LiveSteps | None) -> MadeBy:
-    """What each instruction of `plan` makes, if the pool of `steps` wants to know it. What the caller gets stays beyond the step."""
+    """The group hints of `plan`, if the pool of `steps` uses them.
+
+    The caller's results outlive the step.
+    """
     if not isinstance(steps, TwoEndedSteps):
         return NOTHING_TOLD
     # On CUDA libraries keep some of the scratch of their first calls for good.

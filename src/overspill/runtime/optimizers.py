@@ -1,4 +1,4 @@
-"""What an optimizer will need on the device: its state and its temporaries, found by letting it step on tiny parameters.
+"""Bytes of an optimizer's state and temporaries, from steps on tiny parameters.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): the tables `_global_optimizer_pre_hooks` and
 `_global_optimizer_post_hooks` of torch.optim.optimizer; `_disable_current_modes`.
@@ -27,32 +27,35 @@ from overspill.models.eight_bit import Blockwise8bit
 from .tracker import LiveBytes
 
 _SCALAR_BYTES = 256
-"""Room for step counts and other scalars, which do not grow with the parameters."""
+"""Bytes for step counts and other scalars, which do not grow with the parameters."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
-"""The probe's dimensions: distinct, so that each dimension of a state tensor tells which of the parameter's it follows."""
+"""Sizes of the tiny parameter's dimensions: distinct, so that a state tensor's sizes tell which dimensions they follow."""
 
 
 LBFGS_VECTORS = 5, 11
-"""Vectors as long as all parameters that LBFGS has besides its history while it evaluates the model: without and with a
-line search."""
+"""Vectors of all parameters' length that LBFGS has besides its history during an evaluation of the model: without and
+with a line search."""
 LBFGS_TEMPORARIES = 4
-"""And what it has more between two evaluations."""
+"""Further vectors between two evaluations."""
 
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """Bytes of an optimizer's state once it has stepped, and of its temporaries while it steps."""
+    """Bytes of an optimizer's state, and of its temporaries during a step."""
 
     state_bytes: int
     update_bytes: int
 
     def __add__(self, other: OptimizerNeeds) -> OptimizerNeeds:
-        """Two optimizers that step one after the other."""
+        """The needs of two optimizers that step one after the other."""
         return OptimizerNeeds(self.state_bytes + other.state_bytes, max(self.update_bytes, other.update_bytes))
 
 
 def find_optimizers(parameters: Collection[Tensor]) -> list[Optimizer]:
-    """The optimizers alive in this process that update any of `parameters`, without what libraries wrap around them."""
+    """Optimizers alive in this process that update any of `parameters`.
+
+    Those inside of libraries' wrappers, not the wrappers.
+    """
     wanted = {id(p) for p in parameters}
     alive = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
     found = [o for o in alive if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
@@ -60,7 +63,7 @@ def find_optimizers(parameters: Collection[Tensor]) -> list[Optimizer]:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that really steps: inside `optimizer`, if that holds another whose state it shows as its own.
+    """The optimizer inside a wrapper that shows its state as its own.
 
     So do the wrappers of accelerate and Lightning. One that has state of its own as well is no mere wrapper.
     """
@@ -70,7 +73,7 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def optimizer_needs(optimizers: Iterable[Optimizer]) -> OptimizerNeeds:
-    """What all `optimizers` need together."""
+    """The bytes that all `optimizers` need together."""
     total = OptimizerNeeds(0, 0)
     with _disable_current_modes():  # plans are made in AOTAutograd's fake mode, where foreach optimizers refuse to step
         for optimizer in optimizers:
@@ -84,6 +87,7 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
     if not parameters:
         return OptimizerNeeds(0, 0)
     sizes = [p.nbytes for p in parameters]
+    # LBFGS by formula, others by a trial step.
     if isinstance(optimizer, torch.optim.LBFGS):  # whose state is that of its first parameter, for all
         vectors = 2 * group["history_size"] + LBFGS_VECTORS[group["line_search_fn"] is not None]
         return OptimizerNeeds(vectors * sum(sizes) + _SCALAR_BYTES, LBFGS_TEMPORARIES * sum(sizes))
@@ -105,7 +109,7 @@ def _group_needs(optimizer: Optimizer, group: dict[str, Any]) -> OptimizerNeeds:
 
 
 def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
-    """Bytes of the state of all `parameters`, from one step on a tiny parameter of each kind."""
+    """State bytes of all `parameters`, from one step on a tiny parameter per kind."""
     total = 0
     probes: dict[tuple[int, torch.dtype], list[tuple[tuple[int, ...], int]]] = {}
     for parameter in parameters:
@@ -119,24 +123,24 @@ def _state_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[T
 
 
 def _probe_state(optimizer: Optimizer, group: dict[str, Any], probe: Tensor) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and item size of every state tensor after one step on the tiny parameter `probe`."""
+    """Shape and item size of each state tensor after a step on `probe`."""
     tiny = optimizer_like(optimizer, group, [probe])
     quiet_step(tiny)
     return [(tuple(v.shape), v.element_size()) for v in tiny.state[probe].values() if isinstance(v, Tensor)]
 
 
 def scaled(state_shape: tuple[int, ...], probe: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements of a state tensor of `state_shape`, had the parameter that it is of the dimensions `shape`, not `probe`."""
+    """Elements of a state tensor if the parameter had `shape`, not `probe`."""
     real = dict(zip(probe, shape, strict=False))
     return prod(real.get(n, n) for n in state_shape)
 
 
 def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, sizes: list[int]) -> int:
-    """Temporary bytes of a step on parameters of `sizes` bytes, in their order, from steps on tiny ones.
+    """Temporary bytes of a step on parameters of `sizes` bytes, in order.
 
-    Either the optimizer makes them for all parameters at once (foreach), or for one after the other; then those of the
-    parameter before may still be held while the next one's are made. Where a trial on unlike parameters shows that
-    this is not all, what two of the largest parameter take is set aside.
+    From steps on tiny ones. Either the optimizer makes them for all parameters at once (foreach), or for one after the
+    other; then those of the parameter before may still be held while the next one's are made. Where a trial on unlike
+    parameters shows that this is not all, what two of the largest parameter take is reserved.
     """
 
     def tried(*shapes: tuple[int, int]) -> int:
@@ -144,6 +148,7 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
         quiet_step(tiny)  # which makes the state
         return temporary_bytes(tiny)
 
+    # How temporaries grow with one, two and four equal parameters.
     square, flat, small = (64, 64), (16, 64), (16, 16)
     unit = 64 * 64 * like.element_size()
     one, two, four = (tried(*[square] * count) / unit for count in (1, 2, 4))
@@ -153,6 +158,7 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
     def in_turn(nbytes: list[int]) -> int:
         return int(max(one * now + max(0.0, two - one) * before for before, now in pairwise([0, *nbytes])))
 
+    # Check that on parameters of different sizes.
     trial = (flat, small, square, flat, small)
     foretold = in_turn([rows * columns * like.element_size() for rows, columns in trial])
     # Where state is smaller than its parameter (Adafactor's rows and columns) temporaries go by shape as well as by
@@ -163,7 +169,10 @@ def _temporaries(optimizer: Optimizer, group: dict[str, Any], like: Tensor, size
 
 
 def temporary_bytes(optimizer: Optimizer) -> int:
-    """Bytes that the next step of `optimizer`, which it takes, has beside its parameters, their gradients and state."""
+    """Bytes of the optimizer's next step besides parameters, gradients and state.
+
+    The step is taken.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tracker = LiveBytes(parameters[0].device)
     tracker.add(v for p in parameters for v in (p, p.grad, *optimizer.state[p].values()))
@@ -174,14 +183,14 @@ def temporary_bytes(optimizer: Optimizer) -> int:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """A step of one that we made, which the hooks that a user has registered for all optimizers do not hear of."""
+    """Step an optimizer of ours without calling the user's global hooks."""
     with no_global_hooks():
         optimizer.step()
 
 
 @contextmanager
 def no_global_hooks() -> Iterator[None]:
-    """While this lasts, no hook is called that was registered for all optimizers."""
+    """Context without the hooks registered for all optimizers."""
     tables: tuple[dict[int, Any], ...] = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     kept = [dict(table) for table in tables]
     for table in tables:
@@ -206,5 +215,5 @@ def optimizer_like(optimizer: Optimizer, group: dict[str, Any], parameters: list
 
 
 def _required(optimizer: Optimizer) -> dict[str, Any]:
-    """The learning rate, which some optimizers want as an argument of its own."""
+    """The learning rate, which some optimizers require as an argument."""
     return {"lr": float(optimizer.defaults["lr"])} if "lr" in optimizer.defaults else {}

@@ -1,8 +1,8 @@
-"""Data parallel steps: what the processes of a group do together, on the collectives of torch.distributed.
+"""Data parallel steps on the collectives of torch.distributed.
 
 Each rank trains on a batch of its own, and gradients are averaged as DistributedDataParallel does it (Li et al.,
-"PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds one
-rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
+"PyTorch Distributed", VLDB 2020, §3.2): divided by the number of ranks, then summed, in buckets. A planned step adds
+one rule: all ranks run the same schedule. Rank 0 plans; whatever fails before the step begins fails on all ranks.
 
 Names private to PyTorch that this file relies on (2.11 to 2.14): `_dynamo.config.optimize_ddp` and
 `DistributedDataParallel._get_active_ddp_module`.
@@ -31,49 +31,64 @@ from overspill.plans.plan import Plan
 from overspill.simulate import check
 
 BROADCAST_BYTES = 1 << 20
-"""The most that is packed together where parameters and buffers are broadcast."""
+"""Most bytes packed into one broadcast of parameters and buffers."""
 _FAILED = -1
 
 
 class OneProcess:
-    """What a step asks of its process group, answered by a process that trains alone."""
+    """A step's process group when a process trains alone."""
 
     size = 1
     average: Callable[..., None] | None = None
-    """Averages gradients of one dtype and device over all ranks, in place; None where there is nothing to average."""
+    """Averages gradients of one dtype and device over all ranks, in place; None with one process."""
 
     def begin_alike(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Give all ranks the values of rank 0. Raises RequestError on all of them where their models differ."""
+        """Give all ranks the values of rank 0.
+
+        Raises RequestError on all of them where their models differ.
+        """
 
     def share_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Give all ranks the buffers of rank 0, as DistributedDataParallel does before each forward."""
+        """Give all ranks rank 0's buffers, as DDP does before each forward."""
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
-        """What is raised inside is raised by the next `agree` of the other ranks."""
+        """Errors inside are raised by the other ranks' next `agree`."""
         yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is raised inside on any rank is raised on all of them."""
+        """Errors inside on any rank are raised on all of them."""
         yield
 
     def agree(self, key: Any, *, known: bool) -> bool:
-        """Whether `key` is known on all ranks. Raises RequestError on all of them where their keys differ."""
+        """Whether `key` is known on all ranks.
+
+        Raises RequestError on all of them where their keys differ.
+        """
         del key
         return known
 
     def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
-        """The plan of `graph` that `make(budget)` gives, the same on all ranks. Raises RequestError and what `make` does."""
+        """The plan from `make(budget)`, the same on all ranks.
+
+        Raises RequestError and what `make` does.
+        """
         del graph
         return make(budget_bytes)
 
 
 class DataParallel(OneProcess):
-    """The ranks of a process group that train one model, each on its own part of the batch."""
+    """The ranks of a process group that train one model.
+
+    Each has its own part of the batch.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """All ranks make theirs together. Raises RequestError in a process outside the group."""
+        """Join the group; all ranks do this together.
+
+        Raises RequestError in a process outside the group.
+        """
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -154,6 +169,7 @@ class DataParallel(OneProcess):
         return all(known for _, known in found)
 
     def plan(self, graph: Graph, budget_bytes: int, make: Callable[[int], Plan]) -> Plan:
+        # All ranks must have the same graph; rank 0 plans within the smallest budget.
         alike = graph.without_frames()  # a rank may come from another line
         digest = hashlib.blake2b(alike.to_json().encode()).hexdigest()
         found = self._gather((digest, budget_bytes))
@@ -163,6 +179,7 @@ class DataParallel(OneProcess):
         with self.together():
             if self.rank == 0:
                 made = [make(min(budget for _, budget in found))]
+        # Each rank checks the plan against its own graph.
         dist.broadcast_object_list(made, group=self._control, group_src=0)
         plan: Plan = made[0]
         with self.together():
@@ -183,7 +200,7 @@ class DataParallel(OneProcess):
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error in the form in which other ranks hear of it."""
+    """An error as it is sent to other ranks."""
 
     kind: type[Exception]
     message: str
@@ -203,7 +220,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank says when agreement fails: its key and the shapes in that, or why it has none."""
+    """What a rank sends when agreement fails: its key, or its error."""
 
     text: str = ""
     shapes: str = ""
@@ -226,7 +243,7 @@ def _difference(rank: int, mine: _Told, other: int, its: _Told) -> str:
 
 
 def _different_graphs(names: Sequence[Sequence[str]]) -> str:
-    """What is wrong where the ranks' graphs, whose ops have these names, differ."""
+    """The error text for ranks whose graphs differ, given their op names."""
     where = "the sizes of their tensors"
     for rank, other in enumerate(names[1:], start=1):
         for index, (first, second) in enumerate(zip_longest(names[0], other, fillvalue="missing")):
@@ -237,7 +254,7 @@ def _different_graphs(names: Sequence[Sequence[str]]) -> str:
 
 
 def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> None:
-    """Let `collective` change all of `tensors` at once: each of its calls costs time beside the bytes."""
+    """Run `collective` on all `tensors` in one call, since each call has a cost."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if len(tensors) == 1 and tensors[0].is_contiguous():
         _lent(tensors[0], collective)
@@ -249,9 +266,9 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], None]) -> 
 
 
 def _lent(tensor: Tensor, collective: Callable[[Tensor], None]) -> None:
-    """Let `collective` change `tensor`, and wait until the backend's thread has let go of it, so that it can be freed.
+    """Run `collective` on `tensor`, and wait until the backend has released it.
 
-    Gloo's holds what it worked on for a moment after the collective has returned.
+    Gloo's thread holds what it worked on for a moment after the collective has returned; the tensor could not be freed.
     """
     lent = tensor.detach()
     collective(lent)
@@ -262,13 +279,16 @@ def _lent(tensor: Tensor, collective: Callable[[Tensor], None]) -> None:
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """The storage of `tensor` as one row: all its views see what happens there."""
+    """The storage of `tensor` as one row, shared with all its views."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((elements,), (1,), 0)
 
 
 def _spelled(key: Any) -> str:
-    """`key` as text that is the same on all ranks: devices without their numbers, constants of the caller left out."""
+    """`key` as text that is equal on all ranks.
+
+    Devices are without their numbers, and constants of the caller are left out.
+    """
     if isinstance(key, torch.device):
         return key.type
     if isinstance(key, tuple) and not isinstance(key, torch.Size):
@@ -283,9 +303,10 @@ def _shapes(key: Any) -> str:
 
 
 def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[False] | None) -> OneProcess:
-    """The processes that train `model`: those of `process_group`, None meaning the default one if there is any.
+    """The processes that train `model`.
 
-    Raises RequestError for a model that already averages its gradients itself.
+    Those of `process_group`, None meaning the default one if there is any. Raises RequestError for a model that already
+    averages its gradients itself.
     """
     if process_group is False or not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
@@ -299,16 +320,17 @@ def processes_of(model: nn.Module, process_group: dist.ProcessGroup | Literal[Fa
 
 
 def whole_models() -> AbstractContextManager[Any]:
-    """While this lasts, Dynamo does not split a model at the buckets of its DistributedDataParallel.
+    """Context in which Dynamo does not split a model at DDP's buckets.
 
-    The parts would each be planned without knowing of the others. Its hooks find all gradients at the end of backward.
+    The parts would each be planned without knowing of the others. DDP's hooks find all gradients at the end of
+    backward.
     """
     distributed = dist.is_available() and dist.is_initialized()
     return torch._dynamo.config.patch(optimize_ddp=False) if distributed else nullcontext()
 
 
 def refuse_split(module: fx.GraphModule) -> None:
-    """Raise RequestError for one of the parts into which Dynamo split a model all the same."""
+    """Raise RequestError for a part into which Dynamo split a model."""
     if _running() is not None and any("grapharg" not in n.meta for n in module.graph.find_nodes(op="placeholder")):
         raise RequestError(
             "Dynamo has split the model at the buckets of its DistributedDataParallel, and the parts cannot share a "
@@ -317,7 +339,7 @@ def refuse_split(module: fx.GraphModule) -> None:
 
 
 def bucket_bytes() -> int:
-    """Bytes of the gradient buckets of the DistributedDataParallel whose forward is running now; 0 outside of any.
+    """Bytes of the gradient buckets of the DDP now running; else 0.
 
     With `gradient_as_bucket_view` too, gradients and buckets are there at once when backward ends.
     """
@@ -329,5 +351,5 @@ def bucket_bytes() -> int:
 
 
 def _running() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward is running now."""
+    """The DistributedDataParallel whose forward is running, or None."""
     return DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None

@@ -1,4 +1,4 @@
-"""What plans in force take at most: of a session's models, or of a train step."""
+"""Peaks of the current plans, of a session's models or a train step."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from overspill.plans.plan import Plan, most_known
 
 
 class PlannedPeaks(ABC):
-    """Whoever has `plans` in force."""
+    """Base of objects with `plans`."""
 
     @property
     @abstractmethod
     def plans(self) -> list[Plan]:
-        """The plans in force, in the order in which they were made."""
+        """The current plans, in the order they were made."""
 
     @property
     def peak_bytes(self) -> int:
-        """The planned peak of the whole step."""
+        """The largest planned peak in bytes."""
         return max((plan.peak_bytes for plan in self.plans), default=0)
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most that PyTorch's allocator takes from the card by any plan; None where no plan is for a card."""
+        """The most bytes that PyTorch's allocator takes of the card by any plan.
+
+        None where no plan is for a card.
+        """
         return most_known(plan.reserved_bytes for plan in self.plans)
 
     @property
     def device_bytes(self) -> int | None:
-        """The same with the context: what the card must have."""
+        """The same with the context: bytes that the card must have."""
         return most_known(plan.device_bytes for plan in self.plans)

@@ -1,4 +1,4 @@
-"""Measured op times: a lowered program in which every op is timed, and the MeasuredTimes that a run of it gives."""
+"""Measures op times in a run of a lowered program."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .lower import OP_ID
 
 
 class OpTimer:
-    """Collects the seconds of each op of one graph over a run; the first call of each op (warm-up) does not count.
+    """Collects each op's seconds over a run.
 
-    On CUDA events time an op on the device, behind what was queued before it: to wait for the device around each op would
-    measure the wait. Only where the queue has run dry is the launch in it.
+    The first call of each op (warm-up) does not count. On CUDA events time an op on the device, after what was queued
+    before it: waiting for the device around each op would measure the wait. Only where the queue has run dry is the
+    launch in it.
     """
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class OpTimer:
         self._begun: Any = None
 
     def instrument(self, program: LoweredProgram) -> None:
-        """Time every op of a lowered program."""
+        """Time every op of `program`."""
         program.instructions = program.wrapped(self._timed)
 
     def _timed(self, node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +51,7 @@ class OpTimer:
         return timed
 
     def times(self, device_name: str) -> MeasuredTimes:
-        """The median seconds of each kind of op."""
+        """Median seconds of each kind of op."""
         for op, begun, ended in self._events:
             ended.synchronize()
             self._seconds[op].append(begun.elapsed_time(ended) / 1e3)
@@ -70,7 +71,7 @@ class OpTimer:
             self._seconds[op].append(self._mark() - self._begun)
 
     def _mark(self) -> Any:
-        """Now: an event behind what the device has been given, or on the CPU, which has done it, the time in seconds."""
+        """Now: a CUDA event after all queued work, or the CPU's time in seconds."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,7 @@
-"""Whether PyTorch's allocator takes no more of a card than plans count on; asked now and then, while they are in force."""
+"""Checks that PyTorch's allocator takes no more than plans assume.
+
+Asked now and then while plans are in force.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ _LOG = logging.getLogger("overspill")
 
 
 class ReservedWatch:
-    """Compares what is reserved with what is planned, and says once where it is more."""
+    """Compares reserved with planned bytes, and warns once if it is more."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._told = False
 
     def look(self, planned_bytes: Callable[[], int | None], where: torch.device) -> None:
-        """After a step on `where`: after each of the first, and then ever more rarely, for to ask takes as long as some ops.
+        """Check after a step on `where`, at steps 1, 2, 4, 8 and so on.
 
-        Nothing is lost by that: what the allocator has taken it keeps, until it runs out of memory.
+        Ever more rarely, since asking takes as long as some ops. Nothing is missed: the allocator keeps what it has
+        taken until it runs out of memory.
         """
         if where.type == "cpu" or self._told:
             return
@@ -34,6 +38,7 @@ class ReservedWatch:
         planned = planned_bytes()
         if planned is None or (held := held_bytes(where)) <= planned:
             return
+        # More than planned: warn once.
         self._told = True
         taken, counted_on = format_apart(held, planned)
         _LOG.warning(

@@ -1,4 +1,7 @@
-"""What a training step has on the device besides one captured graph: optimizer, other parameters, a loss outside."""
+"""Fixed device bytes of a training step outside one captured graph.
+
+Of the optimizer, other parameters, and a loss outside the model.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,20 @@ def surroundings_of(
     clips: bool = False,
     beside: Sequence[int] = (),
 ) -> Surroundings:
-    """What is on the device besides the graph `joint`, which reads the parameters `here` of all the model's `parameters`.
+    """Device bytes outside the graph `joint` during a training step.
 
-    `optimizers`: those that step on them; None: found among those that exist. `reserve`: bytes for a loss outside the
-    model; None: those of `LossOutside`. `clips`: gradients are clipped by their norm before the update. `retained_bytes`: what other graphs of the model leave there. `beside`: bytes of
-    each batch that is there besides the model's inputs.
+    The graph reads the parameters `here` of all the model's `parameters`. `optimizers`: those that step on them; None:
+    found among those that exist. `reserve`: bytes for a loss outside the model; None: those of `LossOutside`.
+    `retained_bytes`: what other graphs of the model leave there. `beside`: bytes of each batch on the device besides
+    the model's inputs.
     """
     loss = LossOutside.of(joint, beside) if reserve is None else LossOutside(parse_bytes(reserve))
+    # All parameters, those of the optimizers included.
     known = {id(p): p for p in (*parameters, *here)}
     stepping = optimizers if optimizers is not None else find_optimizers(list(known.values()))
     known |= {id(p): p for o in stepping for group in o.param_groups for p in group["params"]}
     needs = optimizer_needs(stepping)
+    # Those that the graph does not read count as bytes elsewhere.
     inside = {id(p) for p in here}
     outside = [p for key, p in known.items() if key not in inside]
     return Surroundings(
@@ -85,11 +91,12 @@ def _norm_bytes(parameters: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True)
 class LossOutside:
-    """Room for a loss that is computed outside of a graph, in bytes; none where the graph returns its own.
+    """Bytes for a loss computed outside the graph.
 
-    `workspace_bytes`: between forward and backward. `targets_bytes`: batches beside the model's inputs, all the while.
-    `held_bytes`: what a loss has, all the while, of the elements that it was made from (a mean that PyTorch computes in
-    place keeps them). `previous_bytes`: outputs of the step before, which a training loop holds until the model returns.
+    None where the graph returns its own. `workspace_bytes`: between forward and backward. `targets_bytes`: batches
+    besides the model's inputs, all the while. `held_bytes`: what a loss keeps, all the while, of the elements that it
+    was made from (a mean that PyTorch computes in place keeps them). `previous_bytes`: outputs of the step before,
+    which a training loop holds until the model returns.
     """
 
     workspace_bytes: int = 0
@@ -99,11 +106,11 @@ class LossOutside:
 
     @classmethod
     def of(cls, joint: JointGraph, beside: Sequence[int]) -> LossOutside:
-        """The room for a loss of what the caller differentiates, with batches of `beside` bytes there.
+        """Bytes for a loss of the graph's differentiable outputs.
 
-        In units of an output in float32: a cross-entropy saves one, its gradient goes through another, and becomes a third,
-        beside a number or two a row; a loss of each element (where there is a target as large) has one more, and its mean
-        holds one. An output in lower precision is cast first.
+        Batches of `beside` bytes are on the device. In units of an output in float32: a cross-entropy saves one, its
+        gradient goes through another, and becomes a third, with a number or two per row; a loss of each element (where
+        there is a target as large) has one more, and its mean holds one. An output in lower precision is cast first.
         """
         values = outputs_of(joint) if joint.tangents else []
         if not values:
@@ -111,6 +118,7 @@ class LossOutside:
         sizes = {v.untyped_storage()._cdata: v for v in values}.values()
         output, single = sum(_bytes(v) for v in sizes), sum(4 * _elements(v) for v in sizes)
         inputs = [_bytes(n.meta["val"]) for n in joint.primals if isinstance(n.meta.get("val"), Tensor)]
+        # Whether some target is as large as the outputs: then the loss is of each element.
         dense = max((*beside, *inputs), default=0) >= max(_bytes(v) for v in sizes)
         wide = max(single, output)
         copies = (4 if dense else 3) + (wide > output)
@@ -119,7 +127,7 @@ class LossOutside:
 
 
 def outputs_of(joint: JointGraph) -> list[Tensor]:
-    """What a graph returns that the caller may differentiate, a loss aside."""
+    """Tensors that the graph returns and a loss may differentiate."""
     nodes = {n for n in joint.forward_outputs if isinstance(n, fx.Node)} - set(joint.write_backs.values())
     values = (n.meta.get("val") for n in nodes)
     return [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]

@@ -1,4 +1,7 @@
-"""Counts the live bytes of a real run, independently of the planner: every storage that an op reads or makes, while it lives."""
+"""Counts the live bytes of a real run, independently of the planner.
+
+It counts every storage that an op reads or makes, while it lives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that keeps `live_bytes` and `peak_bytes` of the storages on `device` that it sees.
+    """A dispatch mode that counts live and peak bytes on `device`.
 
     Enter it inside compiled callables and around eager code, never around a call of a compiled model: Dynamo would
     silently run that eagerly.
@@ -24,11 +27,11 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.watch: Callable[[int, int], None] | None = None
-        """Called with a storage's key and bytes when it is counted, and with its bytes below zero when it is gone."""
+        """Called with a storage's key and bytes when it is counted, and with negative bytes when it is freed."""
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, values: Iterable[Any]) -> None:
-        """Count the storages of all tensors among `values` that are not counted yet."""
+        """Count the storages of all tensors among `values`, each once."""
         for value in values:
             if isinstance(value, torch.Tensor) and value.device == self.device:
                 self._count(value.untyped_storage())
@@ -39,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         return storage._cdata in self._known
 
     def there(self) -> Iterator[tuple[int, int]]:
-        """The key and the bytes of each storage that is counted now."""
+        """Key and bytes of each storage counted now."""
         for key, known in list(self._known.items()):
             if (storage := known()) is not None:
                 yield key, storage.nbytes()

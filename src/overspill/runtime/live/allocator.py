@@ -1,4 +1,7 @@
-"""The live allocator: memory of a CUDA device, of the host or of a simulated device, placed as a layout planned it."""
+"""The live allocator: real memory at planned addresses, or from a pool.
+
+Of a CUDA device, of the host, or of a simulated device.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ CHUNK_BYTES = 40 << 20
 
 @dataclass(frozen=True)
 class Statistics:
-    """What an allocator did since it was made.
+    """Counts of an allocator since it was made.
 
     Of all `requests`, `planned` got their places; the others got memory of the pool: `occupied` because an earlier block
-    was still in the place, `mismatches` because they were not what was planned (which sets `needs_reoptimisation`), the
+    was still in the place, `mismatches` because they differed from the plan (which sets `needs_reoptimisation`), the
     rest because no plan was for them. `deferred` frees had to wait for events. `allocated_bytes` is what live blocks
     asked for, `reserved_bytes` what the device gave. Of the main space of a pool with two ends, `least_gap_bytes` were
     never used in this step, and `overflows` blocks found no room there and got memory of their own. At most
@@ -57,7 +60,7 @@ class Statistics:
 
     @property
     def fallbacks(self) -> int:
-        """How many requests were planned to have a place and did not get it."""
+        """Requests that had a planned place and did not get it."""
         return self.occupied + self.mismatches
 
 
@@ -65,12 +68,12 @@ _SERVING: list[LiveAllocator] = []
 
 
 def serving() -> LiveAllocator | None:
-    """The allocator that PyTorch's CUDA tensors have their memory from, if it is one of ours."""
+    """Our allocator that serves PyTorch's CUDA tensors, or None."""
     return _SERVING[-1] if _SERVING else None
 
 
 class LiveAllocator:
-    """Memory for blocks on streams: from the arena of a plan, or from a pool.
+    """Memory for blocks on streams: from a plan's arena, or from a pool.
 
     The pool is `best-fit` (PyTorch's caching allocator), `two-ended` (Dymem, section 3.3: `main_bytes` of which movable
     blocks take the low end and temporary ones the high end) or `virtual` (window paper, section 4: physical chunks of
@@ -102,6 +105,7 @@ class LiveAllocator:
             raise RequestError("sizes of a live allocator are numbers of bytes above 0")
         if not AVAILABLE:
             raise RequestError("the live allocator is native code for Linux, and this installation has none")
+        # The pool itself is native code.
         self.device = device
         self.pool = pool
         self.capacity_bytes = capacity_bytes
@@ -115,7 +119,10 @@ class LiveAllocator:
             raise RequestError(f"no memory of device {device!r}: {error}; the device 'host' works anywhere") from None
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """The address of `nbytes` for `stream` (0 for no bytes). Raises OutOfMemory when there is no room."""
+        """The address of `nbytes` for `stream` (0 for no bytes).
+
+        Raises OutOfMemory when there is no room.
+        """
         if nbytes < 0:
             raise RequestError(f"a block cannot have {nbytes} bytes")
         address = self._core.allocate(nbytes, stream) if nbytes <= ADDRESS_SPACE_BYTES else None
@@ -124,38 +131,45 @@ class LiveAllocator:
         return address
 
     def free(self, address: int) -> None:
-        """Take the block at `address` back. Raises RequestError when none is live there."""
+        """Free the block at `address`.
+
+        Raises RequestError when none is live there.
+        """
         if not self._core.free(address):
             raise RequestError(f"no live block begins at address {address:#x}")
 
     def use(self, address: int, stream: int) -> None:
-        """Note that `stream` works on the block at `address` too (`Tensor.record_stream`).
+        """Note that `stream` uses the block at `address` too (`Tensor.record_stream`).
 
-        Once freed, it is given out again only when the work is done that the stream had been given by then.
-        Raises RequestError when no block is live there.
+        Once freed, it is reused only when the work given to the stream by then is done. Raises RequestError when no
+        block is live there.
         """
         if not self._core.use(address, stream):
             raise RequestError(f"no live block begins at address {address:#x}")
 
     def begin_step(self) -> None:
-        """Begin a step: the next request is the first one of the plan, and of what is recorded."""
+        """Begin a step: requests are counted from the first of the plan again."""
         self._core.begin_step()
 
     def record(self) -> None:
-        """Record all requests and frees from now on, until `recorded`. A plan stays in force meanwhile."""
+        """Record all requests and frees until `recorded`; a plan stays in force."""
         self._core.start_recording()
 
     def recorded(self) -> Trace:
-        """The trace of the last step that was recorded as far as the end of the next one; see `recorded_trace`."""
+        """The trace of the last recorded step whose next step has ended.
+
+        See `recorded_trace`.
+        """
         trace, self._streams = recorded_trace(self._core.stop_recording())
         return trace
 
     def replay(self, trace: Trace, layout: Layout, streams: Mapping[int, int] | None = None) -> None:
-        """Place the requests of every step to come as `layout` says for those of `trace`, from the next `begin_step` on.
+        """Serve each coming step's requests at the addresses of `layout`.
 
-        `streams` gives the stream that a number of the trace stands for; None: those that `recorded` numbered, and for
-        others the number itself. Frees may come in any order: a request whose place is not free yet is served by the
-        pool. A plan that was in force before is given up, its memory when its last block is freed.
+        The layout is of `trace`; it starts with the next `begin_step`. `streams` gives the stream that a number of the
+        trace stands for; None: those that `recorded` numbered, and for others the number itself. Frees may come in any
+        order: a request whose place is not free yet is served by the pool. An earlier plan is dropped, and its memory
+        when its last block is freed.
 
         Raises InvalidLayout when the layout is not one of the trace, RequestError when it is not aligned as CUDA needs,
         and OutOfMemory when there is no memory for the arena.
@@ -172,7 +186,10 @@ class LiveAllocator:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """A part of the step that is not the same in each: it is neither recorded nor planned (section 4.3)."""
+        """Context for a part that differs from step to step.
+
+        It is neither recorded nor planned (section 4.3).
+        """
         self._core.interrupt()
         try:
             yield
@@ -180,23 +197,26 @@ class LiveAllocator:
             self._core.resume()
 
     def group_untold(self, group: int) -> None:
-        """Let blocks be of this group whose thread has said nothing of them (`groups.py`)."""
+        """Set the group of blocks without a hint (`groups.py`)."""
         self._core.group_untold(group)
 
     def resize(self, main_bytes: int, *, grows: bool) -> bool:
-        """Make the main space of a pool with two ends anew; whether it is empty, so that this could be done.
+        """Resize the main space of a two-ended pool; whether it was empty.
 
-        `grows`, in any case: what has no room there gets memory of its own from now on.
+        It must be empty for this. With `grows`, in any case, overflow gets its own memory from now on.
         """
         return self._core.resize(main_bytes, grows)
 
     def let_spill(self, spills: bool) -> None:
-        """Whether CPU tensors for which there is no room get PyTorch's own memory; else that is an error."""
+        """Let CPU tensors without room come from PyTorch's allocator, or fail."""
         self._core.let_spill(spills)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """While this lasts, CPU tensors that this thread makes have their memory from here, for as long as they live."""
+        """Context in which this thread's new CPU tensors get their memory here.
+
+        They keep it as long as they live.
+        """
         self._core.enter()
         try:
             yield
@@ -204,36 +224,45 @@ class LiveAllocator:
             self._core.leave()
 
     def limit(self, capacity_bytes: int) -> None:
-        """Take no more of the device than this from now on; what is over is given back as far as no block uses it."""
+        """Limit the device memory taken from now on.
+
+        Anything above is given back as far as no block uses it.
+        """
         self.capacity_bytes = capacity_bytes
         self._core.limit(capacity_bytes)
 
     @property
     def drains(self) -> bool:
-        """Whether blocks are still live in the arena of a plan that was given up."""
+        """Whether a dropped plan's arena still has live blocks."""
         return self._core.drains()
 
     def trim(self) -> None:
-        """Give the memory that no block uses back to the device, once all freed blocks are out of use."""
+        """Give unused memory back to the device.
+
+        Waits until all freed blocks are out of use.
+        """
         self._core.trim()
 
     def statistics(self) -> Statistics:
-        """What the allocator did so far."""
+        """The counts so far."""
         return Statistics(**self._core.statistics())  # type: ignore[arg-type]
 
     def complete(self, stream: int) -> None:
-        """Let `stream` have done all its work, on a device with `events_by_hand`."""
+        """Complete all work of `stream`, on a device with `events_by_hand`."""
         self._core.complete(stream)
 
     def resident_bytes(self) -> int:
-        """The bytes of host memory that are resident for us. Raises RequestError on another device."""
+        """Resident bytes of our host memory.
+
+        Raises RequestError on another device.
+        """
         resident = self._core.resident_bytes()
         if resident is None:
             raise RequestError("resident bytes are known of the device 'host' only")
         return resident
 
     def as_pluggable(self) -> Any:
-        """A `torch.cuda.memory.CUDAPluggableAllocator` that gets its memory here, from now on and for good.
+        """A `torch.cuda.memory.CUDAPluggableAllocator` that allocates here, for good.
 
         As the process's allocator (`torch.cuda.memory.change_current_allocator`, before the first CUDA tensor) it sees
         every request, so that a plan can place it. In a `torch.cuda.MemPool(allocator.allocator())` PyTorch's caching
@@ -247,6 +276,7 @@ class LiveAllocator:
             raise RequestError(f"PyTorch needs memory of device 'cuda', and this is {self.device!r}")
         if not torch.cuda.is_available():
             raise RequestError("PyTorch has no CUDA device here")
+        # Install the native core, and give PyTorch its functions.
         if not self._core.install(self._index):
             raise RequestError(f"CUDA device {self._index} is served by another live allocator for good")
         pluggable = torch.cuda.memory.CUDAPluggableAllocator(_live.__file__, "overspill_malloc", "overspill_free")
@@ -258,12 +288,12 @@ class LiveAllocator:
         return pluggable
 
     def serve_pytorch(self) -> None:
-        """Be PyTorch's CUDA allocator from now on and for good: every CUDA tensor's memory comes from here.
+        """Be PyTorch's CUDA allocator from now on and for good.
 
-        PyTorch then has no statistics of its own (`torch.cuda.memory_allocated` raises; `statistics` has them) and
-        cannot let cuDNN try engines (`torch.backends.cudnn.benchmark`).
-
-        Raises RequestError as `as_pluggable` does, and when PyTorch has used CUDA already.
+        Every CUDA tensor's memory then comes from here. PyTorch has no statistics of its own then
+        (`torch.cuda.memory_allocated` raises; `statistics` has them) and cannot let cuDNN try engines
+        (`torch.backends.cudnn.benchmark`). Raises RequestError as `as_pluggable` does, and when PyTorch has used CUDA
+        already.
         """
         import torch  # noqa: PLC0415
 
@@ -295,7 +325,10 @@ class LiveAllocator:
 
 
 def check_benchmark() -> None:
-    """Raise RequestError where cuDNN is to try engines, for which it asks PyTorch's own allocator how much is free."""
+    """Raise RequestError if cuDNN is to benchmark engines.
+
+    For that it asks PyTorch's own allocator how much memory is free.
+    """
     import torch  # noqa: PLC0415
 
     if torch.backends.cudnn.benchmark:

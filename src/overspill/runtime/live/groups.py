@@ -1,4 +1,7 @@
-"""What live pools are told of blocks before they come: how long they stay, by the classes of Dymem's Algorithm 3."""
+"""Groups of blocks for live pools, by how long they stay.
+
+The classes are those of Dymem's Algorithm 3.
+"""
 
 from __future__ import annotations
 
@@ -17,49 +20,50 @@ with suppress(ImportError):  # where the native code is not there, nothing here 
     from . import _live
 
 UNPLANNED = 3
-"""The group, beside those of Mobility, of a block that no plan has: it stays out of the way of those that one has."""
+"""The group of blocks that no plan knows, besides those of Mobility; they are kept apart from planned ones."""
 
 Made = tuple[tuple[tuple[int, int], ...], int]
-"""What an instruction makes: the bytes and the group of each block, and the group of what no plan knows."""
+"""Blocks that an instruction allocates: bytes and group of each, and the group of all blocks that no plan knows."""
 MadeBy = Mapping[int, Made]
-"""The same by the instruction's position in the schedule."""
+"""`Made` by the instruction's position in the schedule."""
 NOTHING_TOLD: MadeBy = MappingProxyType({})
-"""Where no pool wants to know."""
+"""For pools without groups."""
 
 
 def staying(graph: Graph) -> set[str]:
-    """The names of the tensors that stay beyond the step."""
+    """Names of the tensors that outlive the step."""
     return {t.name for t in graph.tensors if t.persistent or t.kind is TensorKind.GRADIENT}
 
 
 class Telling:
-    """What a lowered program tells a pool as it goes on: only what is not as it was before."""
+    """Emits a group hint only when it changes."""
 
     def __init__(self, made: MadeBy) -> None:
         self._made = made
         self._told: Made | None = None
 
     def before(self, position: int, verb: Verb) -> Made | None:
-        """What is to be told before the instruction at a position; None where nothing is."""
+        """The hint before the instruction at a position, or None if unchanged."""
         if not self._made or verb not in (Verb.RUN, Verb.RECOMPUTE, Verb.PREFETCH):
             return None
         told, self._told = self._told, self._made[position]
         return None if self._told == told else self._told
 
     def forget(self) -> None:
-        """As if nothing had been told: another function begins."""
+        """Start over: another function begins."""
         self._told = None
 
 
 def groups_of(plan: Plan, leaving: Collection[int] = (), scratch: int = Mobility.TEMPORARY) -> MadeBy:
-    """What the instruction at each position of `plan` makes.
+    """The blocks and groups of each instruction of `plan`.
 
-    What stays beyond the step (weights, gradients, the tensors `leaving`) is RECLAIMED: a main space that no block
-    outlives can be made anew in another size. Of two blocks of one size the one that stays longer counts. `scratch` is the
-    group of what no plan knows.
+    What outlives the step (weights, gradients, the tensors `leaving`) is RECLAIMED: a main space in which no such block
+    lies can be resized. Of two blocks of one size the one that stays longer counts. `scratch` is the group of blocks
+    that no plan knows.
     """
     graph, instructions = plan.graph, plan.schedule.instructions
     stays = staying(graph) | {graph.tensors[tensor].name for tensor in leaving}
+    # The longest-lived group of each size, by the instruction that allocates it.
     blocks: dict[int, dict[int, int]] = defaultdict(dict)
     for block in trace_of(graph, plan.schedule, plan.groups).blocks:
         if block.nbytes:
@@ -75,7 +79,10 @@ def groups_of(plan: Plan, leaving: Collection[int] = (), scratch: int = Mobility
 
 
 def tell_groups(made: Made) -> None:
-    """Lowered programs call this before an instruction that makes other blocks than the one before."""
+    """Tell the pool the groups of the next blocks.
+
+    Lowered programs call this before an instruction whose blocks differ from the one before.
+    """
     _live.tell_groups(*made)
 
 
@@ -83,18 +90,21 @@ has_side_effect(tell_groups)
 
 
 def tell_group(group: int) -> None:
-    """From now on all blocks of this thread are of this group."""
+    """Put all further blocks of this thread into one group."""
     _live.tell_groups((), group)
 
 
 def forget_groups() -> None:
-    """This thread says nothing of its blocks any more."""
+    """End this thread's group hints."""
     _live.forget_groups()
 
 
 @contextmanager
 def planned_blocks() -> Iterator[None]:
-    """While this lasts a planned program runs in this thread. What comes between its ops is there to stay."""
+    """Context around a planned program in this thread.
+
+    Blocks allocated between its ops are there to stay.
+    """
     tell_group(Mobility.RECLAIMED)
     try:
         yield
@@ -103,5 +113,5 @@ def planned_blocks() -> Iterator[None]:
 
 
 def cpu_bytes() -> tuple[int, int]:
-    """The bytes that PyTorch's CPU tensors have asked for so far: of allocators of ours, and of PyTorch's own."""
+    """Bytes requested by CPU tensors so far: from our allocators, and PyTorch's own."""
     return _live.cpu_bytes()

@@ -1,4 +1,7 @@
-"""What a plan's blocks take of a live pool on the CPU: the pool itself is asked, with memory that nobody touches."""
+"""Bytes that a plan takes of a live pool on the CPU.
+
+The pool itself is asked, with memory that is never touched.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +23,35 @@ from .recorded import ALIGNMENT_BYTES
 
 TWO_ENDED, VIRTUAL, PLANNED = "two-ended", "virtual", "planned"
 LIVE_PLACEMENTS = (PLANNED, TWO_ENDED, VIRTUAL)
-"""The placements whose addresses are the real ones."""
+"""Placements that give tensors real addresses."""
 CHUNKS = 400
-"""The paper's chunk of 40 MiB is this part of its card of 16 GB."""
+"""The paper's card of 16 GB over its chunk of 40 MiB."""
 PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a plan's blocks take of a pool: `main_bytes` in a space with two ends, and `beside_bytes` in all else."""
+    """Bytes of a plan in a pool: `main_bytes` two-ended, `beside_bytes` elsewhere."""
 
     main_bytes: int
     beside_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Both."""
+        """The sum of both."""
         return self.main_bytes + self.beside_bytes
 
 
 def chunk_bytes(budget_bytes: int) -> int:
-    """The size of a physical chunk on the CPU for a budget: the paper's share of it."""
+    """Bytes of a physical chunk for a CPU budget, by the paper's share."""
     return min(CHUNK_BYTES, max(PAGE_BYTES, budget_bytes // CHUNKS // PAGE_BYTES * PAGE_BYTES))
 
 
 def lies_outside(graph: Graph, tensor: Tensor) -> bool:
-    """Whether a tensor lies outside of a pool on the CPU all the while: it was there before the first planned program ran.
+    """Whether a tensor always lies outside a CPU pool.
 
-    A whole step takes the weights and state that it moves into the pool; a compiled model has neither, but its gradients.
+    It was there before the first planned program ran. A whole step takes the weights and state that it moves into the
+    pool; a compiled model neither, but its gradients.
     """
     if not tensor.persistent or tensor.kind in (TensorKind.BUFFER, TensorKind.INPUT):
         return tensor.persistent
@@ -57,12 +61,15 @@ def lies_outside(graph: Graph, tensor: Tensor) -> bool:
 
 
 def outside_bytes(graph: Graph) -> int:
-    """Bytes that lie outside of a pool on the CPU all the while."""
+    """Bytes of tensors that always lie outside a CPU pool."""
     return sum(t.nbytes for t in graph.tensors if lies_outside(graph, t))
 
 
 def need_of(plan: Plan, placement: str, budget_bytes: int) -> Need:
-    """What `plan` takes of the pool called `placement`, made for a budget. Raises RequestError."""
+    """The bytes that `plan` takes of the pool for `placement`.
+
+    Its sizes are for `budget_bytes`. Raises RequestError.
+    """
     trace = _inside(plan)
     if placement == TWO_ENDED:
         ample = sum(round_up(block.nbytes, ALIGNMENT_BYTES) for block in trace.blocks)
@@ -79,7 +86,7 @@ def need_of(plan: Plan, placement: str, budget_bytes: int) -> Need:
 
 
 def _inside(plan: Plan) -> Trace:
-    """The blocks of a step that lie in the pool, in the groups that it is told of."""
+    """The blocks of a step that lie in the pool, with their groups."""
     away = {t.name for t in plan.graph.tensors if lies_outside(plan.graph, t)}
     stays = staying(plan.graph)
     blocks = [b for b in trace_of(plan.graph, plan.schedule, plan.groups).blocks if b.name not in away]
@@ -92,7 +99,7 @@ def _inside(plan: Plan) -> Trace:
 
 
 def _run(pool: LiveAllocator, trace: Trace) -> Statistics:
-    """What the pool says after one step, of which no byte is touched."""
+    """The pool's statistics after one step, without touching its memory."""
     events = Events.of(trace)
     columns = (events.action, events.block, events.nbytes, events.mobility)
     addresses: dict[int, int] = {}
@@ -111,7 +118,10 @@ def _run(pool: LiveAllocator, trace: Trace) -> Statistics:
 
 
 def placed_live(plan: Plan, placement: str, budget_bytes: int) -> Placed:
-    """How the blocks of `plan` lie with a live placement on the CPU: in its pool, and outside as they are."""
+    """How the plan's blocks lie with a live placement on the CPU.
+
+    Inside the pool, and outside as they are.
+    """
     began = time.perf_counter()
     need = need_of(plan, placement, budget_bytes).total_bytes + outside_bytes(plan.graph)
     bound = trace_of(plan.graph, plan.schedule, plan.groups).lower_bound_bytes

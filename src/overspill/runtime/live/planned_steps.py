@@ -1,4 +1,4 @@
-"""Planned placement of training steps: one is recorded, its trace is solved, the others get the planned addresses."""
+"""Planned addresses for training steps: record one, solve, replay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .need import PLANNED
 from .steps import LiveSteps, PoolReport
 
 RECORDED_STEPS = 2
-"""The second one tells when the next step frees what a step leaves."""
+"""The second step shows when blocks left by the first are freed."""
 MOST_DRAINING = 4
-"""So many steps are served by the pool while blocks of the arena before are live; then the new one has to lie beside it."""
+"""Most steps served by the pool while the old arena has live blocks; then the new one is made alongside it."""
 
 
 class Phase(Enum):
-    """What the allocator does with the steps now."""
+    """What the allocator does with the current steps."""
 
     WARM_UP = "warm-up"
     RECORDING = "recording"
@@ -31,14 +31,14 @@ class Phase(Enum):
 
 
 class PlannedSteps(LiveSteps):
-    """Leads an allocator through a training loop; `begin_step` is all that the loop calls.
+    """Drives an allocator from recording a step to replaying solved addresses.
 
-    The first `warm_up_steps` are not recorded: they make what lives for good, such as the state of an optimizer. When a
-    step asks for something else than planned, steps are recorded and solved anew (profile-guided placement, section
-    4.3); meanwhile the old plan places what it can. Its arena goes before the new one comes: for a step the pool serves
-    all. A program that is different all the time would be solved all the time, so each time twice as many steps must
-    have passed since the last. Where the allocator's limit leaves no room for an arena, or an arena leaves less room to
-    what is not in it, so that more lies elsewhere than before, the pool goes on serving all.
+    The loop only calls `begin_step`. The first `warm_up_steps` are not recorded: they make what lives for good, such as
+    the state of an optimizer. When a step's requests differ from the plan, steps are recorded and solved again
+    (profile-guided placement, section 4.3); meanwhile the old plan places what it can. Its arena is freed before the
+    new one is made: for a step the pool serves all. A program that always changes would be solved all the time, so each
+    time twice as many steps must have passed since the last. Where the allocator's limit leaves no room for an arena,
+    or an arena leaves less room to other blocks, so that more lies elsewhere than before, the pool goes on serving all.
     """
 
     name: ClassVar = PLANNED
@@ -57,16 +57,17 @@ class PlannedSteps(LiveSteps):
 
     @property
     def phase(self) -> Phase:
-        """What is done with the step that runs."""
+        """The phase of the current step."""
         return self._phase
 
     def begin_step(self) -> None:
-        """Begin a step, after what has to be done between it and the one before.
+        """Begin a step, after moving to the next phase if it is due.
 
-        Raises RequestError where PyTorch has been told since to do what does not work with the allocator.
+        Raises RequestError where PyTorch has since been set to do what does not work with the allocator.
         """
         if self._phase is Phase.DRAINING and not self.allocator.drains:
             self._steps_left = 0
+        # The phase is over: go on to the next.
         if self._steps_left == 0:
             if self._phase is Phase.WARM_UP:
                 self._record()
@@ -82,7 +83,7 @@ class PlannedSteps(LiveSteps):
         super().begin_step()
 
     def report(self) -> PoolReport:
-        """What became of the pool so far; of planned addresses, over all steps."""
+        """The pool's statistics so far; those of planned addresses over all steps."""
         now = self.allocator.statistics()
         share = now.planned / now.requests if now.requests else None
         return replace(super().report(), reoptimisations=max(self.plans - 1, 0), planned_share=share)
@@ -115,7 +116,7 @@ class PlannedSteps(LiveSteps):
             warnings.warn(f"steps keep the addresses that the pool gives, within the same limit: {error}", stacklevel=4)
 
     def _give_up(self) -> None:
-        """The arena goes, which left too little room to other blocks."""
+        """Drop an arena that leaves too little room to other blocks."""
         self.allocator.forget_plan()
         self._spilled_bytes = self.allocator.statistics().peak_spilled_bytes
         warnings.warn(

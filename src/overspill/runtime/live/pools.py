@@ -1,4 +1,4 @@
-"""Which live pool a placement asks for, where there can be one, and who leads it."""
+"""Which live pool serves a placement, where it works, and who drives it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from .steps import LiveSteps
 from .two_ended_steps import TwoEndedSteps
 
 _LEADING: dict[int, str] = {}
-"""By the identity of an allocator that serves PyTorch for good, the placement that it was made for."""
+"""The placement of each allocator that serves PyTorch for good, by the allocator's id."""
 FIRST_MAIN_BYTES = 1 << 20
-"""Of a pool with two ends before its first plan, which makes it anew."""
+"""Bytes of a two-ended pool's main space until its first plan resizes it."""
 
 
 def check_live(placement: str | None, backend: str, where: torch.device) -> bool:
-    """Whether `placement` is one with real addresses by an allocator of ours there. Raises RequestError for what cannot work."""
+    """Whether `placement` needs a live pool on `where`.
+
+    Raises RequestError for what cannot work.
+    """
     if placement not in LIVE_PLACEMENTS:
         return False
     if backend == "inductor":
@@ -37,10 +40,10 @@ def check_live(placement: str | None, backend: str, where: torch.device) -> bool
 
 
 def live_steps(placement: str, where: torch.device, budget_bytes: int = 0, *, restarts: bool = False) -> LiveSteps:
-    """The steps of a pool for `placement` there; on CUDA it gives PyTorch all its memory, for good.
+    """The LiveSteps for `placement`; on CUDA its pool serves PyTorch for good.
 
-    `budget_bytes` is the budget that a pool on the CPU is made for; `restarts` is that of TwoEndedSteps. Raises RequestError
-    where PyTorch has begun to use the GPU, unless a pool of ours for the same placement serves it.
+    `budget_bytes` is the budget that a pool on the CPU is made for; `restarts` is that of TwoEndedSteps. Raises
+    RequestError where PyTorch has begun to use the GPU, unless a pool of ours for the same placement serves it.
     """
     allocator = _on_host(placement, budget_bytes) if where.type == "cpu" else _on_cuda(placement, where.index or 0)
     if placement == PLANNED:

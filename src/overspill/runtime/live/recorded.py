@@ -1,4 +1,4 @@
-"""From what the live allocator recorded to a Trace, and from a Trace to the places of its requests."""
+"""From the live allocator's recording to a Trace, and back to places."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from overspill.core import Block, Layout, Trace
 from overspill.core.errors import RequestError
 
 ALIGNMENT_BYTES = 512
-"""PyTorch's kernels count on addresses that are multiples of this (kMinBlockSize of its caching allocator)."""
+"""PyTorch's kernels rely on addresses that are multiples of this (kMinBlockSize of its caching allocator)."""
 ARENA, POOL = 0, 1
-"""The spaces of a recorded trace: a block of the pool is still live when the next step requests it again."""
+"""Spaces of a recorded trace: a POOL block is still live when the next step requests it again."""
 
 _ALLOCATE, _FREE, _STEP = 0, 1, 2
 _OUTSIDE = -1
@@ -22,8 +22,9 @@ _OUTSIDE = -1
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The planned requests in their order, as arrays: where in an arena of `nbytes`, how large (-1: not there), the
-    stream, and from when to when.
+    """The planned requests in order, as arrays.
+
+    Their offset in an arena of `nbytes`, size (-1: not in the arena), stream, start and end.
     """
 
     nbytes: int
@@ -35,7 +36,7 @@ class Places:
 
 
 def recorded_trace(rows: NDArray[np.int64]) -> tuple[Trace, dict[int, int]]:
-    """The trace of a recorded step, and the stream that each of its stream numbers stands for.
+    """The trace of a recorded step, and the stream of each stream number.
 
     Of several steps it is the last but one, since the last tells what becomes of blocks that it leaves: one that is
     freed in the next step, before it is requested again, lives at the beginning and at the end of the trace, with a gap
@@ -45,10 +46,12 @@ def recorded_trace(rows: NDArray[np.int64]) -> tuple[Trace, dict[int, int]]:
     steps = _steps(rows)
     which = max(len(steps) - 2, 0)
     step = steps[which]
+    # When each block is freed, in this step or the next.
     freed = {int(row[1]): at for at, row in enumerate(step) if row[0] == _FREE}
     freed_next = (
         {int(row[1]): at for at, row in enumerate(steps[which + 1]) if row[0] == _FREE} if len(steps) > 1 else {}
     )
+    # A block for each allocation.
     numbers: dict[int, int] = {}
     blocks: list[Block] = []
     for at, (what, number, nbytes, stream) in enumerate(step.tolist()):
@@ -69,9 +72,10 @@ def recorded_trace(rows: NDArray[np.int64]) -> tuple[Trace, dict[int, int]]:
 
 
 def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> Places:
-    """The requests of `trace` in their order with their places in `layout`; `streams` gives the stream of a number.
+    """The requests of `trace` in order, with their places in `layout`.
 
-    Raises InvalidLayout when the layout is not one of the trace, and RequestError for gaps that no step can have.
+    `streams` gives the stream of a number. Raises InvalidLayout when the layout is not one of the trace, and
+    RequestError for gaps that no step can have.
     """
     layout.validate(trace)
     last = max((block.end for block in trace.blocks), default=0)
@@ -79,6 +83,7 @@ def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> Place
     for offset, block in zip(layout.offsets, trace.blocks, strict=True):
         if not block.nbytes:
             continue  # no request is made for it
+        # A block that lives into the next step is freed there, and requested again later.
         start, end = block.start, block.end
         if block.gaps:
             if len(block.gaps) > 1 or block.start or block.end != last:
@@ -91,6 +96,7 @@ def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> Place
         rows.append(
             (start, offset, block.nbytes if planned else _OUTSIDE, streams.get(block.stream, block.stream), end)
         )
+    # As arrays, in the order of the requests.
     rows.sort(key=lambda row: row[0])
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
     start_, offset_, size, stream, end_ = (np.ascontiguousarray(column) for column in table.T)
@@ -99,7 +105,7 @@ def places_of(trace: Trace, layout: Layout, streams: Mapping[int, int]) -> Place
 
 
 def _steps(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The rows of each step, without those that mark its beginning."""
+    """The rows of each step, without the marks between them."""
     marks = np.flatnonzero(rows[:, 0] == _STEP)
     pieces = np.split(rows, marks)
     steps = [piece[piece[:, 0] != _STEP] for piece in pieces]
@@ -107,7 +113,7 @@ def _steps(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def _beyond_the_step(block: Block, freed_next: int | None) -> Block:
-    """`block`, live at the end of its step, given the position in the next one at which it is freed."""
+    """A block live at its step's end, given when the next step frees it."""
     if freed_next is None or freed_next > block.start:
         return replace(block, space=POOL)
     return replace(block, start=0, gaps=((freed_next, block.start),)) if freed_next else block

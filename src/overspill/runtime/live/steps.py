@@ -1,4 +1,4 @@
-"""The steps of a training loop over a live pool: how much it may hold, when a step begins, and what became of it."""
+"""Drives a live pool through the steps of a training loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from .need import VIRTUAL, outside_bytes
 
 @dataclass(frozen=True)
 class PoolReport:
-    """What a live pool did: `capacity_bytes` it may hold, `peak_bytes` it held at most.
+    """What a live pool did in a run.
 
-    On the CPU, `served_share` is the share of the bytes that the last step's tensors asked for which came from the pool, and
-    `spilled_peak_bytes` the most at once that found no room there and came from PyTorch's allocator: scratch of kernels, of which
-    a budget on the CPU does not know. Of the pool with two ends: `main_bytes` in the end, and how often it was squeezed, steps were begun again
-    or went on with more memory, and blocks overflowed. Of planned addresses: how often they were solved anew, and the share of
-    requests that got theirs.
+    `capacity_bytes` is its limit, `peak_bytes` the most it held. On the CPU, `served_share` is the share of the last
+    step's requested bytes that came from the pool, and `spilled_peak_bytes` the most at once that found no room there
+    and came from PyTorch's allocator: scratch of kernels, which a budget on the CPU does not count. Of the two-ended
+    pool: `main_bytes` in the end, and how often it was squeezed, steps were started again or went on with more memory,
+    and blocks overflowed. Of planned addresses: how often they were solved again, and the share of requests that got
+    theirs.
     """
 
     name: str
@@ -40,27 +41,30 @@ class PoolReport:
 
 
 class LiveSteps:
-    """Leads an allocator through a training loop. This one lets its pool serve, and no more."""
+    """Drives an allocator through a training loop; this one only lets its pool serve."""
 
     name: ClassVar = VIRTUAL
     restarts: bool = False
-    """Whether a block may fail that finds no room, for the step to be begun again."""
+    """Whether an allocation without room fails, so that the step starts again."""
 
     def __init__(self, allocator: LiveAllocator) -> None:
         self.allocator = allocator
         self.holds_model = False
-        """Whether the weights and state of a whole step have been taken into the pool."""
+        """Whether a whole step's weights and state lie in the pool."""
         allocator.let_spill(not self.restarts)
         self._limit: int | None = None
         self._begun: tuple[int, int] | None = None
 
     def limit(self, capacity_bytes: int) -> None:
-        """Take no more of the device than this, or what an earlier plan has of it, whichever is more."""
+        """Limit the pool to `capacity_bytes`, or an earlier plan's limit if larger."""
         self._limit = max(self._limit or 0, capacity_bytes)
         self.allocator.limit(self._limit)
 
     def limit_for(self, plan: Plan, budget_bytes: int) -> None:
-        """From now on take no more than `plan` has: of a card what its context leaves, of a budget on the CPU what is not elsewhere."""
+        """Limit the pool to what `plan` has for it.
+
+        Of a card, what its context leaves; of a CPU budget, what lies outside the pool is taken off.
+        """
         if self.allocator.device != "cuda":
             self.limit(max(budget_bytes - outside_bytes(plan.graph), 1))
         elif plan.device_budget_bytes is not None:
@@ -69,7 +73,10 @@ class LiveSteps:
             self.limit(plan.reserved_bytes)
 
     def begin_step(self) -> None:
-        """Begin a step. Raises RequestError where PyTorch has been told since to do what does not work with the allocator."""
+        """Begin a step.
+
+        Raises RequestError where PyTorch has since been set to do what does not work with the allocator.
+        """
         if self.allocator.device == "cuda":
             check_benchmark()
         if self.allocator.device == "host":
@@ -78,27 +85,30 @@ class LiveSteps:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts a planned program runs in this thread."""
+        """Context around a planned program in this thread."""
         ours = self.allocator.serving() if self.allocator.device == "host" else nullcontext()
         with ours, planned_blocks():
             yield
 
     @contextmanager
     def outside_a_step(self) -> Iterator[None]:
-        """While this lasts something runs that is not part of each step, such as an evaluation."""
+        """Context for work that is not part of each step, such as an evaluation."""
         with self.allocator.interrupted():
             yield
 
     def enlarge(self) -> bool:
-        """Let there be more for a step that found no room and is begun again; whether there is."""
+        """Make more room for a step that starts again; whether there is."""
         return False
 
     def go_on_beside(self) -> bool:
-        """Let there be more for the rest of a step that cannot be begun again; whether there is."""
+        """Make more room for the rest of a step; whether there is.
+
+        For a step that cannot be started again.
+        """
         return False
 
     def report(self) -> PoolReport:
-        """What became of the pool so far."""
+        """The pool's statistics so far."""
         now = self.allocator.statistics()
         report = PoolReport(
             self.name, self.allocator.capacity_bytes, now.peak_reserved_bytes, spilled_peak_bytes=now.peak_spilled_bytes

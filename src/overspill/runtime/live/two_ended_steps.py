@@ -1,6 +1,7 @@
-"""The pool with two ends under a training loop: a large main space first, squeezed after a step, enlarged when one fails.
+"""The two-ended pool in a training loop: sized by what steps take.
 
-Dymem, section 3.3.3: the size is init - squeeze_gap + beta; "if the training fails, an additional beta is provisioned".
+A large main space first, squeezed after a step, enlarged when one fails. Dymem, section 3.3.3: the size is init -
+squeeze_gap + beta; "if the training fails, an additional beta is provisioned".
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from .recorded import ALIGNMENT_BYTES
 from .steps import LiveSteps, PoolReport
 
 BETA_CARD_BYTES = 12 << 30
-"""The card on which the paper found its β, of which a smaller budget takes the same share."""
+"""The paper's card, for which its β is; a smaller budget takes the same share."""
 
 
 class TwoEndedSteps(LiveSteps):
-    """Makes the main space anew between steps, when no block lies there.
+    """Resizes the main space between steps, when it is empty.
 
-    With `restarts` a block that has no room there fails, and who runs the step begins it again (`enlarge`); without, it
-    gets memory beside it, and the main space is larger from the next step on.
+    With `restarts` an allocation without room there fails, and the step is started again (`enlarge`); without, it gets
+    memory outside the main space, which is larger from the next step on.
     """
 
     name: ClassVar = TWO_ENDED
@@ -41,21 +42,21 @@ class TwoEndedSteps(LiveSteps):
         self._overflows = 0
         self._seen_step = False
         self._squeezed = False
-        self._beside = False  # what has no room in the main space lies beside it in this step
+        self._beside = False  # whether overflow of this step lies outside the main space
         self._spills = False
         self._squeezes = self._restarted = self._resumed = 0
         allocator.group_untold(UNPLANNED if allocator.device == "cuda" else Mobility.MOVABLE)
 
     @property
     def beta_bytes(self) -> int:
-        """β: what is left free for steps that take more than the first."""
+        """β: bytes left free for steps that take more than the first."""
         if self._beta_bytes is not None:
             return self._beta_bytes
         share = (self._limit or BETA_CARD_BYTES) * BETA_BYTES // BETA_CARD_BYTES
         return max(ALIGNMENT_BYTES, min(BETA_BYTES, round_up(share, ALIGNMENT_BYTES)))
 
     def limit_for(self, plan: Plan, budget_bytes: int) -> None:
-        """As for any pool; the first plan makes the main space of the first step."""
+        """As for any pool; the first plan also sizes the main space."""
         super().limit_for(plan, budget_bytes)
         need = need_of(plan, TWO_ENDED, budget_bytes)
         self._beside_bytes = max(self._beside_bytes, need.beside_bytes + self._unplanned_bytes(plan))
@@ -64,7 +65,7 @@ class TwoEndedSteps(LiveSteps):
             self._resize(max(self._main_bytes, self._limit * few // many, need.main_bytes))
 
     def begin_step(self) -> None:
-        """Begin a step, after the main space has become as large as the steps before have shown."""
+        """Begin a step, with the main space resized by what earlier steps took."""
         now = self.allocator.statistics()
         if now.main_bytes:
             self._seen_step = True
@@ -76,7 +77,10 @@ class TwoEndedSteps(LiveSteps):
         super().begin_step()
 
     def enlarge(self) -> bool:
-        """β more for the step that is begun again, or where there can be no more, room elsewhere for scratch; whether there is."""
+        """Add β for a step that starts again; whether there is more room.
+
+        Where there can be no more, scratch gets room elsewhere.
+        """
         before = self._main_bytes
         if not self.restarts:
             return False
@@ -87,7 +91,7 @@ class TwoEndedSteps(LiveSteps):
         return True
 
     def go_on_beside(self) -> bool:
-        """What has no room in the main space gets memory beside it until the next step; whether that is new."""
+        """Let overflow lie outside the main space for this step; whether that is new."""
         if not self.restarts:
             return False
         if self._beside:
@@ -98,7 +102,7 @@ class TwoEndedSteps(LiveSteps):
         return True
 
     def report(self) -> PoolReport:
-        """What became of the pool so far."""
+        """The pool's statistics so far."""
         now = self.allocator.statistics()
         return replace(
             super().report(), main_bytes=self._main_bytes, overflows=now.overflows, squeezes=self._squeezes,
@@ -106,25 +110,28 @@ class TwoEndedSteps(LiveSteps):
         )  # fmt: skip
 
     def _unplanned_bytes(self, plan: Plan) -> int:
-        """On CUDA what no planned graph allocates lies beside the main space too, in segments."""
+        """Bytes outside the main space of what no planned graph allocates; CUDA only."""
         if self.allocator.device != "cuda":
             return 0
         now = self.allocator.statistics()
         return max(outside_bytes(plan.graph), now.reserved_bytes - now.main_bytes)
 
     def _spill(self) -> bool:
-        """Let what the budget has no room for lie in PyTorch's own memory from now on; whether that is new."""
+        """Take what the budget has no room for from PyTorch's allocator.
+
+        Returns whether that is new.
+        """
         is_new, self._spills = not self._spills, self.allocator.device == "host"
         self.allocator.let_spill(self._spills)
         return is_new and self._spills
 
     def _provision(self, overflows: int) -> None:
-        """β more, after a step that found no room and went on beside."""
+        """Add β after a step that overflowed."""
         if self._resize(self._main_bytes + self.beta_bytes):
             self._overflows, self._squeezed = overflows, True
 
     def _squeeze(self, now: Statistics) -> None:
-        """The main space without the gap that the step left between its ends, but for β."""
+        """Shrink the main space by the gap that was never used, but for β."""
         smaller = now.main_bytes - now.least_gap_bytes + self.beta_bytes
         if smaller >= now.main_bytes:
             self._squeezed = True
@@ -140,7 +147,7 @@ class TwoEndedSteps(LiveSteps):
         return done
 
     def _within(self, main_bytes: int) -> int:
-        """A size that leaves room for what lies beside the main space."""
+        """`main_bytes`, limited so that the rest of the pool has room."""
         wanted = round_up(main_bytes, ALIGNMENT_BYTES)
         if self._limit is None:
             return wanted

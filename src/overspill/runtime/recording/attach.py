@@ -1,4 +1,4 @@
-"""Who is recorded: a recorder is handed to sessions and train steps for a while, and taken from them again."""
+"""Attaches a recorder to sessions and train steps for a while."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .sources import Source
 
 @contextmanager
 def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorder]:
-    """While this lasts `recorder` is told what runs by the plans of `sources`; then it is finished.
+    """Record what runs by the plans of `sources` while this lasts.
 
-    Raises RequestError where one of them is being recorded already.
+    The recorder is then finished. Raises RequestError where one of them is being recorded already.
     """
     if any(source.recorder is not None for source in sources):
         raise RequestError("this is being recorded already; begin the next recording when that one has ended")
@@ -31,6 +31,7 @@ def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorde
         for source in sources:
             source.tell(None)
 
+    # Start the clock, attach, and count what is on the device already.
     with ExitStack() as end:
         end.callback(recorder.finish)
         end.callback(leave)
@@ -50,7 +51,10 @@ def recording(recorder: Recorder, sources: Sequence[Source]) -> Iterator[Recorde
 
 @contextmanager
 def _steps_by_optimizers(recorder: Recorder, sources: Sequence[Source]) -> Iterator[None]:
-    """While this lasts each step of an optimizer of theirs ends a step, and its state is counted."""
+    """Let each step of the sources' optimizers end a recorded step.
+
+    Their state is counted too.
+    """
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         if not recorder.is_over and any(source.ends_by(optimizer) for source in sources):

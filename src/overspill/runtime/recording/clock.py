@@ -26,7 +26,10 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of the CPU, where who gives work has done it when the call returns. Marks are seconds."""
+    """The CPU's clock, whose marks are seconds.
+
+    Work is done when its call returns.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

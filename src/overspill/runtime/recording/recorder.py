@@ -1,7 +1,7 @@
-"""The recorder: lowered graphs, lanes and train steps tell it what they do, and it writes that down in a RunRecord.
+"""The recorder: collects what graphs, lanes and steps do into a RunRecord.
 
-What it costs falls into the time of a step, so it does little at each call: on CUDA it records events, which nobody waits
-for; what they say is read between steps, once they have come to pass, and at the end.
+What it costs is part of a step's time, so it does little at each call: on CUDA it records events, which nobody waits
+for; they are read between steps, once they have passed, and at the end.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .rows import Comings, Marked
 
 F = TypeVar("F")
 MOST_ENTRIES = 500_000
-"""So many ops, copies and changes of memory a record holds, some 150 MB; then it is full, and over."""
+"""Most ops, copies and memory changes in a record, some 150 MB; then recording ends."""
 _STARTED = frozenset({Verb.OFFLOAD, Verb.PREFETCH})
-"""What an instruction only starts: the copies are the lanes' to tell."""
+"""Verbs that only start a copy, which the lane reports itself."""
 
 
 class Copying:
-    """One copy of a lane, which says when it begins and ends."""
+    """One copy of a lane, from begin to end."""
 
     __slots__ = ("_begun", "_label", "_recorder", "_verb")
 
@@ -44,19 +44,20 @@ class Copying:
         self._begun: Any = None
 
     def begin(self, stream: Any = None) -> None:
-        """It begins, on `stream` where the lane is one."""
+        """The copy begins, on `stream` if the lane is one."""
         self._begun = self._recorder.mark(stream)
 
     def end(self, stream: Any = None) -> None:
-        """It has ended."""
+        """The copy ends."""
         self._recorder.copied(self._verb, self._label, self._begun, self._recorder.mark(stream))
 
 
 class Recorder:
-    """Writes down in `record` what it is told, up to `most_steps` steps (None: all), until it `is_over`.
+    """Writes a RunRecord.
 
-    Steps are marked `by_hand`, or else by train steps and optimizers. With `snapshot` PyTorch's own recorder of memory is on
-    meanwhile, on CUDA. `most_entries` bounds what the record holds. `on_over` is called when no more is wanted.
+    It ends after `most_steps` steps (None: all), or when it `is_over`. Steps are marked `by_hand`, or else by train
+    steps and optimizers. With `snapshot`, PyTorch's own memory recorder is on meanwhile, on CUDA. `most_entries` bounds
+    the record. `on_over` is called when recording ends.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Recorder:
         self.is_over = False
         self.on_over: Callable[[], None] = lambda: None
         self.plans_now: Callable[[], Sequence[Plan]] = tuple
-        """The plans that are in force."""
+        """Gives the current plans."""
         self.tracker: LiveBytes | None = None
         self._begun = time.perf_counter()
         self._most_steps = most_steps
@@ -87,10 +88,10 @@ class Recorder:
         self._since: Any = None
         self._issued_since = 0.0
         self._issued: list[Any] | None = None  # on a device: labels, and when the host began and ended
-        self._computed = 0  # how many things compute has been given
+        self._computed = 0  # number of ops and waits given to compute
         self._places: list[int] = []
-        """On a device, for each change twice that number, and one less where none of them is under way."""
-        self._unnamed: dict[int, int] = {}  # the places among the changes of storages that nobody knows yet
+        """On a device, for each change twice that number, less one if none of them was running."""
+        self._unnamed: dict[int, int] = {}  # rows of storages not yet known as a graph's tensor
         self._forms: dict[int, tuple[Any, Any]] = {}
         self._graphs: dict[int, Graph] = {}
         self._known_plans: dict[int, Plan] = {}
@@ -105,19 +106,21 @@ class Recorder:
 
     @property
     def is_started(self) -> bool:
-        """Whether it is known on which device things run."""
+        """Whether the device is known and the clock runs."""
         return self._clock is not None
 
     def start(self, device: torch.device, tracker: LiveBytes | None = None) -> None:
-        """Things run on `device`. `tracker` counts its storages already; else one of ours counts what instructions make.
+        """Start the clock for `device`.
 
-        Raises RequestError where a snapshot is wanted of an allocator whose memory PyTorch does not record.
+        `tracker` counts its storages already; else one of ours counts what instructions make. Raises RequestError where
+        a snapshot is wanted of an allocator whose memory PyTorch does not record.
         """
         self.record.on_device = device.type != "cpu"
         if self.record.on_device and self._wants_snapshot and serving() is not None:
             raise RequestError(
                 "PyTorch records no memory of a live pool on CUDA: leave the placement out, or the snapshot"
             )
+        # On CUDA events tell the time, on the CPU the host's clock.
         if self.record.on_device:
             self._clock, self._issued = accelerator.DeviceClock(device, self.now), []
             self._history = accelerator.MemoryHistory(device) if self._wants_snapshot else None
@@ -132,7 +135,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """While this lasts the run is in its next step, for who marks steps by hand."""
+        """Context for one step that the user marks by hand."""
         if not self.is_over:
             self._begin_step()
         yield
@@ -141,7 +144,10 @@ class Recorder:
             self._close_step()
 
     def begin_step(self, device: torch.device | None = None) -> None:
-        """A planned call, on `device`, is about to run: a step begins, unless one is under way that no optimizer has ended."""
+        """A planned call is about to run on `device`.
+
+        A step begins, unless one is running that no optimizer has ended.
+        """
         if self.is_over or self._by_hand:
             return
         if self._step_ended is not None:
@@ -155,12 +161,12 @@ class Recorder:
         self._begin_step()
 
     def optimizer_stepped(self) -> None:
-        """The step that is under way has ended, unless this is told again before the next one begins: several may step in it."""
+        """End the current step, unless another optimizer steps before the next begins."""
         if self._step_begun is not None and not self._by_hand:
             self._step_ended = self.mark()
 
     def end_step(self) -> None:
-        """The step that is under way has ended."""
+        """End the current step."""
         self.optimizer_stepped()
         if self._step_ended is not None and not self._by_hand:
             self._close_step()
@@ -191,7 +197,7 @@ class Recorder:
                 self._new_plans = True
 
     def _end(self) -> None:
-        """Nothing more is wanted, and nothing that only serves to get it is held."""
+        """Stop recording and release everything that only served it."""
         if self.is_over:
             return
         self.is_over = True
@@ -205,12 +211,16 @@ class Recorder:
         self.on_over()
 
     def finish(self) -> None:
-        """No more is told. What is under way is taken for ended here, and all clocks are read."""
+        """Finish the record.
+
+        What is running counts as ended here, and all clocks are read.
+        """
         if self._step_begun is not None:
             is_whole = self._step_ended is not None
             if not is_whole:
                 self._step_ended = self.mark()
             self._close_step(is_whole=is_whole)
+        # Read all marks, and turn the rows into the record.
         self._end()
         if self._clock is not None:
             self._clock.settle()
@@ -231,11 +241,11 @@ class Recorder:
     # -- what instrumented graphs and lanes call
 
     def mark(self, stream: Any = None) -> Any:
-        """Behind all that `stream`, or else compute, has been given."""
+        """A mark after all work given to `stream`, or else to compute."""
         return None if self._clock is None else self._clock.mark(stream)
 
     def form_of(self, plain: Any, make: Callable[[], F]) -> F:
-        """What tells in place of `plain`, as `make` made it when that was first asked for."""
+        """The instrumented form of `plain`, from `make` at the first call."""
         found = self._forms.get(id(plain))
         if found is None:
             begun = self.now()
@@ -245,7 +255,10 @@ class Recorder:
         return form
 
     def given(self, graph: Graph, tensors: Sequence[int | None], values: Sequence[Any]) -> None:
-        """A graph is about to run on `values`, each of which is one of its `tensors` (None: a handle, or no tensor)."""
+        """A graph is about to run on `values`, its `tensors`.
+
+        A tensor is None for a handle or a value that is no tensor.
+        """
         tracker = self.tracker
         if self.is_over or tracker is None:
             return
@@ -253,6 +266,7 @@ class Recorder:
         for value, tensor in zip(values, tensors, strict=True):
             if tensor is None or not isinstance(value, Tensor):
                 continue
+            # Name storages seen before; count new ones as this graph's input.
             storage = value.untyped_storage()
             known = tracker.knows(storage)
             if known and storage._cdata not in self._unnamed:
@@ -267,7 +281,7 @@ class Recorder:
                 self._current = None
 
     def there(self, values: Sequence[Any], kind: TensorKind | None) -> None:
-        """These are on the device beside what graphs are given."""
+        """Count tensors on the device that no graph is given."""
         if self.tracker is None or self.is_over:
             return
         self._kind = kind
@@ -278,7 +292,7 @@ class Recorder:
                 self._comings.be(row, kind)
 
     def begin(self, label: Label) -> None:
-        """What `label` says begins."""
+        """The instruction of `label` begins."""
         if self._left < 0:
             self._fill()
         if self.is_over or self._clock is None:
@@ -292,7 +306,7 @@ class Recorder:
             self._since = self.mark()
 
     def end(self, made: Any = None) -> None:
-        """What began last ends, and has made `made`: a tensor or several, or anything else."""
+        """The instruction that began last ends, having made `made`."""
         label = self._current
         if label is None or self.is_over:
             return
@@ -301,6 +315,7 @@ class Recorder:
             self._left -= 1
         if label.verb is not Verb.OFFLOAD and self.tracker is not None:
             self.tracker.add(made if isinstance(made, (tuple, list)) else (made,))
+        # The host's own times, where the device runs asynchronously.
         self._computed += label.verb not in _STARTED
         self._current = None
         if self._issued is not None:
@@ -309,21 +324,24 @@ class Recorder:
                 self._history.annotate("")
 
     def forget(self) -> None:
-        """What began last has failed."""
+        """The instruction that began last has failed."""
         self._current = None
 
     def copying(self, verb: Verb) -> Copying:
-        """For a lane: the copy that is started now."""
+        """The Copying for a transfer that the current instruction starts."""
         return Copying(self, verb, self._current)
 
     def copied(self, verb: Verb, label: Label | None, begun: Any, ended: Any) -> None:
-        """A copy has been carried out, or given to its stream; called by lanes' threads too."""
+        """A copy is done, or enqueued on its stream.
+
+        Called by lanes' threads too.
+        """
         if not self.is_over:
             self._marked.add(self.record.copies[verb], label, begun, ended)
             self._left -= 1
 
     def changed(self, storage: int, nbytes: int) -> None:
-        """A storage came to the device, or with `nbytes` below zero it went."""
+        """A storage came to the device, or left it (`nbytes` below zero)."""
         if self.is_over or not nbytes:
             return
         current = self._current
@@ -333,18 +351,19 @@ class Recorder:
             self._unnamed.pop(storage, None)
         elif current is None:
             self._unnamed[storage] = row
+        # On a device, place it among compute's begins and ends.
         self._left -= 1
         if self._issued is not None:
             computes = current is not None and current.verb not in _STARTED
             self._places.append(2 * self._computed - (not computes))
 
     def _read_clock(self) -> None:
-        """Between steps a device's marks are read, and can be used again."""
+        """Read a device's marks between steps, for reuse."""
         if self._issued is not None and self._clock is not None:
             self._marked.read(self._clock)
 
     def _fill(self) -> None:
-        """There is more than a record may hold."""
+        """The record is full."""
         self.record.is_full = True
         if self._step_begun is not None:
             self._step_ended = self.mark()

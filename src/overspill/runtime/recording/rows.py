@@ -1,6 +1,6 @@
-"""What a recorder keeps while it is told: rows of plain values, which become the record when it is over.
+"""A recorder's raw rows, made into the record at the end.
 
-An object for each would be one that the garbage collector counts, and that would run in the middle of steps for them.
+Rows are plain values: an object for each would make the garbage collector run in the middle of steps.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from .record import Change, Label, Measured
 
 
 class Marked:
-    """What began and ended at marks of a clock, which are read once they have passed."""
+    """Intervals between marks of a clock, read once the marks have passed."""
 
     def __init__(self) -> None:
         self._marked: deque[Any] = deque()
         self._read: list[Any] = []
 
     def add(self, into: list[Measured], label: Label | None, begun: Any, ended: Any) -> None:
-        """One more, for the list `into`. Lanes' threads call it too."""
+        """Add an interval for the list `into`.
+
+        Lanes' threads call it too.
+        """
         self._marked.extend((into, label, begun, ended))
 
     def read(self, clock: Clock) -> None:
-        """Ask the clock about all that has passed, in order."""
+        """Read, in order, all intervals whose end has passed."""
         marked = self._marked
         while marked and clock.is_past(marked[3]):
             into, label, begun, ended = (marked.popleft() for _ in range(4))
@@ -35,7 +38,7 @@ class Marked:
             clock.give_back(ended)
 
     def put(self) -> None:
-        """Let what was read be where it belongs."""
+        """Append what was read to the lists it belongs to."""
         row = iter(self._read)
         for into, label, begin, end in zip(row, row, row, row, strict=True):
             into.append(Measured(label, begin, end))
@@ -43,7 +46,7 @@ class Marked:
 
 
 class Comings:
-    """Storages that came and went."""
+    """Storages that came to the device and left."""
 
     _COLUMNS = 6
 
@@ -53,20 +56,20 @@ class Comings:
     def add(
         self, seconds: float, storage: int, nbytes: int, label: Label | None, kind: TensorKind | None, step: int
     ) -> int:
-        """One more change; the number of its row."""
+        """Add a change; returns its row."""
         self._rows += (seconds, storage, nbytes, label, kind, step)
         return len(self._rows) - self._COLUMNS
 
     def name(self, row: int, label: Label) -> None:
-        """That storage is the tensor that `label` says."""
+        """Set the label of the storage in this row."""
         self._rows[row + 3] = label
 
     def be(self, row: int, kind: TensorKind | None) -> None:
-        """That storage is of a kind."""
+        """Set the kind of the storage in this row."""
         self._rows[row + 4] = kind
 
     def all(self) -> list[Change]:
-        """All changes in order, which are here no longer."""
+        """All changes in order; they are removed here."""
         row = iter(self._rows)
         found = [Change(*change) for change in zip(row, row, row, row, row, row, strict=True)]
         self._rows.clear()

@@ -1,4 +1,4 @@
-"""What can be recorded: a session with all that shares its budget, or a train step, as a recorder meets them."""
+"""What can be recorded: a session with all its models, or a train step."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from .recorder import Recorder
 
 
 class Source(ABC):
-    """One session or train step. Recorded, it has a recorder, which tells its engine too."""
+    """One session or train step that can be recorded."""
 
     def __init__(self, of: Session | TrainStep) -> None:
         self._of = of
 
     @property
     def recorder(self) -> Recorder | None:
-        """Who is told now."""
+        """The recorder attached now, or None."""
         return self._of.recorder
 
     def tell(self, recorder: Recorder | None) -> None:
-        """From now on tell `recorder`; None: nobody."""
+        """Attach `recorder`, or detach with None."""
         self._of.recorder = recorder
         if self._of.engine is not None:
             self._of.engine.recorder = recorder
 
     @property
     def tracker(self) -> LiveBytes | None:
-        """What counts its storages anyhow."""
+        """Its own tracker of live bytes, if it has one."""
         return self._of.tracker
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans in force."""
+        """The current plans."""
         return self._of.plans
 
     @property
     @abstractmethod
     def device(self) -> torch.device | None:
-        """Where it runs, or will; None where that is not known yet."""
+        """The device it runs on; None if not known yet."""
 
     @abstractmethod
     def present(self) -> Iterable[tuple[TensorKind | None, Sequence[Tensor]]]:
-        """What it knows to be on the device between two calls, and the kind where that is known."""
+        """Tensors known to be on the device between calls, by kind."""
 
     def ends_by(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 - of a session
-        """Whether a step of `optimizer` ends one of its steps."""
+        """Whether a step of `optimizer` ends a step of this."""
         return False
 
 
@@ -91,7 +91,10 @@ class _OfStep(Source):
 
 
 def sources_of(found: Session | TrainStep) -> list[Source]:
-    """What is recorded where `found` is: of a session the train steps too that share its budget."""
+    """What is recorded with `found`.
+
+    With a session, also the train steps that share its budget.
+    """
     if isinstance(found, TrainStep):
         return [_OfStep(found)]
     return [_OfSession(found), *(_OfStep(step) for step in found.train_steps if isinstance(step, TrainStep))]

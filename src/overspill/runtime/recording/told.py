@@ -1,6 +1,6 @@
-"""Lowered programs that tell a recorder what they do: each instruction is wrapped, and nothing of the graph itself changes.
+"""Wraps a lowered program's instructions to report to a recorder.
 
-A program is made to tell when it first runs in a recording, whenever it was lowered, and the plain one is left as it is.
+A program is wrapped when it first runs in a recording; the plain one is left as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .recorder import Recorder
 
 
 class Told:
-    """Calls `target`, which does what `label` says, between telling that it begins and that it ends."""
+    """Calls `target` between the recorder's begin and end."""
 
     def __init__(self, target: Callable[..., Any], label: Label, recorder: Recorder) -> None:
         self._target = target
@@ -40,7 +40,7 @@ class Told:
 
 
 def label_of(node: fx.Node, graph: Graph) -> Label | None:
-    """What a node of a lowered graph does for its plan; None for what is no instruction of a schedule."""
+    """The label of a lowered node; None if it is no instruction of the schedule."""
     if node.op != "call_function" or (does := node.meta.get(DOES)) is None:
         return None  # an input too may have the meta of what made it
     verb, target = does
@@ -48,7 +48,7 @@ def label_of(node: fx.Node, graph: Graph) -> Label | None:
 
 
 def told_instructions(program: LoweredProgram, graph: Graph, recorder: Recorder) -> list[Any]:
-    """The instructions of a `program` for `graph`, one by one as they are, which tell `recorder`."""
+    """The instructions of `program`, wrapped to report to `recorder`."""
 
     def wrap(node: fx.Node, target: Callable[..., Any]) -> Callable[..., Any]:
         label = label_of(node, graph)
@@ -58,7 +58,7 @@ def told_instructions(program: LoweredProgram, graph: Graph, recorder: Recorder)
 
 
 def run(program: LoweredProgram, graph: Graph, recorder: Recorder | None, args: list[Any]) -> tuple[Any, ...]:
-    """Run a `program` for `graph` on `args`, which it takes out of the list, and tell `recorder` of it if there is one."""
+    """Run `program` on `args`, emptying the list, and report to `recorder` if any."""
     told = None
     if recorder is not None:
         recorder.given(graph, program.held, args)

@@ -121,7 +121,8 @@ def check_optimizer(optimizer: Any) -> None:
 def check_optimizer_settings(optimizer: Optimizer, own_hooks: int = 0) -> None:
     """Raise UnsupportedError for optimizer settings that a plan cannot honour.
 
-    They may change at any time. `own_hooks` of its step pre-hooks are ours.
+    They may change at any time. Raises RequestError if more than `own_hooks` of its step pre-hooks are those of train
+    steps.
     """
     name = type(optimizer).__name__
     for key in ("capturable", "differentiable"):

@@ -1,4 +1,4 @@
-"""Checksums of what goes to a store, compared with those of what comes back."""
+"""Checksums of bytes written to a store, compared when they are read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from .stores import Store, memory_of
 
 
 class Checksums:
-    """Writes to and reads from `store` with the CRC-32 of all bytes; on the CPU only, where the processor sees them."""
+    """Reads and writes `store` with a CRC-32 of all bytes; CPU only.
+
+    There the processor sees the bytes.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._of: dict[tuple[int, int], int] = {}
 
     def write(self, slot: Slot, source: Tensor) -> None:
-        """Note the checksum of `source`, then write it."""
+        """Record the checksum of `source`, then write it."""
         self._of[slot.chunk, slot.offset] = zlib.crc32(memory_of(source))
         self._store.write(slot, source)
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Fill `target`. Raises StoreError for other bytes than were written."""
+        """Fill `target`.
+
+        Raises StoreError for other bytes than were written.
+        """
         self._store.read(slot, target)
         expected = self._of.get((slot.chunk, slot.offset))
         if expected is not None and zlib.crc32(memory_of(target)) != expected:
@@ -36,5 +42,5 @@ class Checksums:
             )
 
     def forget(self, slot: Slot) -> None:
-        """Nobody has written to `slot` for who reads it next."""
+        """Drop the checksum of `slot`, to which nothing has been written since."""
         self._of.pop((slot.chunk, slot.offset), None)

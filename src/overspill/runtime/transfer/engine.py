@@ -1,4 +1,4 @@
-"""The transfer engine: carries out Offload, AwaitOffload, Prefetch and AwaitPrefetch for one store."""
+"""The transfer engine: Offload, AwaitOffload, Prefetch and AwaitPrefetch for one store."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _LOG = logging.getLogger("overspill")
 
 
 class _Stored:
-    """One offloaded storage: where its bytes are, and how the tensor that was seen lies in it.
+    """One offloaded storage: its slot, and the tensor's layout in it.
 
-    `leaving` is the copy to the store while it is under way; `written`: it is done. `handle` dies with the handle.
+    `leaving` is the copy to the store while it is in progress; `written`: it is done. `handle` refers to the handle
+    weakly.
     """
 
     __slots__ = (
@@ -56,7 +57,7 @@ class _Stored:
         self.dropped = False
 
     def empty(self) -> Tensor:
-        """Memory for it, on its device."""
+        """A new uninitialised tensor for it, on its device."""
         if self.offset == 0 and self.size.numel() * self.dtype.itemsize == self.nbytes:  # dense, as nearly all are
             tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
             if tensor.untyped_storage().nbytes() == self.nbytes:
@@ -64,13 +65,13 @@ class _Stored:
         return self.within(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage())
 
     def within(self, storage: UntypedStorage) -> Tensor:
-        """The tensor as it lies in `storage`."""
+        """The tensor, laid out in `storage`."""
         tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
 class _HandleRef(weakref.ref[UntypedStorage]):
-    """A reference to the storage of a handle, which is `stored`'s, and lies at the address `key`."""
+    """Weak reference to the storage of `stored`'s handle, at address `key`."""
 
     __slots__ = ("key", "stored")
     key: int
@@ -96,19 +97,22 @@ class TransferEngine:
         self._arriving: dict[int, tuple[Ticket | None, _Stored]] = {}
         self._handle_died = _when_a_handle_dies(self)
         self.recorder: Recorder | None = None
-        """Who is told of copies, while anybody is."""
+        """The recorder of copies, or None."""
         self.offloaded_bytes = 0
         self.prefetched_bytes = 0
         self.waited_seconds = 0.0
-        """How long the host stood still until transfers were done: on the CPU compute, on CUDA it waits for none."""
+        """Seconds that the host waited for transfers: on the CPU compute waits, on CUDA the host never does."""
 
     @property
     def stored_count(self) -> int:
-        """How many storages the table holds now."""
+        """The number of storages now in the table."""
         return len(self._table)
 
     def offload(self, source: Tensor) -> Tensor:
-        """Start copying the whole storage of `source` to the store; its handle. Raises StoreError."""
+        """Start copying the whole storage of `source` to the store; returns its handle.
+
+        Raises StoreError.
+        """
         memory = source.untyped_storage()
         nbytes = memory.nbytes()
         stored = _Stored(
@@ -124,7 +128,10 @@ class TransferEngine:
         return self._handle(stored)
 
     def blank(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The handle of a dense tensor whose bytes nobody has set yet: room in the store, and no copy."""
+        """The handle of a dense tensor without values yet.
+
+        It has space in the store; nothing is copied.
+        """
         nbytes = size.numel() * dtype.itemsize
         slot = self.store.allocate(nbytes)
         if self._checksums is not None:
@@ -142,9 +149,10 @@ class TransferEngine:
         return handle
 
     def await_offload(self, handle: Tensor, source: Tensor | None = None) -> None:
-        """Wait until the copy of `handle` is done. Raises StoreError if it failed.
+        """Wait until the copy of `handle` is done.
 
-        After that, it can be awaited again with its `source`, from which it is then copied anew.
+        Raises StoreError if it failed. After that, it can be awaited again with its `source`, which is then copied
+        again.
         """
         stored = self._table[handle.data_ptr()]
         # Forgotten first: a ticket that failed holds the error, whose traceback would hold the handle and so the slot.
@@ -159,9 +167,10 @@ class TransferEngine:
         stored.written = True
 
     def prefetch(self, handle: Tensor, into: UntypedStorage | None = None) -> Tensor:
-        """Start bringing `handle` back; the tensor, with the strides it had, not to be read before `await_prefetch`.
+        """Start bringing `handle` back; returns the tensor, with its old strides.
 
-        Its bytes come to new memory, or to the storage `into`, which has as many.
+        It must not be read before `await_prefetch`. Its bytes come to new memory, or to the storage `into`, which has
+        as many.
         """
         stored = self._table[handle.data_ptr()]
         tensor = stored.empty() if into is None else stored.within(into)
@@ -173,10 +182,14 @@ class TransferEngine:
         return tensor
 
     def await_prefetch(self, tensor: Tensor) -> Tensor:
-        """Wait until `tensor` is filled; it. Raises StoreError if that failed; it can then be awaited again, or cancelled."""
+        """Wait until `tensor` is filled; returns it.
+
+        Raises StoreError if that failed; it can then be awaited again, or cancelled.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         ticket, stored = self._arriving[key]
+        # Without the ticket: if the wait fails, the next one starts the copy again.
         self._arriving[key] = (None, stored)
         begun = time.perf_counter()
         try:
@@ -190,7 +203,10 @@ class TransferEngine:
         return tensor
 
     def settle(self) -> None:
-        """Wait for all that is under way; a transfer that failed is started anew when it is awaited."""
+        """Wait for all transfers in progress.
+
+        A failed one is started again when it is awaited.
+        """
         for stored in list(self._table.values()):  # a finalizer may take one out
             if stored.leaving is not None and _failed(stored.leaving):
                 stored.leaving = None
@@ -199,14 +215,17 @@ class TransferEngine:
                 self._arriving[key] = (None, stored)
 
     def cancel(self, tensor: Tensor) -> None:
-        """Give up the prefetch of `tensor`, if it is under way: nothing will be written to it any more."""
+        """Cancel the prefetch of `tensor`, if one is in progress.
+
+        Nothing will be written to it afterwards.
+        """
         if arriving := self._arriving.get(key := tensor.untyped_storage()._cdata):
             if arriving[0] is not None:
                 _failed(arriving[0])  # what nobody wants may fail
             self._arrived(key)
 
     def sent_back(self, tensor: Tensor) -> Tensor:
-        """A handle of what the store has, in exchange for `tensor`, whose prefetch is given up."""
+        """Exchange `tensor`, whose prefetch is cancelled, for a new handle."""
         key = tensor.untyped_storage()._cdata
         _, stored = self._arriving[key]
         again = _Stored(
@@ -227,21 +246,24 @@ class TransferEngine:
             self.store.release(stored.slot)
 
     def use(self, store: Store, device: torch.device) -> None:
-        """Keep what comes from `device` in `store` from now on, with its lanes; nothing may be stored or under way."""
+        """Switch to another `store`, with its lanes for `device`.
+
+        Nothing may be stored or in progress.
+        """
         self._outward.close()
         self._inward.close()
         self.store = store
         self._outward, self._inward = store.lanes(device)
 
     def close(self) -> None:
-        """Finish what is under way and give the store back, whatever goes wrong."""
+        """Finish transfers and release the store, whatever goes wrong."""
         with ExitStack() as end:  # the last first
             for let_go in (self.store.close, self._table.clear, self._arriving.clear, self._inward.close):
                 end.callback(let_go)
             self._outward.close()
 
     def close_dropped(self) -> None:
-        """Close where whoever had this is gone: the log has what goes wrong, for there is nobody to raise it to."""
+        """Close after the owner was garbage collected; errors go to the log."""
         try:
             self.close()
         except RuntimeError as error:
@@ -254,7 +276,10 @@ class TransferEngine:
 
 
 def make_engine(store: Store, device: torch.device, *, checksum: bool = False) -> TransferEngine:
-    """The engine for tensors on `device`, with the lanes of the store. Raises RequestError."""
+    """The engine for tensors on `device`, with the store's lanes.
+
+    Raises RequestError.
+    """
     if not checksum:
         return TransferEngine(store, *store.lanes(device))
     if device.type == "cuda":
@@ -274,12 +299,15 @@ def _failed(ticket: Ticket) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, without what a device adds about debugging."""
+    """The first line of `error`, without a device's debugging hints."""
     return str(error).partition("\n")[0]
 
 
 def _when_a_handle_dies(engine: TransferEngine) -> Callable[[weakref.ref[UntypedStorage]], None]:
-    """What gives back the slot of a handle that is gone; it does not keep `engine` alive."""
+    """A callback that frees a dead handle's slot.
+
+    It does not keep `engine` alive.
+    """
     known = weakref.ref(engine)
 
     def died(handle: weakref.ref[UntypedStorage]) -> None:

@@ -1,4 +1,4 @@
-"""What a forked child has of its parent: no thread but one, locks that nobody will release, and files that both write to."""
+"""What must be reset in a forked child: threads, locks and shared files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Protocol
 
 
 class Forkable(Protocol):
-    """What has something that a forked child cannot use."""
+    """An object that must be reset in a forked child."""
 
     def forked(self) -> None:
-        """Called in the child, before anything else runs there."""
+        """Called in the child before anything else runs there."""
 
 
 _LIVING: weakref.WeakSet[Forkable] = weakref.WeakSet()
@@ -24,14 +24,14 @@ def tell_of_forks(thing: Forkable) -> None:
 
 
 class ForkedLock:
-    """A lock of the whole process that a child has anew, whoever had it in its parent; its thread may take it again."""
+    """A process-wide re-entrant lock that a forked child gets anew."""
 
     def __init__(self) -> None:
         self.lock = RLock()
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """Nobody has it here."""
+        """Make a new lock, held by nobody."""
         self.lock = RLock()
 
 

@@ -1,6 +1,6 @@
-"""Host memory: pages of our own, and how the C library hands freed memory back to the system.
+"""Host memory: page-aligned buffers, and when glibc returns freed memory.
 
-The latter decides what a budget on the CPU is worth in RAM.
+The latter decides how much RAM a budget on the CPU saves.
 
 glibc maps large blocks on their own up to a threshold that it raises, as they are freed, to 32 MiB. Blocks below it
 come from a heap that feature maps of many sizes leave full of holes. A low fixed threshold ends that, at a price:
@@ -26,9 +26,9 @@ from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MAPPED_FROM_BYTES = 4 * 2**20
-"""Where memory is scarce, blocks of at least this size are mapped on their own and unmapped when freed."""
+"""Where memory is scarce, blocks of at least this many bytes get their own mapping, unmapped when freed."""
 MOST_MAPPED_FROM_BYTES = 32 * 2**20
-"""What glibc itself raises that threshold to. To set any of them ends that, so it is set with the other."""
+"""The most that glibc itself raises that threshold to. Setting either threshold ends that, so both are set together."""
 MOST_KEPT_BYTES = 2**31 - 2**20
 """The largest threshold that `mallopt` takes, which is an int."""
 SCARCE = 2.0
@@ -38,15 +38,19 @@ _is_scarce = False
 
 
 def whole_pages(nbytes: int) -> Tensor:
-    """Zeros in memory that shares no page with any other, and that no mode of PyTorch sees. Raises OSError."""
+    """Zeros in pages shared with no other memory, unseen by PyTorch's modes.
+
+    Raises OSError.
+    """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def suit_heap(unmanaged_peak_bytes: int) -> bool:
-    """Make the C library give large freed blocks back at once if memory is scarce for such a step, else keep the heap's free end.
+    """Tune glibc's heap for a step; whether freed blocks go back at once.
 
-    For the whole process; once scarce is scarce for good. Returns whether blocks are given back.
+    They do if memory is scarce for such a step; else the heap's free end is kept. This is for the whole process, and
+    once scarce stays scarce.
     """
     global _is_scarce  # noqa: PLW0603 - of the process, as the C library's thresholds are
     _is_scarce = _is_scarce or available_bytes() < SCARCE * unmanaged_peak_bytes
@@ -57,14 +61,17 @@ def suit_heap(unmanaged_peak_bytes: int) -> bool:
 
 
 def give_back() -> None:
-    """Make the C library hand all memory that is free now back to the system, wherever in its heap it lies."""
+    """Return all free heap memory to the system."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @functools.cache
 def return_freed_blocks() -> bool:
-    """Make the C library give large freed blocks back at once, for the whole process; whether it can."""
+    """Make glibc return large freed blocks at once; whether it can.
+
+    For the whole process.
+    """
     return _set_thresholds(MAPPED_FROM_BYTES, MAPPED_FROM_BYTES)
 
 
@@ -77,7 +84,10 @@ def _set_thresholds(mapped_from_bytes: int, trimmed_from_bytes: int) -> bool:
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still take: the least of free RAM, its address-space limit and its control group's."""
+    """Bytes this process can still take.
+
+    The least of free RAM, its address-space limit and its control group's.
+    """
     limits = [_status(Path("/proc/meminfo"), "MemAvailable")]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
@@ -89,7 +99,10 @@ def available_bytes() -> int:
 
 
 def _status(path: Path, key: str) -> int:
-    """A `key: N kB` line of a /proc file, in bytes; without such a file, more than any machine has."""
+    """A `key: N kB` line of a /proc file, in bytes.
+
+    Without such a file, more than any machine has.
+    """
     try:
         line = next(line for line in path.read_text().splitlines() if line.startswith(f"{key}:"))
     except (OSError, StopIteration):

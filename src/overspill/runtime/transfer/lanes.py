@@ -1,6 +1,7 @@
-"""Lanes: where transfers of one direction run one after another, beside compute. Threads on the CPU, streams elsewhere.
+"""Lanes: each carries out one direction's transfers, in order, concurrently with compute.
 
-Compute pays for every transfer that it starts and awaits, so that is done with few calls and objects.
+A lane is a thread on the CPU, and a stream elsewhere. Compute pays for every transfer that it starts and awaits, so
+that is done with few calls and objects.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from . import _copies
 
 @dataclass(frozen=True)
 class Slot:
-    """`nbytes` bytes of a store from `offset` on, in chunk number `chunk` of its arena."""
+    """A place in a store: `nbytes` bytes from `offset` on, in arena chunk `chunk`."""
 
     chunk: int
     offset: int
@@ -35,50 +36,63 @@ class Slot:
 
 
 Copy = Callable[[Slot, Tensor], None]
-"""What a store does with a slot and memory, which is given as a one-dimensional uint8 tensor: it writes, or it reads."""
+"""A store's read or write: of a slot, from or to memory given as a one-dimensional uint8 tensor."""
 
 
 class Ticket(Protocol):
-    """A transfer under way; it keeps the memory that it reads or fills alive until it has been awaited."""
+    """A transfer in progress.
+
+    It keeps the memory that it reads or fills alive until it has been awaited.
+    """
 
     def wait(self) -> None:
-        """Let nothing that follows on the compute stream run before the transfer is done; raise what went wrong in it."""
+        """Block later work of the compute stream until the transfer is done.
+
+        Raises what went wrong in it.
+        """
 
 
 class Noted(Protocol):
-    """What wants to know when a copy is carried out."""
+    """Callbacks for the begin and end of a copy."""
 
     def begin(self, stream: Any = None) -> None:
-        """It begins now, or where `stream` has got to."""
+        """The copy begins now, or at this point of `stream`."""
 
     def end(self, stream: Any = None) -> None:
-        """It has ended, or will have where `stream` has got to."""
+        """The copy ends now, or at this point of `stream`."""
 
 
 class Lane(ABC):
-    """Carries out copies of one direction in the order they were submitted, beside the compute stream."""
+    """Copies in one direction, in the order submitted, concurrently with compute."""
 
     @abstractmethod
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Start the copy between `slot` and `memory` after everything that compute has been given so far.
+        """Start a copy between `slot` and `memory`, after all work given to compute.
 
-        `noted` is told when it is carried out.
+        `noted` is called when it begins and ends.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the thread or stream, once nothing runs on it any more; what has not started may be dropped."""
+        """Release the thread or stream once it is idle.
+
+        Copies that have not started may be dropped.
+        """
 
 
 class ThreadLane(Lane):
-    """A lane of one thread, whose copies are system calls and memory moves that release the interpreter lock.
+    """A lane of one thread; its copies release the interpreter lock.
 
-    A queue that a finalizer may use in the middle of its own `put` feeds it; the pools of `concurrent.futures` have locks
-    that a finalizer would wait for in vain. In a forked child, which has no such thread, `submit` carries the job out itself.
+    They are system calls and memory moves. The queue is one that a finalizer may use in the middle of its own `put`;
+    the pools of `concurrent.futures` have locks that a finalizer would wait for in vain. In a forked child, which has
+    no such thread, `submit` carries the job out itself.
     """
 
     def __init__(self, name: str, copy: Copy) -> None:
-        """Raises StoreError where the system gives no thread."""
+        """Start the thread.
+
+        Raises StoreError where the system gives none.
+        """
         self._copy = copy
         self._process = os.getpid()
         self._jobs: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
@@ -114,7 +128,7 @@ _LOCAL = threading.local()
 
 
 def is_lane() -> bool:
-    """Whether this thread is a lane's: what a garbage collection calls here may wait for no transfer."""
+    """Whether this is a lane's thread, in which finalizers must wait for no transfer."""
     return getattr(_LOCAL, "is_lane", False)
 
 
@@ -126,7 +140,7 @@ def _carry_out_all(jobs: SimpleQueue[_ThreadTicket | None], copy: Copy) -> None:
 
 
 def _end_thread(jobs: SimpleQueue[_ThreadTicket | None], thread: Thread, process: int) -> None:
-    """End the thread of a lane that is closed or gone."""
+    """End the thread of a lane that is closed or garbage collected."""
     if process != os.getpid():
         return
     with contextlib.suppress(Empty):
@@ -164,7 +178,7 @@ class _ThreadTicket:
             self._finish(None)
 
     def drop(self) -> None:
-        """It will not be carried out any more."""
+        """Mark it as never to be carried out."""
         self._finish(StoreError(CLOSED))
 
     def _finish(self, error: BaseException | None) -> None:
@@ -207,7 +221,10 @@ class _NotedTicket(_ThreadTicket):
 
 
 class StreamLane(Lane):
-    """A lane that is a stream of its own. `streams` is the module `accelerator`, or what a test puts in its place."""
+    """A lane that is a stream of its own.
+
+    `streams` is the module `accelerator`, or a test's stand-in.
+    """
 
     def __init__(self, device: torch.device, copy: Copy, streams: Any = accelerator) -> None:
         self._streams = streams
@@ -216,7 +233,7 @@ class StreamLane(Lane):
         self.stream: accelerator.Stream = streams.new_stream(device)
 
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Enqueue the copy behind the compute stream's work so far.
+        """Enqueue the copy after the compute stream's work so far.
 
         No `record_stream`: the ticket holds the memory until compute waits for the event, after which it can only be
         reused behind the copy.
@@ -231,7 +248,7 @@ class StreamLane(Lane):
         return _StreamTicket(self, self.stream.record_event(), memory)
 
     def wait(self, event: Any) -> None:
-        """Let what follows on the compute stream run behind `event`."""
+        """Let later work of the compute stream run after `event`."""
         self._streams.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
@@ -253,17 +270,20 @@ class _StreamTicket:
 
 
 class CopyLane(Lane):
-    """A lane that is a stream of its own, between a device and addresses of page-locked host memory: one native call each."""
+    """A stream for copies to or from page-locked host memory, one native call each."""
 
     def __init__(self, streams: accelerator.RawStreams, address: Callable[[Slot], int], *, outward: bool) -> None:
-        """`address` says where a slot is. Raises RuntimeError where no library has the functions of such a device."""
+        """`address` gives the address of a slot.
+
+        Raises RuntimeError where no library has the functions of such a device.
+        """
         self._address = address
         self._compute = streams.compute
         self.stream, raw = streams.new()
         self._copies = _copies.CopyLane(streams.path, streams.prefix, streams.index, raw, outward, streams.current)
 
     def submit(self, slot: Slot, memory: UntypedStorage, noted: Noted | None = None) -> Ticket:
-        """Enqueue the copy behind the compute stream's work so far, as StreamLane does."""
+        """Enqueue the copy after the compute stream's work so far, as StreamLane does."""
         if noted is not None:
             self.stream.wait_stream(self._compute())  # as the copy does: the time until then is not the copy's
             noted.begin(self.stream)

@@ -1,7 +1,8 @@
-"""The functions that lowered graphs call for transfers: plain ones, for PyTorch's dispatcher costs more than they do.
+"""Transfer functions that lowered graphs call.
 
-`await_offload` takes the source as an argument: whoever manages memory by reference counts then keeps it until the copy is
-done. `await_prefetch` returns its argument, and consumers read that.
+They are plain functions, for PyTorch's dispatcher costs more than they do. `await_offload` takes the source as an
+argument, so that reference counting keeps it until the copy is done. `await_prefetch` returns its argument, and
+consumers read that.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ _numbers = itertools.count(1)
 
 
 def register_engine(engine: TransferEngine) -> int:
-    """The number by which lowered graphs call `engine`; whoever lowers keeps the engine alive."""
+    """A number by which lowered graphs call `engine`.
+
+    The caller keeps the engine alive.
+    """
     number = next(_numbers)
     _ENGINES[number] = engine
     return number
 
 
 def engine_numbered(number: int) -> TransferEngine:
-    """The engine of that number. Raises OverspillError where it has been closed."""
+    """The engine with this number.
+
+    Raises OverspillError where it has been closed.
+    """
     try:
         return _ENGINES[number]
     except KeyError:
@@ -37,7 +44,7 @@ def engine_numbered(number: int) -> TransferEngine:
 
 
 def offload(source: Tensor, engine: int) -> Tensor:
-    """Start copying `source` to the store; its handle."""
+    """Start copying `source` to the store; returns its handle."""
     return engine_numbered(engine).offload(source)
 
 
@@ -47,17 +54,20 @@ def await_offload(handle: Tensor, source: Tensor, engine: int) -> None:
 
 
 def prefetch(handle: Tensor, engine: int, into: UntypedStorage | None = None) -> Tensor:
-    """Start bringing `handle` back, to `into` if it is given; the tensor, not to be read yet."""
+    """Start bringing `handle` back; returns the tensor, not to be read yet.
+
+    Its bytes go to `into` if it is given.
+    """
     return engine_numbered(engine).prefetch(handle, into)
 
 
 def await_prefetch(arriving: Tensor, engine: int) -> Tensor:
-    """Wait until `arriving` is filled; it."""
+    """Wait until `arriving` is filled; returns it."""
     return engine_numbered(engine).await_prefetch(arriving)
 
 
 def hold(held: Tensor) -> None:
-    """Let `held` live until here."""
+    """Keep `held` alive until this call."""
 
 
 for _call in (offload, await_offload, await_prefetch, hold):

@@ -1,6 +1,6 @@
-"""Stores: where offloaded bytes live. A file on disk, host memory, or pinned host memory.
+"""Stores for offloaded bytes: a file on disk, host memory, or pinned memory.
 
-A store hands out slots of one arena and gets them back, so that after the first step it neither grows nor fragments
+A store hands out slots of one arena and takes them back, so that after the first step it neither grows nor fragments
 further. Reads and writes are called on a lane, never on the compute thread (except to enqueue them, for CUDA).
 """
 
@@ -33,23 +33,24 @@ from .forks import tell_of_forks
 from .lanes import CopyLane, Lane, Slot, StreamLane, ThreadLane
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk is full, or the user's share of it, or the file is as large as it may get."""
+"""Errors for a full disk, a used-up quota, or a file of the largest possible size."""
 PAGE_BYTES = 4096
 
 
 class Store(ABC):
-    """Base of all stores: slots of equal (page-rounded) size are reused; the arena grows only when none is free.
+    """Base of all stores.
 
-    Slots are given back by finalizers too, which may run in the middle of anything, `allocate` among it. So `release`
-    takes no lock: what was given back is a queue, which the next `allocate` empties.
+    Slots of equal (page-rounded) size are reused; the arena grows only when none is free. Slots are also released by
+    finalizers, which may run in the middle of anything, `allocate` included. So `release` takes no lock: released slots
+    go to a queue, which the next `allocate` empties.
     """
 
     name: ClassVar[str] = ""
-    """What users call it."""
+    """Its name for users."""
     device_type: ClassVar[str] = "cpu"
-    """The kind of device whose tensors it holds."""
+    """The device type whose tensors it holds."""
     takes_directory: ClassVar[bool] = False
-    """Whether it is made with the directory in which it keeps a file."""
+    """Whether its constructor takes a directory for its file."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -63,13 +64,13 @@ class Store(ABC):
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """This is a child now; whoever had the lock is not in it."""
+        """Reset the lock in a forked child."""
         self._lock = RLock()
         self.is_forked = True
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots that are in use."""
+        """Bytes of the slots in use."""
         with self._lock:
             self._take_back()
             return self._used_bytes
@@ -81,7 +82,7 @@ class Store(ABC):
             self._free[slot.nbytes].append(slot)
 
     def lanes(self, device: torch.device) -> tuple[Lane, Lane]:  # noqa: ARG002 - of the streams of some devices
-        """What carries its transfers from and to `device` beside compute: one lane each way."""
+        """One lane each way for transfers from and to `device`."""
         return (
             ThreadLane("offload", lambda slot, source: self.write(slot, source)),  # noqa: PLW0108 - `write` as it is then
             ThreadLane("prefetch", lambda slot, target: self.read(slot, target)),  # noqa: PLW0108
@@ -89,11 +90,14 @@ class Store(ABC):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that the arena takes."""
+        """Bytes of the whole arena."""
         return sum(size for _, size in self._tails)
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that `nbytes` in all can be stored. Raises StoreError when there is no room for them."""
+        """Make room for `nbytes` in all.
+
+        Raises StoreError when there is none.
+        """
         with self._lock:
             if (missing := nbytes - self.capacity_bytes) > 0:
                 self._add_chunk(missing)
@@ -120,7 +124,7 @@ class Store(ABC):
         return Slot(chunk, used, nbytes)
 
     def release(self, slot: Slot) -> None:
-        """Give `slot` back; from anywhere, for nothing is waited for."""
+        """Free `slot`; safe to call anywhere, since it never waits."""
         self._returned.append(slot)
 
     def _add_chunk(self, nbytes: int) -> None:
@@ -130,11 +134,11 @@ class Store(ABC):
 
     @abstractmethod
     def _grow(self, nbytes: int) -> None:
-        """Add one chunk of `nbytes` to the arena, or raise StoreError and leave it as it was."""
+        """Add a chunk of `nbytes`, or raise StoreError and change nothing."""
 
     @abstractmethod
     def write(self, slot: Slot, source: Tensor) -> None:
-        """Copy the bytes of `source` (uint8, one dimension) into `slot`."""
+        """Copy `source` (uint8, one dimension) into `slot`."""
 
     @abstractmethod
     def read(self, slot: Slot, target: Tensor) -> None:
@@ -142,11 +146,14 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the system."""
+        """Return everything to the system."""
 
 
 class DiskStore(Store):
-    """One preallocated file per process, of mode 0600 and without a name: nothing is left behind, even if killed."""
+    """One preallocated file without a name, of mode 0600.
+
+    Nothing is left behind, even if the process is killed.
+    """
 
     name = "disk"
     takes_directory = True
@@ -171,6 +178,7 @@ class DiskStore(Store):
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, start)
+            # Say what is missing, where that is known.
             if error.errno in NO_ROOM:
                 raise self._no_room(nbytes, error) from None
             raise StoreError(
@@ -180,7 +188,10 @@ class DiskStore(Store):
         self._chunk_offsets.append(start)
 
     def write(self, slot: Slot, source: Tensor) -> None:
-        """Write all bytes, however few the system takes at a time. Raises StoreError when it takes none."""
+        """Write all bytes.
+
+        The system may take few at a time; raises StoreError when it takes none.
+        """
         self._check_process()
         view = memory_of(source)
         done = 0
@@ -192,7 +203,10 @@ class DiskStore(Store):
             done += count
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Read all bytes back. Raises StoreError when the file ends before."""
+        """Read all bytes.
+
+        Raises StoreError when the file ends before.
+        """
         self._check_process()
         view = memory_of(target)
         done = 0
@@ -223,7 +237,7 @@ class DiskStore(Store):
             raise StoreError(f"the disk store in {self.directory} failed to {action}: {error.strerror}") from error
 
     def _no_room(self, nbytes: int, error: OSError) -> StoreError:
-        """What is missing where: `nbytes` more were to be written."""
+        """The error for `nbytes` that do not fit on the file system."""
         needs = f"the disk store needs {format_bytes(nbytes)} more in {self.directory}"
         instead = "or name another directory with --store-dir, or use --store host"
         try:
@@ -238,7 +252,7 @@ class DiskStore(Store):
         )
 
     def close(self) -> None:
-        """Close the file; the system then frees its space."""
+        """Close the file, whose space the system then frees."""
         self._end()
         self._file = -1
 
@@ -266,23 +280,23 @@ class HostStore(Store):
         return host_memory.whole_pages(nbytes)
 
     def write(self, slot: Slot, source: Tensor) -> None:
-        """Copy into the arena, without the interpreter lock."""
+        """Copy into the arena, releasing the interpreter lock."""
         ctypes.memmove(self._chunks[slot.chunk].data_ptr() + slot.offset, source.data_ptr(), source.numel())
 
     def read(self, slot: Slot, target: Tensor) -> None:
-        """Copy out of the arena, without the interpreter lock."""
+        """Copy out of the arena, releasing the interpreter lock."""
         ctypes.memmove(target.data_ptr(), self._chunks[slot.chunk].data_ptr() + slot.offset, target.numel())
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Free the arena."""
         self._chunks.clear()
 
 
 class PinnedStore(HostStore):
     """Page-locked host memory for CUDA, with copies that do not block.
 
-    The arena is plain memory that the device has locked: torch's own pinned allocator would round each block up to a
-    power of two. `pages` is a PageLock, or what a test puts in its place.
+    The arena is ordinary memory locked for the device: torch's own pinned allocator would round each block up to a
+    power of two. `pages` is a PageLock, or a test's stand-in.
     """
 
     name = "pinned"
@@ -326,12 +340,12 @@ class PinnedStore(HostStore):
         return self._chunks[slot.chunk][slot.offset : slot.offset + nbytes]
 
     def close(self) -> None:
-        """Unlock and let go of the arena."""
+        """Unlock and free the arena."""
         self._end()
 
 
 def _unlock(chunks: list[Tensor], pages: PageLock, streams: list[Stream], process: int) -> None:
-    """Let go of the arena of a pinned store that is closed or gone."""
+    """Unlock and free the arena of a pinned store."""
     try:
         if process == os.getpid():  # a forked child has no device
             with contextlib.suppress(RuntimeError):  # of a device that has failed: nothing is under way on it any more
@@ -351,13 +365,15 @@ _USUAL = {"cpu": DiskStore.name, "cuda": PinnedStore.name}
 
 
 def make_store(name: str | None, device: torch.device, directory: str | Path | None = None) -> Store:
-    """The store called `name`, or the usual one for `device`: disk on the CPU, pinned memory on CUDA.
+    """The store called `name`, or the usual one for `device`.
 
-    Raises RequestError for a store that does not exist or does not fit the device.
+    That is disk on the CPU, pinned memory on CUDA. Raises RequestError for a store that does not exist or does not fit
+    the device.
     """
     chosen = STORES.named(name or _USUAL[device.type])
     if directory is not None and not chosen.takes_directory:
         raise RequestError(f"--store-dir is for the disk store, not for {chosen.name!r}; leave it out")
+    # Name the stores that would fit.
     if chosen.device_type != device.type:
         others = " or ".join(f"--store {n}" for n, store in STORES.items() if store.device_type == device.type)
         serves, here = (("CPU", "CUDA"), ("CUDA", "CPU"))[device.type == "cpu"]
@@ -373,7 +389,10 @@ def whole_pages(nbytes: int) -> int:
 
 
 def _nameless_file(directory: Path) -> int:
-    """The descriptor of a new file on the file system of `directory` that nobody else can open. Raises OSError."""
+    """The descriptor of a new unnamed file on `directory`'s file system.
+
+    Nobody else can open it. Raises OSError.
+    """
     with contextlib.suppress(OSError):  # a file system without such files, or no such directory, as the next line says
         return os.open(directory, os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)
     file, path = tempfile.mkstemp(prefix="overspill-", dir=directory)
@@ -382,7 +401,7 @@ def _nameless_file(directory: Path) -> int:
 
 
 def _mount_point(directory: Path) -> Path:
-    """Where the file system that holds `directory` is mounted."""
+    """Mount point of the file system that holds `directory`."""
     path = directory.resolve()
     while not path.is_mount():
         path = path.parent
@@ -390,5 +409,5 @@ def _mount_point(directory: Path) -> Path:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a one-dimensional uint8 tensor on the CPU, without a copy."""
+    """The bytes of a one-dimensional uint8 CPU tensor, without a copy."""
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
