@@ -1,1 +1,1 @@
-"""A GPU that is not there: an ordinary PyTorch program runs on it, on fake tensors."""
+"""A GPU that is not there: run an ordinary PyTorch program on fake CUDA tensors."""

@@ -1,8 +1,8 @@
-"""Keeps torch's compiler out of a process that compiles nothing: importing it takes longer than most recordings.
+"""Delay importing torch's compiler, which takes longer than most recordings.
 
-torch imports `torch._dynamo` at the first fake mode, the first optimizer and the first step, to tell a compiler that is not
-there to keep away from them. While a stand-in has its place these calls do what they do without a compiler. Whatever
-else is asked of it imports the real one, which then has its place.
+torch imports `torch._dynamo` at the first fake mode, the first optimizer and the first step, only to exclude these from
+compilation. While a stand-in replaces it, such calls work without a compiler. Any other use imports the real one, which
+then takes its place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONFIG = f"{_NAME}.config"
 
 @contextmanager
 def no_compiler() -> Iterator[None]:
-    """Inside, torch's compiler is imported when somebody uses it, and not when torch takes precautions."""
+    """Import torch's compiler only when it is used, inside the block."""
     if _NAME in sys.modules:
         yield
         return
@@ -43,7 +43,7 @@ def no_compiler() -> Iterator[None]:
 
 
 def _check(check: Callable[..., None]) -> Callable[..., None]:
-    """What `torch._check` calls, which imports the algebra of symbolic shapes to look at a plain truth value."""
+    """`torch._check` without importing symbolic shapes for a plain boolean."""
 
     def check_with(error_type: Any, condition: Any, message: Any) -> None:
         if condition is not True:
@@ -57,7 +57,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _StandIn(ModuleType):
-    """In the place of `torch._dynamo`."""
+    """Stands in for the module `torch._dynamo`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -69,14 +69,14 @@ class _StandIn(ModuleType):
         self._submodules = _Submodules(self)
 
     def take_place(self) -> None:
-        """Be what `import torch._dynamo` finds."""
+        """Become what `import torch._dynamo` finds."""
         sys.modules[_NAME] = self
         sys.meta_path.insert(0, self._submodules)
         torch._dynamo = self
         self.config = importlib.import_module(_CONFIG)
 
     def give_way(self) -> None:
-        """Leave the place to the real one, whether that is there or not."""
+        """Stop standing in, whether the real module is imported yet or not."""
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]
             del torch._dynamo  # torch imports it when it is asked for
@@ -84,13 +84,13 @@ class _StandIn(ModuleType):
             sys.meta_path.remove(self._submodules)
 
     def real(self) -> Any:
-        """The compiler itself, which looks at torch as it is when it is imported."""
+        """The real compiler, imported with torch's own functions in place."""
         self.give_way()
         with originals(), unset_fake_temporarily():
             return importlib.import_module(_NAME)
 
     def disable(self, function: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """`function`, which the real one is told to keep away from as soon as it is there. torch keeps the answer."""
+        """Exclude `function` from compilation, as soon as the real compiler is imported; torch keeps the result."""
         if not isinstance(function, FunctionType) or options not in ({}, {"wrapping": False}):  # no code of torch's own
             return self.real().disable(function, recursive, **options)
         kept: list[Callable[..., Any]] = []
@@ -115,13 +115,13 @@ def _is_there() -> bool:
 
 
 class _Submodules(MetaPathFinder):
-    """Finds the modules of the real compiler, which it imports first."""
+    """Finds submodules of the real compiler, which it imports first."""
 
     def __init__(self, stand_in: _StandIn) -> None:
         self._stand_in = stand_in
 
     def find_spec(self, fullname: str, _: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """Where the module is; as is likely, it has been imported with the others."""
+        """The spec of a submodule, which is most likely imported with the others."""
         if not fullname.startswith(f"{_NAME}.") or fullname == _CONFIG:
             return None
         real = self._stand_in.real()
@@ -132,16 +132,16 @@ class _Submodules(MetaPathFinder):
 
 
 class _Imported(Loader):
-    """Loads a module that is there already, and leaves it as it is."""
+    """Loads a module that is already imported, unchanged."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module."""
+        """The imported module."""
         del spec
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run."""
+        """Keep the module's own spec; it has run."""
         module.__spec__ = self._spec

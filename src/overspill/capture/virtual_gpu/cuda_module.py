@@ -1,4 +1,4 @@
-"""`torch.cuda` for a GPU that is not there: what programs ask it, answered from the recording."""
+"""`torch.cuda` of a GPU that is not there, answered from the recording."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class _Stream:
         pass
 
     def is_capturing(self) -> bool:
-        """No graph is ever captured."""
+        """False: no CUDA graph is ever captured."""
         return False
 
     def query(self) -> bool:
-        """Everything is done at once."""
+        """True: everything is done at once."""
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """A millisecond, whatever was done: programs divide by it."""
+        """One millisecond, always: programs divide by it."""
         return 1.0
 
     def record_event(self, event: Any = None) -> Any:
@@ -51,7 +51,7 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
-    """A generator of the host, whatever device it is asked for."""
+    """A CPU generator, whatever device is asked for."""
 
     def __new__(cls, device: Any = None) -> Self:
         del device
@@ -59,7 +59,7 @@ class _Generator(torch.Generator):
 
 
 class CudaFunctions:
-    """Replacements for the functions of `torch.cuda`, for `capability` and `memory_bytes`."""
+    """Replacements for functions of `torch.cuda`, for a GPU of this capability and memory."""
 
     def __init__(self, recorder: Recorder, capability: tuple[int, int], memory_bytes: int) -> None:
         self._recorder = recorder
@@ -67,7 +67,8 @@ class CudaFunctions:
         self._memory_bytes = memory_bytes
 
     def replacements(self) -> list[tuple[Any, str, Any]]:
-        """(owner, name, replacement) for every function that a training script may call."""
+        """(owner, name, replacement) for each function that a training script may call."""
+        # Streams, which the recorder keeps apart.
         recorder, capability, memory_bytes = self._recorder, self._capability, self._memory_bytes
         properties = SimpleNamespace(
             name="virtual GPU", major=capability[0], minor=capability[1], total_memory=memory_bytes,
@@ -100,6 +101,7 @@ class CudaFunctions:
             finally:
                 recorder.stream = before
 
+        # Functions with an answer, then those to ignore.
         answers: dict[str, Any] = {
             "is_available": constant(True),
             "is_current_stream_capturing": constant(False),
@@ -141,6 +143,7 @@ class CudaFunctions:
             for name, answer in answers.items()
             if hasattr(module, name)
         ]
+        # torch.accelerator has the same under other names.
         accelerator = answers | {
             "current_accelerator": constant(torch.device("cuda")),
             "current_device_index": constant(0),

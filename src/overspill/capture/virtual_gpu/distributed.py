@@ -1,8 +1,8 @@
-"""Several GPUs of which none is there: process groups without a network, and the memory of data parallel wrappers.
+"""Distributed training without other GPUs: fake process groups, DDP, and FSDP.
 
-A program asks for its process group as it would (`init_process_group("nccl")`, under torchrun's environment or with a
+A program asks for its process group as usual (`init_process_group("nccl")`, under torchrun's environment or with a
 `world_size`), and gets torch's own "fake" group: right sizes, no messages. DistributedDataParallel and fully_shard then
-run as they are. What they cannot see on fake tensors is told here:
+run unchanged. What does not work on fake tensors is handled here:
 
 - DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`) are asked for by C++, which takes the
   parameters to be on the CPU: the recorder is told that they are on the device.
@@ -40,7 +40,7 @@ _UNSET = -1  # torch's own word for a rank or a world size that was not given
 
 @contextmanager
 def no_network() -> Iterator[None]:
-    """Process groups made inside are fake, and gone after; those of the caller stay as they are."""
+    """Make process groups fake inside the block, and destroy them after it."""
     if not dist.is_available():
         yield
         return
@@ -57,10 +57,10 @@ def no_network() -> Iterator[None]:
 
 
 def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patches], None]) -> Patches:
-    """(owner, name, replacement) for all that data parallel training calls.
+    """(owner, name, replacement) for everything that data parallel training calls.
 
-    What shards need besides is handed to `replace` with the first process group: torch takes a second to import it, which
-    a program of one GPU does not wait for.
+    Patches for sharding are passed to `replace` with the first process group: torch takes a second to import it, which
+    a program on one GPU should not wait for.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -85,7 +85,10 @@ def replacements(recorder: Recorder, mode: FastFakeMode, replace: Callable[[Patc
 
 
 def _process_groups(on_group: Callable[[], None]) -> Patches:
-    """torch.distributed's inner functions, since programs import the outer ones by name; `on_group` comes before a group."""
+    """Patches for torch.distributed's inner functions, since programs import the outer ones by name.
+
+    `on_group` is called before a group is made.
+    """
     from torch.distributed import device_mesh, distributed_c10d  # noqa: PLC0415 - only where torch has them
     from torch.nn.parallel import distributed as ddp  # noqa: PLC0415
 
@@ -132,7 +135,7 @@ def _process_groups(on_group: Callable[[], None]) -> Patches:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers what ops do to shards, with the mesh, whose groups have names of one process group."""
+    """Clear DTensor's caches of sharded ops, which refer to meshes of a destroyed process group."""
     from torch.distributed.tensor import DTensor, _random  # noqa: PLC0415
 
     _random._rng_tracker = None
@@ -152,7 +155,7 @@ def _from_environment(name: str, default: int | None) -> int | None:
 
 
 def _all_reduce(tensors: list[torch.Tensor], *_: Any, **__: Any) -> tuple[list[torch.Tensor], Any]:
-    """c10d::allreduce_: in place, and its work has the tensors for a result, as ProcessGroupNCCL's has."""
+    """c10d::allreduce_: in place, with the tensors as the work's result, as in ProcessGroupNCCL."""
     done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     done.set_result(tensors)
     return tensors, torch._C._distributed_c10d._create_work_from_future(done).boxed()
@@ -160,7 +163,7 @@ def _all_reduce(tensors: list[torch.Tensor], *_: Any, **__: Any) -> tuple[list[t
 
 @contextmanager
 def answered_ops() -> Iterator[None]:
-    """Inside, ops that only programs of several GPUs run are answered."""
+    """Answer ops that only programs on several GPUs run, inside the block."""
     if not dist.is_available():
         yield
         return
@@ -177,7 +180,7 @@ def answered_ops() -> Iterator[None]:
 
 
 def _ddp(recorder: Recorder) -> Patches:
-    """What makes buckets: the reducer, once at first and once when it knows the order of the gradients."""
+    """Patches for what makes buckets: the reducer, at first and once it knows the gradients' order."""
     reducer = dist.Reducer
     return [
         (reducer, "__init__", _communicating(recorder, reducer.__init__)),
@@ -190,13 +193,13 @@ def _ddp(recorder: Recorder) -> Patches:
 
 
 def _channels(x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """`count` tensors of a value a channel, in the accumulation's dtype."""
+    """`count` tensors with one value a channel, in the dtype of accumulation."""
     dtype = torch.float32 if x.dtype in {torch.float16, torch.bfloat16} else x.dtype
     return [x.new_empty((x.shape[1],), dtype=dtype) for _ in range(count)]
 
 
 def _reduced(_: torch.Tensor, x: torch.Tensor, mean: Any, invstd: Any, weight: Any, *wanted: bool) -> list[Any]:
-    """batch_norm_backward_reduce: two sums where the input's gradient is wanted, then those of weight and bias."""
+    """batch_norm_backward_reduce: two sums if the input needs a gradient, then those of weight and bias."""
     del mean, invstd
     sums = _channels(x, 2) if wanted[0] else [None, None]
     like = x if weight is None else weight
@@ -214,7 +217,10 @@ _SYNCHRONISED: dict[Any, Callable[..., Any]] = {
 
 
 def _sync_batch_norm() -> Patches:
-    """torch/nn/modules/_functions.py leaves out GPUs without a sample unless a graph is captured; here all have some."""
+    """Make SyncBatchNorm skip its test for empty batches, which torch leaves out under graph capture.
+
+    torch/nn/modules/_functions.py; here every GPU has samples.
+    """
     from torch.nn.modules._functions import SyncBatchNorm  # noqa: PLC0415
 
     forward = SyncBatchNorm.forward
@@ -243,7 +249,7 @@ def _dtensor(mode: FastFakeMode) -> Patches:
         return tensor._local_tensor.device
 
     def unseen(*args: Any, **kwargs: Any) -> Any:
-        """Shapes of whole tensors are found on tensors that no GPU has."""
+        """Infer shapes of whole tensors on tensors that are not recorded."""
         before, mode.computing = mode.computing, True
         try:
             return shapes(*args, **kwargs)
@@ -259,9 +265,10 @@ def _dtensor(mode: FastFakeMode) -> Patches:
 
 
 def _each_once(propagator: Any) -> Callable[..., Any]:
-    """How an op on lists shards them, asked for each distinct element once: optimizers have lists of all parameters.
+    """Propagate the sharding of an op on lists once for each distinct element.
 
-    torch asks for every element and looks through the whole list for each, which is quadratic in the layers of a model.
+    Optimizers have lists of all parameters. torch does it for every element and searches the whole list for each, which
+    is quadratic in the number of layers.
     """
     propagate = propagator.propagate_op_sharding_non_cached
 
@@ -270,6 +277,7 @@ def _each_once(propagator: Any) -> Callable[..., Any]:
         elementwise = schema.op.name().startswith("aten::_foreach_") and "norm" not in schema.op.name()
         if not elementwise or not lists or len({len(value) for value in lists}) > 1:
             return propagate(self, schema)
+        # Ask for the distinct rows only, then spread the answer.
         rows = list(zip(*lists, strict=True))
         distinct = {row: position for position, row in enumerate(dict.fromkeys(rows))}
         if len(distinct) == len(rows):
@@ -288,9 +296,10 @@ def _each_once(propagator: Any) -> Callable[..., Any]:
 
 
 def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
-    """torch/distributed/fsdp/_fully_shard: what its buffers, unsharded parameters and gradients are for."""
+    """Patches for torch/distributed/fsdp/_fully_shard: kinds of its buffers, parameters and gradients."""
     from torch.distributed.fsdp import _fully_shard  # noqa: PLC0415
 
+    # Functions to replace, in whichever module of this torch they are.
     names = ("_fsdp_collectives", "_fsdp_param", "_fsdp_param_group", "_fsdp_init", "_fully_shard")
     found = [import_module(f"{_fully_shard.__name__}.{name}") for name in names]
     mixins = [getattr(found[0], name, None) for name in ("DefaultAllocMixin", "ProcessGroupAllocMixin")]
@@ -309,7 +318,7 @@ def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
         return reduce(parameters, gradients, *args, **kwargs)
 
     def managed_states(modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """Buffers on the host become fake ones, which can be moved in place to the device."""
+        """Make buffers on the host fake, so that they can be moved to the device in place."""
         for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, FakeTensor):
@@ -326,7 +335,7 @@ def _fsdp(recorder: Recorder, mode: FastFakeMode) -> Patches:
 
 
 def _communicating(recorder: Recorder, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, whose tensors are buffers of collectives."""
+    """`call`, with its tensors counted as buffers of collectives."""
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         with recorder.communicating():
@@ -336,6 +345,6 @@ def _communicating(recorder: Recorder, call: Callable[..., Any]) -> Callable[...
 
 
 def _wherever(modules: list[Any], function: Callable[..., Any], replacement: Callable[..., Any]) -> Patches:
-    """`function` replaced in all of `modules` that know it; torch has moved some from one to the other."""
+    """Patches for `function` in all `modules` that have it; torch moved some between them."""
     name = function.__name__
     return [(module, name, replacement) for module in modules if getattr(module, name, None) is function]

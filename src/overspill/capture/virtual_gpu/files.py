@@ -1,6 +1,7 @@
-"""Checkpoints of a program on the virtual GPU: real values are read and written, unknown ones only where nothing stays.
+"""Load and save checkpoints on the virtual GPU: known values, and placeholders for unknown ones.
 
-There a tensor becomes one value in as many places as it has elements, which a file holds once.
+Unknown values are written only if files are kept nowhere: a tensor is then one value, which the file holds once for all
+elements.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from .values.invented import value_of
 
 
 def file_patches(*, saves: bool) -> Patches:
-    """(owner, name, replacement) of what reads and writes files of tensors; `saves`: also of those without values."""
+    """(owner, name, replacement) for `torch.save` and `torch.load`; `saves`: tensors without values too."""
     save = _save_shapes(torch.save) if saves else _save(torch.save)
     return [(torch, "save", save), (torch, "load", _load(torch.load))]
 
 
 class _ShapesPickler(pickle.Pickler):
-    """Writes tensors of known values as they are, and others with one value."""
+    """Pickles tensors with known values as usual, and others as one repeated value."""
 
     def reducer_override(self, found: Any) -> Any:
-        """How a fake tensor is made again; of all else pickle knows."""
+        """How to rebuild a fake tensor; everything else is pickled as usual."""
         if not isinstance(found, FakeTensor):
             return NotImplemented
         with torch._C._DisableTorchDispatch():
@@ -56,7 +57,7 @@ class _ShapesPickle(ModuleType):
 
 
 def _save_shapes(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.save` that writes shapes where there are no values."""
+    """`torch.save` that writes tensors without values by their shapes."""
     pickling = _ShapesPickle("pickle")
 
     def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,10 +73,10 @@ class _FoundFake(Exception):
 
 
 class _Search(pickle.Pickler):
-    """Walks through all that pickle would write, and stops at the first tensor without values."""
+    """Walks through what pickle would write, up to the first tensor without values."""
 
     def persistent_id(self, found: Any) -> str | None:
-        """Raises _FoundFake for a fake tensor; other tensors are not looked into."""
+        """Raises _FoundFake for a fake tensor; other tensors are skipped."""
         if isinstance(found, FakeTensor):
             raise _FoundFake
         return "tensor" if isinstance(found, (torch.Tensor, torch.UntypedStorage)) else None
@@ -97,7 +98,7 @@ def _holds_fakes(value: Any) -> bool:
 
 
 def _save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.save` that leaves files alone where it has no values to write, and says so the first time."""
+    """`torch.save` that writes nothing if values are missing, and says so once."""
     said = False
 
     def write(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +115,7 @@ def _save(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.load` of real values, which then go to the virtual GPU where the file or `map_location` says so."""
+    """`torch.load` of real values, moved to the virtual GPU as the file or `map_location` says."""
     signature = inspect.signature(load)
 
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,7 @@ def _load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(value: Any, on_device: set[int]) -> Any:
-    """`value` with the tensors on the storages of `on_device` on the GPU, in containers and modules."""
+    """`value` with tensors on the storages `on_device` moved to the GPU, in containers and modules."""
     if isinstance(value, nn.Module):
         return value._apply(lambda tensor: _moved(tensor, on_device))
     if isinstance(value, torch.Tensor):

@@ -1,8 +1,7 @@
-"""A GPU that is not there: inside `VirtualGpu`, a PyTorch program that asks for `cuda` runs, on fake tensors.
+"""`VirtualGpu`: a context in which programs run on `cuda`, on fake tensors.
 
-Tensors on the device are fake CPU tensors that the recorder knows; to the program they say that they are on `cuda:0`.
-What cannot be known without computing, the value of a device tensor, comes out as an `UnknownNumber`, which may be
-printed and averaged but not decided upon.
+Tensors on the device are fake CPU tensors that the recorder knows; to the program they are on `cuda:0`. The value of a
+device tensor, which is never computed, is an `UnknownNumber`: it can be printed and averaged, but not compared.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ _ONE_AT_A_TIME = Lock()  # what is replaced is replaced for the whole process
 
 
 class VirtualGpu:
-    """A context in which `cuda` exists and is written down.
+    """A context in which `cuda` exists and its memory use is recorded.
 
     The host works for real (it reads files, shuffles and counts), except that parameters are always fake, and
-    everything inside `recorder.fabricating()`. `capability` is the GPU's. With `invented`, a program that asks for values
-    gets invented ones; without, it ends with an error where it decides by them. With `saves`, `torch.save` writes files
-    of tensors without values too. `lines`: as of the recorder. What is replaced of torch is replaced for the whole process, so there is one at a
-    time; its program runs in one thread, and others keep to the host meanwhile.
+    everything inside `recorder.fabricating()`. `capability` is the GPU's compute capability. With `invented`, a program
+    that reads values gets invented ones; without, it ends with an error where it branches on them. With `saves`,
+    `torch.save` writes files of tensors without values too. `lines`: as in Recorder. torch is patched for the whole
+    process, so there can be one at a time; its program runs in one thread, and others keep to the host meanwhile.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class VirtualGpu:
         return self._mode
 
     def _replace(self, patches: Patches) -> None:
-        """Replace more, which the program has come to need, until the end."""
+        """Add patches that the program has come to need, until the end of the context."""
         self._stack.enter_context(patched(patches))
 
 
 def _scalers(invented: Invented | None) -> Patches:
-    """What asks for the values of gradients and losses."""
+    """Patches for code that reads values of gradients and losses."""
     return [
         (torch.amp.GradScaler, "_maybe_opt_step", _step),
         (torch.amp.GradScaler, "get_scale", initial_scale),
@@ -111,20 +110,20 @@ def _scalers(invented: Invented | None) -> Patches:
 
 
 def _step(_: Any, optimizer: torch.optim.Optimizer, _state: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GradScaler._maybe_opt_step` where no gradient is infinite."""
+    """`GradScaler._maybe_opt_step` as if no gradient is infinite."""
     return optimizer.step(*args, **kwargs)
 
 
 @contextmanager
 def _hooks(recorder: Recorder) -> Iterator[None]:
-    """Hooks of torch tell the recorder of layers and optimizers."""
+    """Report layers and optimizer steps to the recorder by torch's hooks, inside the block."""
 
     def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         recorder.begin_update(parameters(optimizer))
-        # What a closure runs is forward and backward, not the update that calls it.
+        # A closure runs forward and backward, which are not part of the update that calls it.
         args = tuple(recorder.outside_update(a) if isinstance(a, FunctionType) else a for a in args)
         return args, {
             name: recorder.outside_update(value) if name == "closure" and value is not None else value
@@ -149,7 +148,7 @@ def _hooks(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _collecting_only_what_is_new() -> Iterator[None]:
-    """The garbage collector looks at what is made inside alone, not each time at all that torch has imported."""
+    """Let the garbage collector skip everything that was imported before, inside the block."""
     if gc.get_freeze_count():  # the program does so itself
         yield
         return
@@ -162,7 +161,7 @@ def _collecting_only_what_is_new() -> Iterator[None]:
 
 @contextmanager
 def _foreach_for_fakes() -> Iterator[None]:
-    """Optimizers take their foreach path for fake parameters, as they do for plain CUDA ones."""
+    """Let optimizers take their foreach path for fake parameters, as for plain CUDA ones."""
     lists = [optimizer_hooks._foreach_supported_types, _foreach_utils._foreach_supported_types]
     added = [types for types in {id(types): types for types in lists}.values() if FakeTensor not in types]
     for types in added:

@@ -1,4 +1,4 @@
-"""Tells where the iterations of an unknown script begin and end, and ends it when enough of them are recorded."""
+"""Detect a script's training iterations, and end it when enough are recorded."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from overspill.core import Phase
 from .gpu import optimizer_hooks
 from .patching import patched
 
-# So many steps may one optimizer take in a round before those that took none are no longer waited for. The critic of a
-# GAN takes five or so to one of the generator.
+# So many steps may one optimizer take in a round before it no longer waits for others. The critic of a GAN takes about five for
+# each of the generator.
 _PATIENCE = 16
-# So many forward passes may a script take without ever going backward, while memory keeps growing or an optimizer waits.
+# Most forward passes of a script that never goes backward, while memory grows or an optimizer waits.
 _MOST_CALLS = 2000
 
 
 class Enough(BaseException):
-    """Ends a script that has shown enough: no `except Exception` catches it."""
+    """Ends a script that has run long enough; no `except Exception` catches it."""
 
 
 class Iterations:
-    """Counts the iterations of what runs inside `watching()`, tells the recorder of them, and ends it after `wanted`.
+    """Counts the iterations of a script inside `watching()`, and ends it after `wanted`.
 
-    An iteration of training is a round in which every optimizer has taken a step. The last one goes on until a model
-    is called again, so that what the script does after the step belongs to it. Where there is no optimizer, an
-    iteration is a call of the model; a script whose memory still grows from call to call (a cache, a list of outputs)
-    goes on. `is_complete` is called when there is a recording, and again whenever the script goes on after that.
+    An iteration of training is a round in which every optimizer takes a step. The last one goes on until a model is
+    called again, so that what the script does after the step belongs to it. Without an optimizer, an iteration is a
+    call of the model; a script whose memory still grows from call to call (a cache, a list of outputs) goes on.
+    `is_complete` is called when there is a recording, and again whenever the script goes on after that.
     """
 
     def __init__(self, recorder: Recorder, wanted: int, is_complete: Callable[[], None] = lambda: None) -> None:
@@ -62,7 +62,7 @@ class Iterations:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside a VirtualGpu: raises Enough from a call of a model or an optimizer when there is enough."""
+        """Watch calls of models and optimizers inside a VirtualGpu; raises Enough from one of them."""
         hooks = [
             module_hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module)),
             module_hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True),
@@ -85,26 +85,26 @@ class Iterations:
         return make
 
     def finish(self, *, cut_short: bool = False) -> None:
-        """The script has ended, by itself or `cut_short`: what it did is the recording."""
+        """Record what the script did, once it has ended by itself or was `cut_short`."""
         if self.recording is None and self.iterations:
             self.finished = not cut_short
             self._record()
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were on the device at once."""
+        """Peak bytes on the device."""
         return self._recorder.peak_bytes
 
     @property
     def iterations(self) -> int:
-        """How many complete iterations there were."""
+        """Number of complete iterations."""
         if self.steps:
             return self.rounds or 1
         return self._most_calls
 
     @property
     def trains(self) -> bool:
-        """Whether the script takes optimizer steps, or at least goes backward."""
+        """Whether the script takes optimizer steps, or at least runs backward."""
         return self.steps > 0 or any(op.phase is Phase.BACKWARD for op in reversed(self._recorder._ops))
 
     def _record(self) -> None:
@@ -147,7 +147,7 @@ class Iterations:
         self._depth = max(0, self._depth - 1)
 
     def _call(self, module: nn.Module) -> None:
-        """`module` is called and no optimizer has taken a step yet: is this inference?"""
+        """Count a call of `module` before any optimizer step: this may be inference."""
         before = self._calls.get(module, 0)
         grows = self._recorder.live_bytes > self._live_bytes_before
         self._live_bytes_before = self._recorder.live_bytes
@@ -184,6 +184,7 @@ class Iterations:
         self.steps += 1
         self.optimizers[type(optimizer).__name__] = None
         self._round[id(optimizer)] += 1
+        # A round is over when no optimizer is waited for.
         waiting = [o for o in self._optimizers if id(o) not in self._ignored and not self._round[id(o)]]
         if waiting and self._round[id(optimizer)] >= _PATIENCE:
             self.abandoned |= {type(other).__name__: None for other in waiting}

@@ -1,4 +1,4 @@
-"""Attributes replaced for a while."""
+"""Replace attributes of modules and classes for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _in_force: list[Patches] = []  # the originals of what is replaced now, outermos
 
 @contextmanager
 def patched(replacements: Patches) -> Iterator[None]:
-    """The attributes (owner, name, replacement) are replaced inside and put back after, also the missing ones."""
+    """Set the attributes (owner, name, replacement) inside the block and restore them, missing ones too."""
     saved = [(owner, name, owner.__dict__.get(name, patched)) for owner, name, _ in replacements]
     _in_force.append(saved)
     try:
@@ -26,7 +26,7 @@ def patched(replacements: Patches) -> Iterator[None]:
 
 @contextmanager
 def originals() -> Iterator[None]:
-    """Inside, nothing is replaced."""
+    """Restore all patched attributes inside the block."""
     replacements = [
         [(owner, name, owner.__dict__.get(name, patched)) for owner, name, _ in saved] for saved in _in_force
     ]

@@ -1,4 +1,4 @@
-"""Runs an ordinary PyTorch program on a GPU that is not there and returns what it did to device memory."""
+"""Run a PyTorch program on the virtual GPU and record its device memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .values.frames import user_line
 def record(
     program: Callable[[Recorder], None], *, capability: tuple[int, int] = (8, 0), lines: bool = True
 ) -> Recording:
-    """The recording of `program`, which runs on `cuda` and tells the recorder where its iterations start.
+    """The recording of `program`, which runs on `cuda` and reports its iterations to the recorder.
 
-    Nothing is computed. `lines`: whether it has the lines of Python that ran each op. Raises UnsupportedError, naming the line, where the program cannot go on without values, and
-    RequestError where it fails by itself.
+    Nothing is computed. `lines`: whether ops have their lines of Python. Raises UnsupportedError, naming the line, if
+    the program needs values to go on, and RequestError if it fails by itself.
     """
     with VirtualGpu(capability=capability, lines=lines) as gpu:
         try:
@@ -44,7 +44,7 @@ def record(
 
 
 def unsupported(error: BaseException) -> UnsupportedError:
-    """What to tell of an op that has no answer without values."""
+    """The error for an op that has no result without values."""
     op = getattr(error, "func", error)
     if isinstance(error, UnsupportedOperatorException):
         return UnsupportedError(f"{_line_of(error)} runs `{op}`, for which torch tells no shapes without computing it")
@@ -54,7 +54,7 @@ def unsupported(error: BaseException) -> UnsupportedError:
 
 
 def _failed(error: Exception) -> RequestError:
-    """What to tell of a program that raised `error`."""
+    """The error for a program that raised `error`."""
     return RequestError(_told(error))
 
 
@@ -63,6 +63,6 @@ def _told(error: Exception) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The user's line that `error` comes from."""
+    """The user's line that raised `error`."""
     lines = dict(walk_tb(error.__traceback__))
     return user_line(next(reversed(lines), None), lines)

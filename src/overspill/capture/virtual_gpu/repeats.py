@@ -1,8 +1,8 @@
-"""Evaluation that does the same again and again is cut short, since memory has seen it all.
+"""Skip repeated evaluation, whose memory use is recorded already.
 
-A script may evaluate its model a hundred times before its first step. A call without gradients that finds the model, its
-inputs and the bytes on the device as some calls before it did has their peak too, so its outputs are made and nothing is
-run. A loop over a data loader in which nothing but such calls happen ends early.
+A script may evaluate its model a hundred times before its first step. A call without gradients is repeated if model,
+inputs and bytes on the device are as in some earlier calls: it has their peak too, so its outputs are made without
+running anything. A loop over a data loader in which only such calls happen ends early.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 @dataclass(frozen=True)
 class _Output:
-    """A tensor of an output: where it lies in which of the output's storages."""
+    """A tensor of an output: its place in one of the output's storages."""
 
     storage: int
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Output:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What a call returned: its tensors and other values, and the bytes of the storages that the tensors are on."""
+    """Results of a call: tensors and plain values, and bytes of the tensors' storages."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -51,7 +51,7 @@ class _Outputs:
 
     @classmethod
     def of(cls, returned: Any) -> _Outputs | None:
-        """What was `returned`; None where there is more to it than device tensors and plain values."""
+        """The outputs in `returned`; None if it has more than device tensors and plain values."""
         found, spec = tree_flatten(returned)
         storages: dict[int, tuple[int, int]] = {}
         leaves: list[Any] = []
@@ -69,7 +69,8 @@ class _Outputs:
         return cls(tuple(leaves), spec, tuple(nbytes for _, nbytes in storages.values()))
 
     def made(self) -> Any:
-        """The same anew."""
+        """The outputs, made anew."""
+        # Storages first, then the tensors on them.
         storages = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in self.nbytes]
         leaves = [
             storages[leaf.storage].view(leaf.dtype).as_strided(leaf.shape, leaf.stride, leaf.offset)
@@ -81,7 +82,7 @@ class _Outputs:
 
 
 class Repeats:
-    """Leaves out what repeats itself, inside `cutting()`; `skipped` counts the calls of models that were not run."""
+    """Skips repeated calls inside `cutting()`; `skipped` counts calls of models that were not run."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -93,7 +94,7 @@ class Repeats:
         self.skipped = 0
 
     def cutting(self) -> AbstractContextManager[None]:
-        """Inside a VirtualGpu: repetition is cut short."""
+        """Skip repetition inside the block, within a VirtualGpu."""
         loader = torch.utils.data.DataLoader
         return patched([(nn.Module, "__call__", self._call()), (loader, "__iter__", self._iterate(loader.__iter__))])
 
@@ -126,7 +127,7 @@ class Repeats:
         before = self._recorder.live_bytes
         returned = original(module, *args, **kwargs)
         outputs = _Outputs.of(returned)
-        # Whatever else it left on the device, a cache or a list, it may leave there each time.
+        # If it left anything else on the device, a cache or a list, it may do so each time.
         if outputs is None or self._recorder.live_bytes - before != sum(outputs.nbytes):
             self._seen.pop(key, None)
         elif seen == outputs:
@@ -136,9 +137,10 @@ class Repeats:
         return returned
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What decides on what a call does to memory; None where that is not known."""
+        """A key of everything that decides a call's memory use; None if that is not known."""
         if self._recorder.phase is not Phase.FORWARD or _is_observed(module):
             return None
+        # Shapes of tensors, and plain values.
         leaves, spec = tree_flatten((args, kwargs))
         given: list[Any] = []
         for leaf in leaves:
@@ -153,7 +155,7 @@ class Repeats:
         return number, module.training, self._recorder.live_bytes, modes, tuple(given), spec
 
     def _iterate(self, iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """`DataLoader.__iter__` that ends when the loop over it only repeats itself."""
+        """`DataLoader.__iter__` that ends once the loop over it only repeats itself."""
 
         def batches(loader: Any) -> Iterator[Any]:
             skipped, with_gradients = self.skipped, self._with_gradients
@@ -166,7 +168,7 @@ class Repeats:
 
 
 def _is_observed(module: nn.Module) -> bool:
-    """Whether hooks of the script are called inside `module`; one without weights is not worth leaving out either."""
+    """Whether the script has hooks inside `module`, or it has no weights and is not worth skipping."""
     if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
         return True
     return next(module.parameters(), None) is None

@@ -1,10 +1,10 @@
-"""What a whole script does besides training, as the virtual GPU can have it: data loading, profilers, processes.
+"""Patches for whole scripts on the virtual GPU: data loaders, profilers, processes.
 
-The host of a script works for real. Three things of it cannot: worker processes, which would have no virtual GPU;
-pinned memory, which needs a driver; and profilers, which would ask one.
+The host side of a script works for real. Three things cannot: worker processes, which would have no virtual GPU; pinned
+memory, which needs a driver; and profilers, which would ask one.
 
-Names private to PyTorch that this file relies on (2.11 to 2.14): `_SingleProcessDataLoaderIter` and its `_next_data`, and
-`_worker_info` of its module of workers.
+Names private to PyTorch that this file relies on (2.11 to 2.14): `_SingleProcessDataLoaderIter` and its `_next_data`,
+and `_worker_info` of its module of workers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IN_PROCESS: dict[str, Any] = {
 
 
 def script_patches() -> AbstractContextManager[None]:
-    """Inside, data loaders load in this process, profilers see nothing, and `spawn` runs its first process here."""
+    """Load data in this process, disable profilers, and run only `spawn`'s first process, inside the block."""
     loader, sampler = torch.utils.data.DataLoader, torch.utils.data.RandomSampler
     batches = dataloader._SingleProcessDataLoaderIter
     return patched(
@@ -63,9 +63,9 @@ def script_patches() -> AbstractContextManager[None]:
 
 
 def _in_process(init: Callable[..., None]) -> Callable[..., None]:
-    """`DataLoader.__init__` without worker processes and without pinned memory, whatever is asked for.
+    """`DataLoader.__init__` without worker processes and pinned memory.
 
-    This process is then the first worker, as far as the data set can tell.
+    To the data set this process is then the first worker.
     """
     signature = inspect.signature(init)
 
@@ -87,7 +87,7 @@ def _in_process(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, a method that gets data, as the first worker of its loader runs it."""
+    """`load`, a method that gets data, run as the first worker of its loader."""
 
     def run(*args: Any) -> Any:
         loading = args[0]
@@ -99,11 +99,11 @@ def _as_worker(load: Callable[..., Any], loader_of: Callable[..., Any]) -> Calla
 
 
 def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
-    """`RandomSampler.__iter__` drawing on the host, also where `cuda` is the default device: its order is real."""
+    """`RandomSampler.__iter__` drawing on the host even if `cuda` is the default device: its order is real."""
 
     def draw(sampler: Any) -> Iterator[int]:
         order = iterate(sampler)
-        while True:  # a sampler may have no end, so that each is drawn when it is asked for
+        while True:  # a sampler may have no end, so each index is drawn when asked for
             with torch.device("cpu"):
                 index = next(order, None)
             if index is None:
@@ -117,7 +117,7 @@ def _on_host(iterate: Callable[..., Iterator[int]]) -> Callable[..., Iterator[in
 
 
 def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    """`DataParallel.forward` on the one GPU that there is: inputs of the host are copied there."""
+    """`DataParallel.forward` on the only GPU, to which inputs on the host are copied."""
 
     def there(value: Any) -> Any:
         return value.cuda() if isinstance(value, torch.Tensor) else value
@@ -126,7 +126,7 @@ def _data_parallel(self: nn.DataParallel, *inputs: Any, **kwargs: Any) -> Any:
 
 
 class _NoProfiler:
-    """A profiler that sees nothing: all of its methods do nothing, and its tables are empty."""
+    """A profiler that does nothing and has empty tables."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -156,7 +156,7 @@ class _NoProfiler:
 
 
 def _files_of_bytes() -> Patches:
-    """safetensors, which compares storages by address and writes their bytes: those of fake tensors are not written."""
+    """Patches for safetensors, which needs addresses of storages and writes their bytes; fake ones are skipped."""
     pointer = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
@@ -176,7 +176,7 @@ def _files_of_bytes() -> Patches:
 
 
 def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
-    """`safetensors.torch.save_file` of the real tensors; where all are fake the file is empty."""
+    """`safetensors.torch.save_file` of real tensors only; the file may be empty."""
 
     def write(tensors: dict[str, torch.Tensor], filename: Any, *args: Any, **kwargs: Any) -> None:
         save({k: v for k, v in tensors.items() if not isinstance(v, FakeTensor)}, filename, *args, **kwargs)
@@ -188,5 +188,5 @@ def _with_values(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
-    """`torch.multiprocessing.spawn` of which the first process runs here; the others would do the same."""
+    """`torch.multiprocessing.spawn` with only its first process, here; the others would do the same."""
     fn(0, *args)

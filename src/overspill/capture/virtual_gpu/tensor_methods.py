@@ -1,4 +1,4 @@
-"""Methods of tensors that know of the virtual GPU: where a tensor is, how it moves, and what its values are."""
+"""Tensor methods for the virtual GPU: device, moves, and new parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class TensorMethods:
-    """Replacements for methods of tensors, which keep the originals."""
+    """Replacements for tensor methods, which keep the originals."""
 
     def __init__(self, recorder: Recorder, mode: FastFakeMode) -> None:
         self._recorder, self._mode = recorder, mode
@@ -66,6 +66,7 @@ class TensorMethods:
         target, dtype, memory_format, copy = _parse_to(args, kwargs)
         if target is not None and target.type == "meta":
             return self._to(tensor, target, dtype)
+        # Where it is, and where it goes.
         here = self._recorder.on_device(tensor)
         there = here if target is None else target.type == "cuda"
         if there and get_ident() != self._thread:  # fake tensors exist in the thread of the mode alone
@@ -74,6 +75,7 @@ class TensorMethods:
         options: dict[str, Any] = {"dtype": dtype or tensor.dtype, "copy": copy or here != there}
         if memory_format is not None:
             options["memory_format"] = memory_format
+        # A move that autograd sees is a function of its own.
         if here == there:
             return self._to(tensor, **options)
         if torch.is_grad_enabled() and tensor.requires_grad:
@@ -81,7 +83,7 @@ class TensorMethods:
         return self.copied(tensor, on_device=there, **options)
 
     def copied(self, tensor: Tensor, *, on_device: bool, **options: Any) -> Tensor:
-        """A copy of `tensor` on the other side."""
+        """A copy of `tensor` on the device, or on the host."""
         with self._recorder.placing(on_device=on_device):
             return self._to(tensor, CPU, **options)
 
@@ -93,7 +95,7 @@ class TensorMethods:
         return result
 
     def _parameter(self, cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-        """`nn.Parameter(data)` with fake data: a model on the host then takes no memory, however large."""
+        """`nn.Parameter(data)` with fake data, so that a model on the host takes no memory."""
         if data is not None and not isinstance(data, FakeTensor) and not is_traceable_wrapper_subclass(data):
             data = self._mode.like(data.detach())
         made = self._new_parameter(cls, data, requires_grad)
@@ -103,17 +105,17 @@ class TensorMethods:
 
 
 class _Crossing(torch.autograd.Function):
-    """A move between host and device. To autograd itself both are the CPU, so that it would move no gradient back."""
+    """A move between host and device. Autograd itself would not move the gradient back: both are CPU to it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, methods: TensorMethods, there: bool, options: dict[str, Any]) -> Tensor:
-        """The copy."""
+        """The copy on the other side."""
         ctx.back = methods, not there, tensor.dtype
         return methods.copied(tensor, on_device=there, **options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient where the tensor was."""
+        """The gradient, where the tensor was."""
         methods, there, dtype = ctx.back
         return methods.copied(grad, on_device=there, dtype=dtype, copy=True), None, None, None
 

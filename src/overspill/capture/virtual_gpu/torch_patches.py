@@ -1,4 +1,4 @@
-"""Corners of torch that treat fake tensors otherwise than plain ones on CUDA, or that ask for a driver."""
+"""Patches for parts of torch that treat fake tensors unlike CUDA ones, or ask for a driver."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TYPES = {
 
 
 def torch_patches(recorder: Recorder) -> Patches:
-    """(owner, name, replacement) for all of them, but for the factories."""
+    """(owner, name, replacement) for all of them except factories."""
 
     def nothing(*_: Any, **__: Any) -> int:
         return 0
@@ -68,7 +68,7 @@ def torch_patches(recorder: Recorder) -> Patches:
 
 @contextmanager
 def factories() -> Iterator[None]:
-    """Inside, torch's factories take GPUs by their numbers too, and pin no memory."""
+    """Let torch's factories take GPUs by number too, and pin no memory, inside the block."""
     builtins = torch.jit._builtins
     originals = {name: getattr(torch, name) for name in _FACTORIES}
     _device._device_constructors()  # torch keeps this set: it must not be made of the replacements
@@ -99,7 +99,7 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What reads the arguments of `to`, of tensors, modules and packed sequences, with numbers of GPUs."""
+    """Parse arguments of `to`, of tensors, modules and packed sequences, with GPUs by number."""
 
     def number(value: Any) -> Any:
         return _DEVICE("cuda", value) if type(value) is int else value
@@ -111,7 +111,7 @@ def _parse_to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _DeviceType(type):
-    """The metaclass of `torch.device` with numbers of GPUs, for which torch itself asks the driver."""
+    """Metaclass of `torch.device` that takes GPUs by number, for which torch asks the driver."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> torch.device:
         return _DEVICE("cuda", *args) if len(args) == 1 and type(args[0]) is int else _DEVICE(*args, **kwargs)
@@ -121,7 +121,7 @@ class _DeviceType(type):
 
 
 class _Device(metaclass=_DeviceType):
-    """`torch.device`: what it makes is one of torch's own."""
+    """Replaces `torch.device`; what it makes is one of torch's own."""
 
 
 _Device.__name__ = _Device.__qualname__ = "device"
@@ -129,7 +129,7 @@ _Device.__module__ = "torch"
 
 
 class _TensorType(type):
-    """The metaclass of `torch.cuda.FloatTensor` and its like: made from sizes or from data, on the device."""
+    """Metaclass of `torch.cuda.FloatTensor` and others: makes device tensors from sizes or data."""
 
     dtype: torch.dtype
     is_cuda = True
@@ -148,7 +148,7 @@ def _tensor_type(name: str, dtype: torch.dtype) -> type:
 
 
 def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    """`Tensor.type`: the name of a tensor's type, or the tensor in another, which may be on another device."""
+    """`Tensor.type`: the name of a tensor's type, or the tensor converted and moved to another."""
 
     def type_(tensor: Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
         if dtype is None:
@@ -172,13 +172,13 @@ def _as_type(original: Callable[..., Any], recorder: Recorder) -> Callable[..., 
 
 @cache
 def fake_class(kind: type) -> type:
-    """A fake tensor's class that is also `kind`, a class of parameters or buffers."""
+    """A class of fake tensors that is also `kind`, a class of parameters or buffers."""
     own = {"__module__": kind.__module__, "__torch_function__": torch._C._disabled_torch_function_impl}
     return type(kind)(kind.__name__, (kind, FakeTensor), own)
 
 
 def _lazy() -> Patches:
-    """Parameters and buffers of lazy modules are fake from the start, without elements."""
+    """Patches that make parameters and buffers of lazy modules fake from the start, without elements."""
 
     def make_parameter(_: type, requires_grad: bool = True, device: Any = None, dtype: Any = None) -> Any:
         made = nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad)
@@ -205,9 +205,10 @@ def _lazy() -> Patches:
 
 
 def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """`Tensor.__deepcopy__`, which would copy the fake mode with a fake tensor."""
+    """`Tensor.__deepcopy__` that does not copy the fake mode with the tensor."""
     if id(tensor) in memo:
         return memo[id(tensor)]
+    # As torch copies: values, gradient, attributes and class.
     if not tensor.is_leaf:
         raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")  # torch's words
     with torch.no_grad():
@@ -223,7 +224,7 @@ def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` as it is for plain tensors; torch's own swaps fake ones, which their weak references forbid."""
+    """`nn.Module._apply` as for plain tensors; torch would swap fake ones, which their weak references forbid."""
     if recurse:
         for child in self.children():
             child._apply(fn)  # as torch: a module of the script may take no more
@@ -238,7 +239,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def _applied_to_parameter(own: nn.Parameter, fn: Callable[[Tensor], Tensor], name: str) -> nn.Parameter:
-    """The parameter with `fn(own)` in it: the same one, unless it comes from the device `meta` or goes there."""
+    """The parameter with `fn(own)` as its data: the same object, unless it comes from or goes to `meta`."""
     applied = fn(own)
     if isinstance(applied, FakeTensor) and not isinstance(own, FakeTensor):
         raise RequestError(
@@ -255,7 +256,7 @@ def _applied_to_parameter(own: nn.Parameter, fn: Callable[[Tensor], Tensor], nam
 
 
 def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """`fn(buffer)`; what it moves to the device is a fake tensor from the start, whose value nothing keeps track of."""
+    """`fn(buffer)`; on the device the result is fake, and its value is not kept."""
     if isinstance(buffer, FakeTensor) or type(buffer) is not Tensor:
         return fn(buffer)
     mode: FastFakeMode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -264,7 +265,7 @@ def _applied_to_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def _trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The rejection sampling of torch reads what it drew; fake weights are as good as any."""
+    """Skip torch's rejection sampling for fake weights, since it reads what it drew."""
 
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
@@ -276,7 +277,7 @@ def _trunc_normal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter(_: nn.DataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
-    """`DataParallel.scatter` to the one GPU that there is."""
+    """`DataParallel.scatter` to the only GPU. Raises RequestError for several."""
     if len(device_ids) > 1:
         raise RequestError(
             f"DataParallel over {len(device_ids)} GPUs; an estimate has one; give it one, or take DistributedDataParallel"
@@ -285,7 +286,7 @@ def _scatter(_: nn.DataParallel, inputs: Any, kwargs: Any, device_ids: Any) -> t
 
 
 def _flatten(recorder: Recorder) -> Callable[..., None]:
-    """torch/nn/modules/rnn.py, `flatten_parameters`: all weights are copied to one buffer, of which they become views."""
+    """torch/nn/modules/rnn.py, `flatten_parameters`: copy all weights to one buffer and make them views of it."""
 
     def flatten_parameters(module: nn.RNNBase) -> None:
         weights = [weight for weight in module._flat_weights if isinstance(weight, FakeTensor)]

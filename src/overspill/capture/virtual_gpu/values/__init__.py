@@ -1,1 +1,1 @@
-"""What a program learns of values that nobody computed: what is known all the same, what is invented, or an error."""
+"""Values that were never computed: known ones, assumed or invented ones, or errors."""

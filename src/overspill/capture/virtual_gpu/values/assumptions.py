@@ -1,7 +1,7 @@
-"""What a program is told of values that were never computed: that they are finite, and that nothing has converged.
+"""Assume that values are finite and that nothing has converged.
 
-These are the questions that training code asks of values without the answer being news: is the loss a number, did a
-gradient overflow, may LBFGS stop early. Every other decision on a value ends the estimate.
+These are questions that training code asks without expecting news: is the loss a number, did a gradient overflow, may
+LBFGS stop early. Branching on any other value ends the estimate.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _ANSWER = "_overspill_answer"  # on a fake tensor: the truth value that all its 
 
 
 def finite(observe: Callable[..., Any], fake_mode: Callable[[], Any]) -> Callable[..., Any]:
-    """`observe` with answers: what tests whether values are finite knows its result, element by element all the same."""
+    """Wrap `observe` so that tests for finite values have a known result, for each element and in all."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
         if func is _SCALAR and isinstance(args[0], FakeTensor) and args[0].constant is None and _for_lbfgs():
             return 1.0  # a tensor as the factor of another: `add_(direction, alpha=tensor)`
+        # Know the truth value of the result, and its value if it is a single one.
         result = observe(func, args, kwargs, compute)
         rule = _RULES.get(func)
         if rule is not None and isinstance(result, FakeTensor) and result.constant is None:
@@ -47,14 +48,14 @@ def finite(observe: Callable[..., Any], fake_mode: Callable[[], Any]) -> Callabl
 
 
 def _make_constant(tensor: FakeTensor, value: float, mode: Any) -> None:
-    """Let torch's own propagation of constants, and `item`, know the one value of `tensor`."""
+    """Make the single value of `tensor` known to torch's constant propagation and `item`."""
     with torch._C._DisableTorchDispatch():
         tensor.constant = torch.full(tuple(tensor.shape), value, dtype=tensor.dtype, device="cpu")
     mode.fake_tensor_converter.add_constant_storage_mapping(tensor)
 
 
 def known(value: Any) -> bool | None:
-    """The truth value that all elements of `value` have, if that is known."""
+    """The truth value that all elements of `value` share; None if unknown."""
     return getattr(value, _ANSWER, None) if isinstance(value, torch.Tensor) else None
 
 
@@ -63,7 +64,7 @@ def _never(_: Any) -> bool | None:
 
 
 def _equal(args: Any) -> bool | None:
-    """`x == x` and `x == inf` as `isfinite` and old code ask them."""
+    """`x == x` and `x == inf`, as in `isfinite` and old code."""
     if args[0] is args[1]:
         return True
     return False if isinstance(args[1], float) and not math.isfinite(args[1]) else None
@@ -118,12 +119,12 @@ _RULES: dict[Any, Callable[[Any], int | None]] = {
 
 
 _LBFGS = sys.modules["torch.optim.lbfgs"].__file__  # torch.optim deletes the names of its own modules
-# What is so in LBFGS while it makes progress: the step is worth remembering, the line search is content. All else that
-# it asks of values are tolerances, which are not reached.
+# Questions of LBFGS that are true while it makes progress: the step is worth remembering, the line search is content. All its other
+# questions are about tolerances, which are not reached.
 _PROGRESS = ("ys >", "abs(gtd_new) <=", "bracket_f[0] <= bracket_f[-1]")
 
 
-# (files below torch, function or all) -> how it decides.
+# (files below torch, function or all) -> the answer.
 _ANSWERS = {
     ("optim/", ""): False,  # the larger of a known bound and a norm is the bound; an average has not begun
     ("nn/functional.py", "gaussian_nll_loss"): False,  # no variance is negative
@@ -133,7 +134,7 @@ _ANSWERS = {
 
 
 def goes_on(frame: FrameType | None) -> bool | None:
-    """How torch's own code decides at the line of `frame` where nothing is wrong and nothing has converged.
+    """The answer of torch's own code at the line of `frame` if all is well and nothing has converged.
 
     None for all other code.
     """
@@ -152,7 +153,7 @@ def goes_on(frame: FrameType | None) -> bool | None:
 
 
 def _for_lbfgs() -> bool:
-    """Whether the op that runs now was called by LBFGS, and not by the closure that it calls."""
+    """Whether the running op was called by LBFGS itself, not by its closure."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in {__file__, _MODE}:
         frame = frame.f_back
@@ -160,5 +161,5 @@ def _for_lbfgs() -> bool:
 
 
 def initial_scale(scaler: torch.amp.GradScaler) -> float:
-    """`GradScaler.get_scale` while no gradient has overflowed."""
+    """`GradScaler.get_scale` as if no gradient has overflowed."""
     return scaler._init_scale if scaler._enabled else 1.0

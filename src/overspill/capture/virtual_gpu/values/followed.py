@@ -1,7 +1,8 @@
-"""Values that follow from what a script has itself (files, lists, what it drew on the host), kept beside the fake tensors.
+"""Keep real values alongside fake tensors, where they follow from a script's own data.
 
-They are kept by storage, as bytes of the host: views share them, and what writes in place writes there too. An op of which
-all values are known is computed as well; what else is written to is not known any more.
+Its own data are files, lists, and draws on the host. Values are kept by storage, as bytes on the host: views share
+them, and in-place writes change them. An op whose inputs are all known is computed as well; anything else that is
+written becomes unknown.
 """
 
 from __future__ import annotations
@@ -41,20 +42,21 @@ _kept_bytes = 0
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """A tensor of the host with the values of `tensor`, not to be written to; None where nobody knows them."""
+    """The values of `tensor` on the host, not to be written to; None if unknown."""
     if isinstance(tensor, FakeTensor) and tensor.constant is not None:
         return tensor.constant
     return _values(tensor)
 
 
 def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
-    """Know the values of `result`, and of what `func` wrote to, if that can be; whether all of them are known."""
+    """Compute values of `result` and of written tensors if possible; whether all are known."""
     if func.is_view:
         return False  # it has those of its storage
     if func.namespace == "c10d":  # writes what other processes have, and does not say where
         for tensor in tensors_in(args, []):
             _forget(tensor)
         return False
+    # In-place ops write the kept values; others make new ones.
     written = written_tensors(func, args, kwargs)
     if written:
         return _write(func, args, kwargs, written)
@@ -66,7 +68,7 @@ def follow(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
 
 
 def keep(result: Any, values: Any) -> None:
-    """Remember the `values` of an op's `result`, or with None that they are not known."""
+    """Store the `values` of an op's `result`; None: they are unknown."""
     outputs = _outputs(result)
     for fake, real in zip(outputs, [None] * len(outputs) if values is None else _outputs(values), strict=True):
         if not isinstance(fake, FakeTensor):
@@ -78,15 +80,16 @@ def keep(result: Any, values: Any) -> None:
 
 
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What `func` returns of known values, if all are, they are not many, and nothing is drawn; else None."""
+    """What `func` returns for known values; None if any is unknown, drawn, or too large."""
     return _computed(func, args, kwargs, ())[1]
 
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> tuple[bool, Any]:
-    """Whether `func` could be run on values, which changes those of `written`, and what it returned."""
+    """Run `func` on known values, changing those of `written`: whether it could be run, and its result."""
     name = func._schema.name.partition("::")[2]
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in {"aten", "prims"}:
         return False, None
+    # Only small ops whose inputs are all known.
     tensors = tensors_in(kwargs.values(), tensors_in(args, []))
     if name.startswith(_WITHOUT_VALUES) or not all(_is_known(tensor) for tensor in tensors):
         return False, None
@@ -108,11 +111,11 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Te
 
 
 def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tensor]) -> bool:
-    """Let `func` write to the values of `written` too, if all that it reads is known."""
+    """Let `func` write the kept values of `written` too; forget them if it reads unknown ones."""
     for tensor in written:
         if isinstance(tensor, FakeTensor) and _overwrites(func, tensor):
             _fill(tensor, None)
-    # What is a constant to torch alone is kept up to date by torch, and not to be written to twice.
+    # torch itself updates what only it knows as a constant; a second write would be wrong.
     known = all(isinstance(tensor, FakeTensor) and _values(tensor) is not None for tensor in written)
     if known and _computed(func, args, kwargs, written)[0]:
         return True
@@ -122,7 +125,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[Tenso
 
 
 def _overwrites(func: Any, tensor: FakeTensor) -> bool:
-    """Whether `func` leaves nothing in the storage of `tensor` of what was there. A weight that is filled is no data."""
+    """Whether `func` overwrites all of the storage of `tensor`; filled weights do not count as data."""
     if func not in _FILLS or tensor.layout is not torch.strided or tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
     return func is aten.copy_.default or not tensor.is_floating_point() or tensor.numel() <= _MOST_MULTIPLIED
@@ -132,7 +135,7 @@ def _overwrites(func: Any, tensor: FakeTensor) -> bool:
 
 
 def _values(tensor: Tensor) -> Tensor | None:
-    """As `values_of`; who writes to them writes to those of all views of `tensor`."""
+    """As `values_of`, but writes change the values of all views of `tensor`."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -153,7 +156,7 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def _fill(tensor: FakeTensor, values: Tensor | None) -> None:
-    """Make `values` those of all that is in the storage of `tensor`; None: they are about to be written."""
+    """Keep `values` as those of the whole storage of `tensor`; None: they are about to be written."""
     global _kept_bytes  # noqa: PLW0603 - of the process, as is what it counts
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()

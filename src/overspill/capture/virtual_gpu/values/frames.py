@@ -1,4 +1,4 @@
-"""Which line of a program it is that asks, among the frames of torch and Overspill."""
+"""Find the line of a program that asks, among frames of torch and Overspill."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from overspill.capture.frames import OURS, STANDARD, TORCH
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside Overspill, from `frame` on outwards."""
+    """The innermost frame outside Overspill, from `frame` outwards."""
     while frame is not None and frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     return frame
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside torch and Overspill, from `frame` on outwards."""
+    """The innermost frame outside torch and Overspill, from `frame` outwards."""
     while frame is not None and frame.f_code.co_filename.startswith((*TORCH, OURS, "<")):
         frame = frame.f_back
     return frame
 
 
 def noted_frame(frame: FrameType | None) -> FrameType | None:
-    """As `user_frame`, but not one of Python's own library either."""
+    """As `user_frame`, and outside Python's standard library."""
     frame = user_frame(frame)
     while frame is not None and frame.f_code.co_filename.startswith(STANDARD):
         if "site-packages" in frame.f_code.co_filename:
@@ -36,7 +36,7 @@ def noted_frame(frame: FrameType | None) -> FrameType | None:
 def user_line(frame: FrameType | None, lines: Mapping[FrameType, int] | None = None) -> str:
     """`file:line, in function: source` of the innermost frame outside torch and Overspill.
 
-    `lines` are those at which frames were, for frames that have gone on since.
+    `lines` are line numbers of frames that have gone on since.
     """
     frame = user_frame(frame)
     if frame is None:

@@ -1,8 +1,8 @@
-"""Values that a script reads although nobody computed them: one rule says which, and every line that reads is kept.
+"""Invent values that a script reads, by a fixed rule, and record the lines that read them.
 
-A number is 0.5, a whole one 1, a truth value false, in tensors as alone; a tensor is compared with a number accordingly,
-and equals another tensor nowhere. A condition that is asserted, or that an error follows, is as it must be for the script
-to go on. Where values decide a shape (`nonzero`, masks, `unique`), it is the largest that it can be.
+A fraction is 0.5, a whole number 1, a truth value false, in tensors as on their own; comparing a tensor with a number
+follows from that, and it equals no other tensor. A condition that is asserted, or that guards a `raise`, has the answer
+with which the script goes on. A shape that depends on values (`nonzero`, masks, `unique`) is the largest possible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .frames import noted_frame, user_frame
 
 aten = torch.ops.aten
 FRACTION, WHOLE, TRUTH = 0.5, 1, False
-"""What numbers, whole numbers and truth values are."""
+"""Invented values: of fractions, whole numbers and booleans."""
 
 Place = tuple[str, int]
 Observe = Callable[..., Any]
@@ -34,8 +34,10 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class Invented:
-    """The lines, as (file, number), that read invented values; those of them that count or index by one; and those whose
-    ops have a shape that depends on values, with the op.
+    """Lines, as (file, number), that read invented values.
+
+    `sizes` are those that count or index by one, `shapes` those that run an op whose shape depends on values, with the
+    op.
     """
 
     def __init__(self) -> None:
@@ -49,36 +51,36 @@ class Invented:
         return list(self.sizes | {place: None for place, _ in self.shapes} | self.lines)
 
     def read(self, frame: FrameType | None) -> None:
-        """`frame` has read a value."""
+        """Record that `frame` reads a value."""
         if (found := noted_frame(frame)) is not None:
             self.lines[_place(found)] = None
 
     def sized(self, frame: FrameType | None) -> None:
-        """`frame` uses a whole number as a size or a position."""
+        """Record that `frame` uses a whole number as a size or position."""
         if (found := noted_frame(frame)) is not None:
             self.sizes[_place(found)] = None
 
     def shaped(self, frame: FrameType | None, op: str) -> None:
-        """`frame` runs `op`, whose result has a shape that depends on values."""
+        """Record that `frame` runs `op`, whose shape depends on values."""
         if (found := noted_frame(frame)) is not None:
             self.shapes[_place(found), op] = None
 
     def decide(self, frame: FrameType | None, answer: Any) -> Any:
-        """`answer` to what `frame` asks, or what it must be told so that no error follows."""
+        """`answer` to a question of `frame`, or the one with which no error follows."""
         self.read(frame)
         found = user_frame(frame)
         needed = None if found is None else _needed(found.f_code.co_filename).get(found.f_lineno)
         return answer if needed is None else needed
 
     def array(self, tensor: Tensor, frame: FrameType | None) -> Tensor:
-        """A tensor of the host like `tensor`, with invented values, for `frame` to read."""
+        """A host tensor like `tensor` with invented values, read by `frame`."""
         self.read(frame)
         with torch._C._DisableTorchDispatch():
             return torch.full(tuple(tensor.shape), value_of(tensor), dtype=tensor.dtype, device="cpu")
 
 
 def value_of(tensor: Tensor) -> Any:
-    """The value that stands for all elements of `tensor`."""
+    """The value of all elements of `tensor`."""
     if tensor.dtype is torch.bool:
         answer = known(tensor)
         return getattr(tensor, _GUESS, TRUTH) if answer is None else answer
@@ -94,7 +96,7 @@ def _place(frame: FrameType) -> Place:
 
 @cache
 def _needed(file: str) -> dict[int, bool]:
-    """Lines of `file` with an `assert`, or an `if` before a `raise`: what the condition must be there to go on."""
+    """Answers needed to go on, by line of `file`: at an `assert`, or an `if` before a `raise`."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -109,7 +111,7 @@ def _needed(file: str) -> dict[int, bool]:
 
 
 def _conditions(test: ast.expr, *, wanted: bool) -> Iterator[tuple[int, bool]]:
-    """The lines of the parts of `test`, and what each must be for the whole to be `wanted`."""
+    """Lines of the parts of `test`, with the answer of each that makes the whole `wanted`."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _conditions(test.operand, wanted=not wanted)
     elif isinstance(test, ast.BoolOp):
@@ -123,18 +125,21 @@ def _conditions(test: ast.expr, *, wanted: bool) -> Iterator[tuple[int, bool]]:
 
 
 def inventing(observe: Observe, fake_mode: Callable[[], Any], invented: Invented) -> Observe:
-    """`observe` with an answer where an op's result, or its shape, depends on values that nobody computed."""
+    """Wrap `observe` to answer ops whose result or shape depends on unknown values."""
 
     def watched(func: Any, args: Any, kwargs: Any, compute: Callable[..., Any]) -> Any:
+        # A value: known, or invented.
         if func in _ANSWERS and any(isinstance(value, FakeTensor) for value in args):
             known = followed.computed(func, args, kwargs)
             return _ANSWERS[func](invented, args, sys._getframe(1)) if known is None else known
+        # A shape that depends on values: known, or the largest.
         if func is aten._pack_padded_sequence.default and (lengths := followed.values_of(args[1])) is not None:
             args = (args[0], lengths, *args[2:])
         if (composition := _by_positions(func, args)) is not None:
             return _composed(fake_mode(), composition)
         if _has_shape_of_values(func) and args and isinstance(args[0], FakeTensor):
             return shaped(func, args, kwargs, compute)
+        # Any other op: values that follow, or a guess at truth values and bounds.
         result = observe(func, args, kwargs, compute)
         if not followed.follow(func, args, kwargs, result):
             _guess(func, args, result)
@@ -160,14 +165,14 @@ def _has_shape_of_values(func: Any) -> bool:
 
 
 def _like(first: Tensor, values: Any) -> Any:
-    """Fake tensors where `first` is, of the shapes of `values`."""
+    """Fake tensors on the device of `first`, with the shapes of `values`."""
     if isinstance(values, Tensor):
         return first.new_empty(values.shape, dtype=values.dtype)
     return tuple(_like(first, value) for value in values)
 
 
 def _composed(mode: Any, composition: Callable[[], Any]) -> Any:
-    """What `composition` runs, each of its ops being one of the program."""
+    """Run `composition` with each of its ops recorded as one of the program."""
     before, mode.computing = mode.computing, False
     try:
         with mode:
@@ -177,7 +182,10 @@ def _composed(mode: Any, composition: Callable[[], Any]) -> Any:
 
 
 def _by_positions(func: Any, args: Any) -> Callable[[], Any] | None:
-    """How CUDA takes what masks select (aten/src/ATen/native/TensorAdvancedIndexingUtils.h, `expandTensors`)."""
+    """Masked selection by positions, as CUDA does it; None for other ops.
+
+    aten/src/ATen/native/TensorAdvancedIndexingUtils.h, `expandTensors`.
+    """
     if func is aten.masked_select.default:
         if not any(isinstance(tensor, FakeTensor) for tensor in args):
             return None
@@ -219,7 +227,7 @@ def _unique_in_a_row(
 
 
 def _counts(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Who says how many counts there are at the least has them all."""
+    """Counts of `bincount`: as many as `minlength` says. Raises without it."""
     if not minlength:
         raise DynamicOutputShapeException(aten.bincount.default)
     return x.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
@@ -237,7 +245,7 @@ def _scalar(invented: Invented, args: Any, frame: FrameType) -> Any:
 _ANSWERS: dict[Any, Callable[[Invented, Any, FrameType], Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: lambda invented, _, frame: invented.decide(frame, TRUTH),
-    # Who asks whether tensors are about the same tests something that is right.
+    # A test whether tensors are close is a test of something that is right.
     aten.allclose.default: lambda invented, _, frame: invented.decide(frame, True),
 }
 _LARGEST: dict[Any, Callable[..., Any]] = {
@@ -258,7 +266,7 @@ _POSITIONS: dict[
 
 
 def _bound(func: Any, args: Any, result: Any) -> None:
-    """Say of `result`, positions along a dimension, below what they are."""
+    """Note on `result`, if it has positions along a dimension, the size of that dimension."""
     first = args[0] if args and isinstance(args[0], FakeTensor) else None
     if first is None:
         return
@@ -291,7 +299,7 @@ _JOINED: dict[Any, Callable[..., bool]] = {
 
 
 def _guess(func: Any, args: Any, result: Any) -> None:
-    """Say of `result`, truth values that an op has made of `args`, what they are by the rule."""
+    """Note on `result`, if it has truth values, their value by the rule."""
     if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
         return
     answer: bool | None = None

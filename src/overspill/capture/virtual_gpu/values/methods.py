@@ -1,4 +1,4 @@
-"""What a program gets that reads the values of tensors: of the host, the values; of the virtual GPU, what stands for them."""
+"""Tensor methods that read values: real on the host, known or invented on the virtual GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unknown import UnknownNumber, data_dependent
 
 
 def value_patches(invented: Invented | None) -> Patches:
-    """(owner, name, replacement) of the methods of tensors that read values; what is not known is `invented`, or an error."""
+    """(owner, name, replacement) of methods that read values; unknown ones are `invented`, or an error."""
     reads = [
         (Tensor, "item", _item),
         (Tensor, "tolist", _array),
@@ -47,7 +47,7 @@ def _is_unknown(tensor: Tensor) -> bool:
 def _known(
     original: Callable[..., Any], invented: Invented | None, replacement: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`replacement`, but for small tensors whose values are kept where others are invented."""
+    """`replacement`, except where values are known."""
     if invented is None:
         return replacement
 
@@ -60,7 +60,7 @@ def _known(
 
 
 def _written(original: Callable[..., str]) -> Callable[..., str]:
-    """`Tensor.__format__`, which writes the value of a scalar."""
+    """`Tensor.__format__` with the value of a scalar, or `unknown`."""
 
     def write(tensor: Tensor, spec: str) -> str:
         values = values_of(tensor) if tensor.dim() == 0 else tensor
@@ -70,7 +70,7 @@ def _written(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[..., Any]:
-    """`Tensor.item`, of which a program may make what it likes but a decision, unless values are invented."""
+    """`Tensor.item`, whose result cannot be compared unless values are invented."""
 
     def item(tensor: Tensor) -> Any:
         if not _is_unknown(tensor):
@@ -91,7 +91,7 @@ def _item(original: Callable[..., Any], invented: Invented | None) -> Callable[.
 
 
 def _array(original: Callable[..., Any], invented: Invented | None) -> Callable[..., Any]:
-    """What gives out many values at once."""
+    """Methods that read many values at once."""
 
     def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _is_unknown(tensor):
@@ -104,7 +104,7 @@ def _array(original: Callable[..., Any], invented: Invented | None) -> Callable[
 
 
 def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable[..., bool]:
-    """What Python asks of a tensor in order to decide."""
+    """`Tensor.__bool__`, by which Python branches."""
 
     def decide(tensor: Tensor) -> bool:
         if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
@@ -121,7 +121,7 @@ def _truth(original: Callable[..., bool], invented: Invented | None) -> Callable
 
 
 def _whole(original: Callable[..., int], invented: Invented | None) -> Callable[..., int]:
-    """What Python asks of a tensor in order to count, or to index."""
+    """`Tensor.__int__` and `__index__`, by which Python counts and indexes."""
 
     def count(tensor: Tensor) -> int:
         if invented is not None and _is_unknown(tensor) and tensor.numel() == 1:
@@ -138,7 +138,7 @@ def _whole(original: Callable[..., int], invented: Invented | None) -> Callable[
 
 
 def _number(original: Callable[..., float], invented: Invented | None) -> Callable[..., float]:
-    """`Tensor.__float__`; Python takes no other kind of float from it, so what is unknown becomes a plain number."""
+    """`Tensor.__float__`; Python accepts only plain floats from it, so an unknown value becomes one."""
 
     def to_float(tensor: Tensor) -> float:
         if _is_unknown(tensor) and tensor.numel() == 1:

@@ -1,4 +1,4 @@
-"""What stands for the value of a tensor that was never computed, and the error for a program that needs it."""
+"""A number whose value was never computed, and the error for a program that needs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _comparing(comparison: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber
 
 
 def _counting(operation: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, Any], UnknownNumber]:
-    """An operation with another number, which is a count where both are."""
+    """An operation with another number; a whole number if both are."""
 
     def count(one: UnknownNumber, other: Any) -> UnknownNumber:
         theirs = other._whole if isinstance(other, UnknownNumber) else other
@@ -42,16 +42,16 @@ def _counting(operation: Callable[[Any, Any], Any]) -> Callable[[UnknownNumber, 
 
 
 class UnknownNumber(float):
-    """The value of a tensor that was never computed: prints, adds and averages, but decides nothing.
+    """The value of a tensor that was never computed: it prints, adds and averages, but cannot be compared.
 
-    With `invented` it decides by the value that was invented for it, and the line that asks is written down there.
+    With `invented` it has an invented value, and the lines that read it are recorded there.
     """
 
     _invented: Invented | None
     _whole: int | None
 
     def __new__(cls, value: float = FRACTION, invented: Invented | None = None) -> Self:
-        """One that is finite to whoever asks the C library; a count where `value` is whole."""
+        """Finite to C libraries; a count if `value` is whole."""
         made = super().__new__(cls, value)
         made._invented = invented
         made._whole = value if isinstance(value, int) else None
@@ -82,7 +82,7 @@ class UnknownNumber(float):
     __rsub__ = _counting(lambda one, other: other - one)
 
     def _decided(self, frame: FrameType, answer: Callable[[], Any]) -> Any:
-        """What the program at `frame` is told, where anything is."""
+        """The answer to the program at `frame`, if there is any. Raises UnsupportedError."""
         if (known := goes_on(frame)) is not None:
             return known
         if self._invented is None:
@@ -96,14 +96,14 @@ class UnknownNumber(float):
         return self._counted(sys._getframe(1))
 
     def __index__(self) -> int:
-        """A number of things, or a position: an invented one may decide how much memory is taken."""
+        """A size or position: an invented one may decide how much memory is taken."""
         made = self._counted(sys._getframe(1))
         if self._invented is not None:
             self._invented.sized(sys._getframe(1))
         return made
 
     def _counted(self, frame: FrameType) -> int:
-        """The whole number that the program at `frame` is told."""
+        """The whole number for the program at `frame`. Raises UnsupportedError."""
         if (known := goes_on(frame)) is not None:
             return known
         if self._invented is None:
@@ -117,7 +117,7 @@ class UnknownNumber(float):
 
 
 def data_dependent() -> UnsupportedError:
-    """The error for a program whose way depends on a value; it names the user's line."""
+    """The error for a program that branches on an unknown value; it names the user's line."""
     where = user_line(sys._getframe(1))
     return UnsupportedError(
         f"{where} needs the value of a tensor, which an estimate does not compute; "
